@@ -1,0 +1,76 @@
+"""Where a step's metrics go: TensorBoard events and the run directory's ``metrics.jsonl``, the same scalars in both.
+
+Importing this module does not import torch; the event writer does it in a thread of its own at the first step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.observability.run_dir import RunDirectory
+from areno.observability.scalars import step_scalars
+from areno.observability.tensorboard import EventWriter
+from areno.types import TrainSequence
+
+
+class MetricsRecorder:
+    """Records every step's ``rollout/*``, ``train/*`` and ``time/*`` scalars.
+
+    Args:
+        log_dir: folder of the TensorBoard events; None writes none.
+        run_dir: its ``metrics.jsonl`` gets one object per step; None writes none.
+        purge_step: on resume, the first step that will be recorded again.
+    """
+
+    def __init__(
+        self, log_dir: str | Path | None, run_dir: RunDirectory | None = None, purge_step: int | None = None
+    ) -> None:
+        self._events = EventWriter(log_dir, purge_step) if log_dir is not None else None
+        self._run_dir = run_dir
+
+    def record_step(
+        self,
+        step: int,
+        *,
+        rows: Sequence[TrainSequence],
+        train_stats: Mapping[str, Any],
+        timings: Mapping[str, float],
+        skipped_long: int = 0,
+        total_skipped_long: int = 0,
+        rewards: Sequence[float] | None = None,
+        extra: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Record one step; the arguments are those of ``areno.observability.scalars.step_scalars``.
+
+        Returns:
+            The recorded scalars by tag.
+
+        Raises:
+            ArenoError: the events or ``metrics.jsonl`` cannot be written.
+        """
+        scalars = step_scalars(
+            rows=rows,
+            train_stats=train_stats,
+            timings=timings,
+            skipped_long=skipped_long,
+            total_skipped_long=total_skipped_long,
+            rewards=rewards,
+            extra=extra,
+        )
+        if self._run_dir is not None:
+            self._run_dir.append_metrics(step, scalars)
+        if self._events is not None:
+            self._events.write(step, scalars, time.time())
+        return scalars
+
+    def close(self) -> None:
+        """Write what is still queued; a second call does nothing.
+
+        Raises:
+            ArenoError: the events could not be written.
+        """
+        if self._events is not None:
+            self._events.close()

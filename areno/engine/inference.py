@@ -1,0 +1,48 @@
+"""The rollout loop's documented logger, and its ``rollout decode progress`` lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+logger = logging.getLogger("areno.engine.inference")
+
+
+class DecodeProgress:
+    """Logs decode throughput at most once per interval.
+
+    Args:
+        interval_s: seconds between lines; 0 or less logs nothing.
+        rank: this engine's data-parallel rank.
+        size: number of data-parallel ranks.
+    """
+
+    def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
+        self.interval_s = interval_s
+        self.rank, self.size = rank, size
+        self._since: float | None = None
+        self._tokens = 0
+
+    def step(self, active: int) -> None:
+        """Count one decode step of ``active`` sequences, and log when the interval has passed."""
+        if self.interval_s <= 0:
+            return
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        self._tokens += active
+        elapsed = now - self._since
+        if elapsed >= self.interval_s:
+            logger.info(
+                "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
+                self.rank,
+                self.size,
+                active,
+                False,
+                self._tokens / elapsed,
+            )
+            self._since, self._tokens = now, 0
+
+    def idle(self) -> None:
+        """Nothing to decode: the next line's throughput must not count the pause."""
+        self._since, self._tokens = None, 0

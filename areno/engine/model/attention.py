@@ -1,0 +1,122 @@
+"""The one attention function that areno registers with ``transformers``.
+
+A forward pass hands every layer the same *plan* (keyword ``areno``). The plan knows which tokens may see which: packed
+sequences for training and prefill, cache slots for decoding. No plan ever needs a mask from the model code, because the
+function is registered for attention only, and ``transformers`` then skips mask building in every family.
+
+Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "areno"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one layer asks for, apart from its tensors.
+
+    Attributes:
+        layer: index of the layer, the key of its cache.
+        scale: factor on the scores.
+        window: a query sees its last ``window`` keys, itself included; None sees all.
+        sinks: per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None.
+        softcap: scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+
+class AttentionPlan(Protocol):
+    """Which tokens of a call see which. Made once per call, shared by all layers."""
+
+    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q [T, H, D] over k, v [T, K, D] and whatever the plan caches; returns [T, H, Dv]."""
+        ...
+
+
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None, causal: bool = False
+) -> Tensor:
+    """Attention of q [B, H, Lq, D] over k, v [B, K, Lk, D]; returns [B, H, Lq, Dv].
+
+    ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` is the mask-free form for Lq == Lk.
+    """
+    if layer.softcap is not None or layer.sinks is not None:
+        return _explicit_attention(q, k, v, layer, _causal_mask(q.shape[2], q) if causal else mask)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, mask: Tensor | None) -> Tensor:
+    """Scores written out, for what the fused kernels cannot express: soft-capping and sinks."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if mask is not None:
+        scores = scores + mask
+    if layer.sinks is not None:
+        sink = layer.sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+def _causal_mask(length: int, like: Tensor) -> Tensor:
+    return window_mask(length, None, like)
+
+
+def window_mask(length: int, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask [length, length] in the dtype of ``like``: causal, and banded where a window is given."""
+    rows = torch.arange(length, device=like.device)
+    visible = rows[None, :] <= rows[:, None]
+    if window is not None:
+        visible &= rows[None, :] > rows[:, None] - window
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
+
+
+def _areno_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    areno: AttentionPlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Entry point for ``transformers`` layers: q, k, v are [1, heads, T, D]; returns [1, T, H, D]."""
+    if areno is None:
+        raise RuntimeError("areno attention was called without a plan; call the model through areno.engine.model")
+    layer = LayerAttention(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return areno.attend(layer, q, k, v)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _areno_attention)

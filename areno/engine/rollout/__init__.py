@@ -1,0 +1,1 @@
+"""Continuous-batching generation: scheduler, KV cache, sampler, and the loop that ties them together."""

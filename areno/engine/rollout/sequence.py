@@ -1,0 +1,92 @@
+"""One sample on its way through the rollout loop."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from areno.types import FinishReason, RolloutResult, RolloutSequence, SamplingParams
+
+
+class StopText(Protocol):
+    """Watches the decoded text of one sample for stop strings."""
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; True as soon as a stop string is in the text."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """Decoded text, cut before the stop string."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one request: they share a prompt, its prefill, and the future that answers them all."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    future: Future[RolloutResult]
+    members: list[Sequence] = field(default_factory=list)
+    unfinished: int = 0
+
+    def result(self) -> RolloutResult:
+        """Answers of all members, in order."""
+        return RolloutResult([member.answer() for member in self.members])
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample: what it has generated, and which cache slot holds its past (-1: none)."""
+
+    group: Group
+    seed: int
+    stop_text: StopText | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    cut_mass: float = 0.0
+    finish: FinishReason | None = None
+    slot: int = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.group.prompt) + len(self.output)
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt and output tokens."""
+        return self.group.prompt + self.output
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next decode step feeds."""
+        return self.output[-1] if self.output else self.group.prompt[-1]
+
+    def push(self, token: int, logprob: float, cut_mass: float, version: int) -> bool:
+        """Take a sampled token; returns True when it ended the sequence."""
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.cut_mass += cut_mass
+        stopped_by_text = self.stop_text is not None and self.stop_text.push(token)
+        if stopped_by_text or token in self.group.stop_ids:
+            self.finish = "stop"
+        elif len(self.output) >= self.group.sampling.max_new_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def answer(self) -> RolloutSequence:
+        """What the caller receives."""
+        return RolloutSequence(
+            resp_tokens=self.output,
+            resp_logprobs=self.logprobs,
+            finish_reason=self.finish or "abort",
+            text=self.stop_text.text if self.stop_text is not None else "",
+            versions=self.versions,
+            cut_mass=self.cut_mass / max(len(self.output), 1),
+        )

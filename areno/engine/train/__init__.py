@@ -1,0 +1,1 @@
+"""One optimizer step: packing, microbatches, exact normalisation, the optimizer."""

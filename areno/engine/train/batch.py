@@ -1,0 +1,102 @@
+"""Rows to one packed microbatch: tokens, attention plan, and the tensors that a loss sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.packing import PackedPlan
+from areno.loss_fns.pack import DataPack, Reduction
+from areno.types import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One microbatch on its device.
+
+    Attributes:
+        tokens: packed token ids [T].
+        plan: attention plan over them.
+        scored: indices on the action axis [A] whose log-probs are needed.
+        sources: packed position that predicts each of them.
+        targets: the token to predict at each of them.
+        temperatures: sampling temperature at each of them.
+        data: what the loss sees.
+    """
+
+    tokens: Tensor
+    plan: PackedPlan
+    scored: Tensor
+    sources: Tensor
+    targets: Tensor
+    temperatures: Tensor
+    data: DataPack
+
+    def on_action_axis(self, values: Tensor) -> Tensor:
+        """Scatter values of the scored actions to the whole action axis, 0 elsewhere."""
+        mask = self.data["packed_response_mask"]
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
+
+
+def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu") -> PackedBatch:
+    """Pack rows end to end; see :mod:`areno.loss_fns.pack` for the keys of ``data``."""
+    lengths = [len(row.tokens) for row in rows]
+    plan = PackedPlan(lengths, device)
+    tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
+    first = torch.zeros(len(tokens), dtype=torch.bool)
+    first[plan.starts[:-1]] = True
+    actions = (~first).nonzero()[:, 0]
+    mask = torch.tensor(list(chain.from_iterable(row.trainable() for row in rows)))[actions]
+    sequence = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[actions]
+    scored = mask.nonzero()[:, 0]
+    temperatures = torch.tensor([row.temperature for row in rows])[sequence]
+    data: DataPack = {
+        "packed_response_mask": mask.to(device),
+        "packed_seq_ids": sequence.to(device),
+        "packed_num_sequences": len(rows),
+        "packed_tokens": tokens[actions].to(device),
+        "rewards": torch.tensor([row.reward for row in rows], device=device),
+    }
+    for key, name in _STREAMS:
+        stream = _stream(rows, name, actions)
+        if stream is not None:
+            data[key] = stream.to(device)  # type: ignore[literal-required]
+    return PackedBatch(
+        tokens=tokens.to(device),
+        plan=plan,
+        scored=scored.to(device),
+        sources=(actions[scored] - 1).to(device),
+        targets=tokens[actions[scored]].to(device),
+        temperatures=temperatures[scored].to(device),
+        data=data,
+    )
+
+
+_STREAMS = (
+    ("packed_logprobs", "logprobs"),
+    ("packed_advantages", "advantages"),
+    ("packed_ref_logprobs", "ref_logprobs"),
+    ("packed_values", "values"),
+    ("packed_returns", "returns"),
+)
+_ALWAYS = {"logprobs", "advantages"}
+
+
+def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor) -> Tensor | None:
+    """A per-token list of all rows on the action axis; absent where no row has it, zeros for rows that lack it."""
+    lists = [getattr(row, name) for row in rows]
+    if name not in _ALWAYS and not any(lists):
+        return None
+    filled = (values or [0.0] * len(row.tokens) for row, values in zip(rows, lists, strict=True))
+    return torch.tensor(list(chain.from_iterable(filled)), dtype=torch.float32)[actions]
+
+
+def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:
+    """How many units of a loss's mean some rows hold."""
+    if unit == "token":
+        return sum(sum(row.trainable()) for row in rows)
+    return len(rows) if unit == "sequence" else len(rows) // 2

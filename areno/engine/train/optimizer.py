@@ -1,0 +1,167 @@
+"""AdamW behind the interface that every optimizer of the engine has.
+
+Master weights and moments are fp32. Where the model computes in fp32 the master weights are the weights themselves;
+where it computes in bf16 they are a second copy, gradients of microbatches are summed in fp32, and each step rounds the
+master weights into the model. A learning rate of 1e-6 then still moves the policy, which bf16 weights alone would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from areno.engine.train.schedule import DecayStyle, LrSchedule
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields."""
+
+    lr: float = 1e-4
+    min_lr: float = 0.0
+    lr_decay_steps: int = 0
+    lr_warmup_steps: int = 0
+    lr_decay_style: DecayStyle = "constant"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float | None = None
+
+    def schedule(self) -> LrSchedule:
+        """The rate as a function of the step."""
+        return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
+
+
+class Optimizer(Protocol):
+    """What a training step asks of an optimizer; sharded, low-bit and adapter optimizers implement the same."""
+
+    steps: int
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Accumulated fp32 gradients, one per parameter that received any."""
+        ...
+
+    def step(self) -> float:
+        """Apply the gradients; returns the learning rate that was used."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that an exact resume needs besides the model's own weights."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters.
+
+    Args:
+        parameters: named parameters, tied ones once.
+        config: rates, betas and decay.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.steps = 0
+        self._schedule = config.schedule()
+        self._names = [name for name, _ in parameters]
+        self._parameters = [p for _, p in parameters]
+        self._masters = [p if p.dtype == torch.float32 else self._master_of(p) for p in self._parameters]
+        self._adam = torch.optim.AdamW(
+            self._masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+
+    @staticmethod
+    def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+        """An fp32 copy into whose gradient every backward pass of ``parameter`` is added."""
+        master = nn.Parameter(parameter.detach().float())
+
+        def accumulate(source: Tensor) -> None:
+            assert source.grad is not None
+            if master.grad is None:
+                master.grad = source.grad.float()
+            else:
+                master.grad += source.grad
+            source.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        """Accumulated fp32 gradients, one per parameter that received any."""
+        return [master.grad for master in self._masters if master.grad is not None]
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The same by parameter name."""
+        pairs = zip(self._names, self._masters, strict=True)
+        return {name: master.grad for name, master in pairs if master.grad is not None}
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
+        self.steps += 1
+        rate = self._schedule.at(self.steps)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+        return rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, moments, and master weights where they are not the model's own."""
+        masters = zip(self._names, self._parameters, self._masters, strict=True)
+        return {
+            "steps": self.steps,
+            "names": list(self._names),
+            "adam": self._adam.state_dict()["state"],
+            "masters": {name: master.detach() for name, p, master in masters if p is not master},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state belongs to other parameters or another compute type.
+        """
+        mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
+        if state["names"] != self._names or set(state["masters"]) != mine:
+            raise ValueError("the saved optimizer belongs to another model or --dtype")
+        self.steps = int(state["steps"])
+        self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
+        for name, master in zip(self._names, self._masters, strict=True):
+            if name in state["masters"]:
+                master.data.copy_(state["masters"][name])
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Global L2 norm in fp32, a 0-d tensor; 0 without gradients."""
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+
+
+def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | None) -> float:
+    """Scale gradients in place so that their norm is at most ``max_norm``; returns the norm afterwards."""
+    if max_norm is None or not gradients:
+        return norm
+    factor = max_norm / (norm + 1e-6)
+    if factor >= 1.0:
+        return norm
+    torch._foreach_mul_(list(gradients), factor)
+    return norm * factor

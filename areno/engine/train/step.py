@@ -1,0 +1,178 @@
+"""Training: microbatches in, optimizer steps out.
+
+The gradient of an optimizer step is that of the loss over all its rows at once. Each microbatch's mean is weighted by its
+share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.train.batch import count_units, pack_rows
+from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
+from areno.errors import EngineError
+from areno.loss_fns.pack import LossFn, reduction_of
+from areno.loss_fns.stats import Mean, Spread
+from areno.types import TrainSequence
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Statistics of one optimizer step, added up over its microbatches."""
+
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metrics: dict[str, Any], weight: float) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, Spread):
+                parts = [float(value.total), float(value.square), float(value.count)]
+            elif isinstance(value, Mean):
+                parts = [float(value.total), float(value.count)]
+            else:
+                parts = [float(value) * weight, weight]
+            known = self.sums.setdefault(name, [0.0] * len(parts))
+            self.sums[name] = [a + b for a, b in zip(known, parts, strict=True)]
+
+    def result(self) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for name, parts in self.sums.items():
+            count = parts[-1] or 1.0
+            mean = parts[0] / count
+            if len(parts) == 2:
+                stats[name] = mean
+            else:
+                stats[f"{name}_mean"] = mean
+                stats[f"{name}_std"] = math.sqrt(max(parts[1] / count - mean * mean, 0.0))
+        return stats
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """Trains one model with one optimizer.
+
+    Args:
+        model: the policy.
+        optimizer: over the policy's parameters.
+        activation_checkpointing: recompute each decoder layer in backward instead of keeping its activations.
+        max_skipped: stop after this many updates in a row whose gradient was not finite.
+    """
+
+    model: CausalLM
+    optimizer: MasterAdamW
+    activation_checkpointing: bool = True
+    max_skipped: int = 5
+    _skipped: int = 0
+
+    def run(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+    ) -> dict[str, float]:
+        """Train on rows in order.
+
+        Args:
+            rows: at least one; with a pair loss, chosen and rejected alternate.
+            loss_fn: see :mod:`areno.loss_fns.pack`.
+            mini_bs: rows of one forward and backward pass.
+            accumulation: microbatches of one optimizer step; None makes one step of all rows.
+
+        Returns:
+            Scalar statistics: means over the call's optimizer steps.
+
+        Raises:
+            ValueError: no rows, or a pair loss with an odd number of rows or an odd ``mini_bs``.
+            EngineError: gradients were not finite ``max_skipped`` times in a row.
+        """
+        unit = reduction_of(loss_fn)
+        if not rows:
+            raise ValueError("train needs at least one row")
+        if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
+            raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
+        per_step = mini_bs * accumulation if accumulation else len(rows)
+        self._set_training(True)
+        try:
+            results = [
+                self._optimizer_step(rows[i : i + per_step], loss_fn, mini_bs) for i in range(0, len(rows), per_step)
+            ]
+        finally:
+            self._set_training(False)
+        return {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+
+    def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+        """Add the gradient of the loss over all rows, and return its statistics; no update."""
+        unit = reduction_of(loss_fn)
+        total = count_units(rows, unit)
+        totals, loss_sum = _Totals(), 0.0
+        for chunk in _chunks(rows, mini_bs):
+            weight = count_units(chunk, unit) / max(total, 1)
+            loss, metrics = self._loss(chunk, loss_fn)
+            if weight and loss.requires_grad:
+                (loss * weight).backward()
+            totals.add(metrics, weight)
+            loss_sum += float(loss.detach()) * weight
+        return {"loss": loss_sum, **totals.result()}
+
+    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
+        batch = pack_rows(rows, self.model.device)
+        hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
+        scored = self.model.logprobs(hidden.index_select(0, batch.sources), batch.targets, batch.temperatures)
+        output = loss_fn(batch.data, batch.on_action_axis(scored))
+        return output if isinstance(output, tuple) else (output, {})
+
+    def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        stats = self.accumulate(rows, loss_fn, mini_bs)
+        gradients = self.optimizer.gradients()
+        norm = float(gradient_norm(gradients))
+        stats |= _zero_counts(gradients)
+        stats["grad_norm"] = norm
+        stats["update_skipped"] = float(not math.isfinite(norm) or not gradients)
+        if math.isfinite(norm) and gradients:
+            stats["grad_norm_clipped"] = clip_gradients(gradients, norm, self.optimizer.config.grad_clip_norm)
+            stats["lr"] = self.optimizer.step()
+        else:
+            stats["grad_norm_clipped"], stats["lr"] = 0.0, 0.0
+        self.optimizer.zero_grad()
+        self._watch(norm)
+        return stats
+
+    def _watch(self, norm: float) -> None:
+        self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
+        if self._skipped >= self.max_skipped:
+            raise EngineError(
+                f"the gradient was not finite in {self._skipped} updates in a row; the weights are unchanged since then. "
+                "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
+            )
+
+    def _set_training(self, training: bool) -> None:
+        """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
+        module: Any = self.model.module
+        if training and self.activation_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        elif not training and module.is_gradient_checkpointing:
+            module.gradient_checkpointing_disable()
+        module.train(training)
+
+
+def _chunks(rows: Sequence[TrainSequence], size: int) -> Iterator[Sequence[TrainSequence]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+@torch.no_grad()
+def _zero_counts(gradients: Sequence[Tensor]) -> dict[str, float]:
+    total = sum(g.numel() for g in gradients)
+    nonzero = sum(int(torch.count_nonzero(g)) for g in gradients)
+    share = nonzero / total if total else 0.0
+    return {
+        "grad_zero_count": float(total - nonzero),
+        "grad_nonzero_count": float(nonzero),
+        "grad_total_count": float(total),
+        "grad_zero_ratio": 1.0 - share if total else 0.0,
+        "grad_nonzero_ratio": share,
+    }

@@ -1,0 +1,31 @@
+"""Typed errors. Each message names the value, and says what to do next."""
+
+from __future__ import annotations
+
+
+class ArenoError(Exception):
+    """Base of every error that areno raises on purpose; the command line prints its message without a traceback."""
+
+
+class UsageError(ArenoError):
+    """The user's input cannot work: an option, a file or a hook. Exit code 2."""
+
+
+class DataError(UsageError):
+    """A data row is unusable; the message names file, row number and key."""
+
+
+class UnsupportedModelError(UsageError):
+    """The checkpoint's architecture cannot be run by the engine; the message names what is missing."""
+
+
+class RewardError(ArenoError):
+    """A reward function raised, hung or returned something that is not a finite number; the message names the record."""
+
+
+class CheckpointError(ArenoError):
+    """A checkpoint could not be written or read."""
+
+
+class EngineError(ArenoError):
+    """The engine was used out of order, or its loop died; the message carries the cause."""

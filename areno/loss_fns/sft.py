@@ -1,0 +1,28 @@
+"""Supervised fine-tuning: negative log-likelihood of the response tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from areno.loss_fns.pack import DataPack, reduces_over
+from areno.loss_fns.stats import masked_mean
+
+
+@reduces_over("token")
+def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """L = -(sum_t m_t log pi(t)) / (sum_t m_t), over all target tokens of the optimizer step.
+
+    Args:
+        data_pack: needs ``packed_response_mask``.
+        logprobs: current log-probs [A].
+
+    Returns:
+        Loss and the statistics sft_loss, sft_logprob_mean.
+    """
+    mask = data_pack["packed_response_mask"]
+    tokens = mask.sum().clamp(min=1)
+    loss = -(logprobs * mask).sum() / tokens
+    logprob = masked_mean(logprobs, mask)
+    return loss, {"sft_loss": masked_mean(-logprobs, mask), "sft_logprob_mean": logprob}

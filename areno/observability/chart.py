@@ -1,0 +1,151 @@
+"""Curves as text: a line chart for the end of a run, a sparkline for the live display, one-line previews of texts.
+
+Everything falls back to ASCII where the stream cannot show Unicode, and model text is made safe to print: a control
+character that a model wrote never reaches the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import IO, NamedTuple, TextIO
+
+
+class _Glyphs(NamedTuple):
+    """Characters of a chart; ``down`` and ``up`` hold two each, where a move starts and where it ends."""
+
+    flat: str
+    down: str
+    up: str
+    rise: str
+    axis: str
+    corner: str
+
+
+_UNICODE = _Glyphs(flat="─", down="╮╰", up="╯╭", rise="│", axis="┤", corner="└")
+_ASCII = _Glyphs(flat="-", down=".'", up="'.", rise="|", axis="|", corner="+")
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKS_ASCII = "_.-~=+*#"
+
+
+def speaks_unicode(stream: IO[str]) -> bool:
+    """Whether the stream's encoding is one of the UTF family; a stream without an encoding counts as UTF-8."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
+def text_chart(
+    values: Sequence[float], *, width: int = 60, height: int = 10, title: str = "", stream: TextIO | None = None
+) -> str:
+    """Line chart of ``values`` over their index.
+
+    Longer series are averaged into ``width`` columns; NaN and infinities leave a gap.
+
+    Args:
+        values: the series, in order.
+        width: columns of the plot, without the axis labels.
+        height: rows of the plot.
+        title: first line; empty for none.
+        stream: where the chart will be printed, which decides between Unicode and ASCII; None is ``sys.stdout``.
+
+    Returns:
+        The chart, lines joined by newlines, without one at the end.
+
+    Raises:
+        ValueError: ``width`` or ``height`` is below 2.
+    """
+    if width < 2 or height < 2:
+        raise ValueError(f"a chart needs at least 2 columns and 2 rows, got width={width} height={height}")
+    glyphs = _UNICODE if speaks_unicode(stream or sys.stdout) else _ASCII
+    head = [title] if title else []
+    columns = _columns(values, width)
+    finite = [value for value in columns if value is not None]
+    if not finite:
+        return "\n".join([*head, "(no values)"])
+    low, high = min(finite), max(finite)
+    rows = [None if value is None else _level(value, low, high, height) for value in columns]
+    canvas = _draw(rows, height, glyphs)
+    labels = [_label(low + (high - low) * (height - 1 - i) / (height - 1)) for i in range(height)]
+    if low == high:
+        labels = [_label(low) if i == _top_index(rows, height) else "" for i in range(height)]
+    margin = max(map(len, labels))
+    body = [
+        f"{label:>{margin}} {glyphs.axis}{''.join(line).rstrip()}" for label, line in zip(labels, canvas, strict=True)
+    ]
+    last = str(len(values))
+    body.append(f"{'':>{margin}} {glyphs.corner}{glyphs.flat * width}")
+    body.append(f"{'':>{margin}}  1{last:>{width - 1}}")
+    return "\n".join([*head, *body])
+
+
+def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
+    """The series in one line of at most ``width`` characters, scaled from its minimum to its maximum.
+
+    Args:
+        values: the series; longer ones are averaged, NaN and infinities become blanks.
+        width: most characters.
+        unicode: block characters; False uses ASCII.
+    """
+    marks = _SPARKS if unicode else _SPARKS_ASCII
+    columns = _columns(values, min(width, len(values)))
+    finite = [value for value in columns if value is not None]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    return "".join(" " if value is None else marks[_level(value, low, high, len(marks))] for value in columns)
+
+
+def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
+    """``text`` on one line, at most ``limit`` characters, with nothing in it that a terminal would obey.
+
+    Line breaks become a visible mark, other unprintable characters a replacement; with ``unicode`` off, everything
+    beyond ASCII too.
+    """
+    newline, unknown, more = ("↵", "�", "…") if unicode else ("\\n", "?", "...")
+    # Cut before cleaning, so that a megabyte of text costs nothing.
+    clean = text[: limit + 1].replace("\r\n", "\n").replace("\n", newline).replace("\t", " ")
+    safe = "".join(c if c.isprintable() and (unicode or c.isascii()) else unknown for c in clean)
+    return safe if len(safe) <= limit and len(text) <= limit else safe[: limit - len(more)] + more
+
+
+def _columns(values: Sequence[float], width: int) -> list[float | None]:
+    """Mean of the finite values behind each column; None where there are none."""
+    columns: list[float | None] = []
+    for i in range(width if values else 0):
+        start = i * len(values) // width
+        stop = max(start + 1, (i + 1) * len(values) // width)
+        finite = [float(value) for value in values[start:stop] if math.isfinite(value)]
+        columns.append(sum(finite) / len(finite) if finite else None)
+    return columns
+
+
+def _level(value: float, low: float, high: float, levels: int) -> int:
+    """Row of ``value``, 0 at the bottom; a constant series lies in the middle."""
+    return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
+
+
+def _top_index(rows: Sequence[int | None], height: int) -> int:
+    """Line, counted from the top, of a constant series."""
+    return height - 1 - next(row for row in rows if row is not None)
+
+
+def _draw(rows: Sequence[int | None], height: int, glyphs: _Glyphs) -> list[list[str]]:
+    """Canvas of ``height`` lines, top first, with the curve drawn from column to column."""
+    canvas = [[" "] * len(rows) for _ in range(height)]
+    previous: int | None = None
+    for x, row in enumerate(rows):
+        if row is not None:
+            if previous is None or previous == row:
+                canvas[height - 1 - row][x] = glyphs.flat
+            else:
+                corners = glyphs.down if row < previous else glyphs.up
+                canvas[height - 1 - previous][x] = corners[0]
+                canvas[height - 1 - row][x] = corners[1]
+                for between in range(min(row, previous) + 1, max(row, previous)):
+                    canvas[height - 1 - between][x] = glyphs.rise
+        previous = row
+    return canvas
+
+
+def _label(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,265 @@
+"""Progress of a run for people: a live display on a terminal, one plain line per step everywhere else.
+
+Special here: the live display only draws; what it shows is in ``log.txt`` and ``metrics.jsonl`` too. Its own thread
+redraws it, so the phase clock runs while a step does, and log lines pass above it. The cursor comes back whatever ends
+the run: the ``with`` block calls ``stop``, and so does the interpreter's exit if nobody did.
+"""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from threading import RLock
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areno.observability.chart import one_line, sparkline, speaks_unicode
+from areno.observability.logs import route_console
+
+_log = logging.getLogger(__name__)
+
+_PACE_STEPS = 10
+_REDRAWS_PER_S = 4
+_SAMPLE_CHARS = 200
+
+
+class Progress(abc.ABC):
+    """What a trainer tells about its run. Use it as a context manager, so that it stops whatever happens.
+
+    ``stats`` of a step may hold ``reward_mean``, ``loss``, ``logp_abs_diff_mean`` and ``tokens_per_second``; what is
+    missing is not shown.
+    """
+
+    def __init__(self) -> None:
+        self._pace = _Pace()
+        self._total = 0
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self._total
+
+    def start(self, total_steps: int, done_steps: int = 0) -> None:
+        """Begin.
+
+        Args:
+            total_steps: steps of the whole run.
+            done_steps: of those, steps that an earlier part of a resumed run has done.
+        """
+        self._total = total_steps
+        self._pace.start(done_steps)
+
+    @abc.abstractmethod
+    def phase(self, name: str) -> None:
+        """The run is now doing ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
+
+    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+        """A step is finished: log ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+
+        Args:
+            step: its index, from 0, as in the log lines.
+            stats: see the class.
+            sample: a completion of the step; a live display shows its beginning.
+        """
+        self._pace.step_done(step)
+        shown = [("reward", "reward_mean"), ("loss", "loss")]
+        values = "".join(f" {label}={stats[key]:.6f}" for label, key in shown if key in stats)
+        _log.info("step %d/%d%s %s", step + 1, self._total, values, self._pace.describe(self._total))
+
+    def warn(self, text: str) -> None:
+        """Show a warning, and log it."""
+        _log.warning("%s", text)
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """End the display; a second call does nothing."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def create_progress(stream: TextIO | None = None) -> Progress:
+    """Progress display that suits the stream.
+
+    Args:
+        stream: where to draw; None is ``sys.stderr``.
+
+    Returns:
+        A ``LiveProgress`` on a terminal that can move its cursor, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``.
+    """
+    target = stream or sys.stderr
+    console = Console(file=target, highlight=False)
+    return LiveProgress(console) if target.isatty() and console.is_interactive else PlainProgress()
+
+
+class PlainProgress(Progress):
+    """One log line per step and nothing else."""
+
+    def phase(self, name: str) -> None:
+        """Nothing: the trainer's own log lines tell where each phase starts and ends."""
+
+    def stop(self) -> None:
+        """Nothing: there is no picture to clear."""
+
+
+class LiveProgress(Progress):
+    """A few lines at the bottom of the terminal that redraw themselves.
+
+    Args:
+        console: the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._unicode = speaks_unicode(console.file)
+        self._lock = RLock()
+        self._phase, self._phase_start = "starting", time.monotonic()
+        self._stats: dict[str, float] = {}
+        self._trend: list[float] = []
+        self._sample: str | None = None
+        self._warnings = 0
+        self._live: Live | None = None
+
+    def start(self, total_steps: int, done_steps: int = 0) -> None:
+        """Begin drawing; the arguments are those of ``Progress.start``."""
+        super().start(total_steps, done_steps)
+        self.phase("starting")
+        # Redirect only what reaches this terminal: `areno train > file` must keep writing to the file.
+        self._live = Live(
+            get_renderable=self._render,
+            console=self._console,
+            refresh_per_second=_REDRAWS_PER_S,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        atexit.register(self.stop)
+        route_console(self._print)
+        self._live.start(refresh=True)
+
+    def phase(self, name: str) -> None:
+        """Show ``name`` and restart the phase clock."""
+        with self._lock:
+            self._phase, self._phase_start = name, time.monotonic()
+
+    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+        """Log the step as ``Progress`` does, and show its numbers and its sample."""
+        super().step_done(step, stats, sample)
+        with self._lock:
+            self._stats = dict(stats)
+            self._sample = sample if sample is not None else self._sample
+            value = stats.get("reward_mean", stats.get("loss"))
+            if value is not None:
+                self._trend.append(value)
+
+    def warn(self, text: str) -> None:
+        """Count the warning and print it above the display, through the log."""
+        with self._lock:
+            self._warnings += 1
+        super().warn(text)
+
+    def stop(self) -> None:
+        """Leave the last picture on the screen and give the cursor back; a second call does nothing."""
+        with self._lock:
+            live, self._live = self._live, None
+        if live is None:
+            return
+        self.phase("finished" if self._pace.done >= self._total else "stopped")
+        route_console(None)
+        atexit.unregister(self.stop)
+        # Where the terminal is gone there is no cursor to give back, and the run must not end for it.
+        with contextlib.suppress(OSError):
+            live.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            lines = [self._bar(), self._phase_line()]
+            if self._stats:
+                lines.append(self._stats_line())
+            if self._sample is not None:
+                shown = one_line(self._sample, _SAMPLE_CHARS, unicode=self._unicode)
+                lines.append(Text.assemble(("sample  ", "bold"), (shown, "dim")))
+            return Group(*lines)
+
+    def _bar(self) -> RenderableType:
+        row = Table.grid(padding=(0, 1))
+        done = self._pace.done
+        share = f"{100 * done / self._total:3.0f} %" if self._total else ""
+        bar = ProgressBar(total=max(self._total, 1), completed=done, width=24, complete_style="cyan")
+        row.add_row(Text(f"step {done}/{self._total}", "bold"), bar, share, self._pace.describe(self._total))
+        return row
+
+    def _phase_line(self) -> RenderableType:
+        elapsed = _clock(time.monotonic() - self._phase_start)
+        line = Text.assemble(("phase   ", "bold"), (self._phase, "cyan"), f" {elapsed}")
+        if self._warnings:
+            line.append(f"   warnings {self._warnings}", "yellow")
+        return line
+
+    def _stats_line(self) -> RenderableType:
+        stats = self._stats
+        line = Text(no_wrap=True, overflow="ellipsis")
+        if "reward_mean" in stats:
+            line.append("reward  ", "bold").append(f"{stats['reward_mean']:.3f} ", "green")
+        else:
+            line.append("loss    ", "bold")
+        line.append(sparkline(self._trend, width=24, unicode=self._unicode))
+        for label, key, form in (
+            ("loss", "loss", ".4g"),
+            ("logp gap", "logp_abs_diff_mean", ".1e"),
+            ("tokens/s", "tokens_per_second", ",.0f"),
+        ):
+            if key in stats:
+                line.append(f"   {label} ", "dim").append(f"{stats[key]:{form}}")
+        return line
+
+
+class _Pace:
+    """Seconds per step over the last steps, and what they promise for the rest."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        # A tuple, because another thread reads it while it draws.
+        self._durations: tuple[float, ...] = ()
+        self._last = time.monotonic()
+
+    def start(self, done_steps: int) -> None:
+        self.done = done_steps
+        self._durations = ()
+        self._last = time.monotonic()
+
+    def step_done(self, step: int) -> None:
+        now = time.monotonic()
+        self._durations = (*self._durations, now - self._last)[-_PACE_STEPS:]
+        self._last = now
+        self.done = step + 1
+
+    def describe(self, total_steps: int) -> str:
+        """Rate and time left, such as ``1.43 s/step ETA 0:02:18``."""
+        durations = self._durations
+        if not durations:
+            return "ETA unknown"
+        mean = sum(durations) / len(durations)
+        rate = f"{mean:.2f} s/step" if mean >= 0.1 else f"{1 / max(mean, 1e-9):.1f} steps/s"
+        return f"{rate} ETA {_clock(mean * max(total_steps - self.done, 0))}"
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,223 @@
+"""Early warnings when a run cannot learn, each with the reason and what to try.
+
+Special here: a warning is given once per episode. An episode begins when its condition has held long enough and ends
+after ``window`` steps without it, so a condition that flickers does not flood the log. The state is plain JSON and goes
+into the checkpoint: a resumed run warns exactly as an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LOGPROB_GAP_LIMIT = 0.05
+"""Mean |rollout - train log-prob| that is worth a warning in bf16."""
+LOGPROB_GAP_LIMIT_FP32 = 1e-3
+"""The same when both sides compute in fp32."""
+_LOSS_IS_ZERO = 1e-6
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One condition's history: steps in a row with it and without it, and whether it was warned about."""
+
+    held: int = 0
+    absent: int = 0
+    warned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one check says about one step.
+
+    Attributes:
+        holds: the condition is met; None means that the step has no evidence either way.
+        message: the warning; ``{n}`` is the number of steps that it has held.
+        patience: steps in a row before it is a warning.
+    """
+
+    holds: bool | None
+    message: str
+    patience: int = 1
+
+
+class HealthMonitor:
+    """Watches each step's statistics and says what is wrong.
+
+    Args:
+        window: steps in a row with all rewards equal before that is a warning; also the steps without a condition
+            after which it may be warned about again.
+        logprob_gap_limit: mean absolute rollout/train log-prob gap that is tolerated; ``LOGPROB_GAP_LIMIT_FP32`` where
+            the run computes in fp32.
+
+    Raises:
+        ValueError: ``window`` is below 1.
+    """
+
+    def __init__(self, window: int = 5, *, logprob_gap_limit: float = LOGPROB_GAP_LIMIT) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1 step, got {window}")
+        self._window = window
+        self._gap_limit = logprob_gap_limit
+        self._episodes: dict[str, _Episode] = {}
+        self._loss_explained = False
+
+    def observe(
+        self,
+        step: int,
+        stats: Mapping[str, float],
+        rewards: Sequence[float] = (),
+        groups: Sequence[int] = (),
+        truncated: Sequence[bool] = (),
+    ) -> list[str]:
+        """Judge one finished step.
+
+        Args:
+            step: step index, for the messages.
+            stats: of it ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors``
+                (samples dropped because their reward function failed) are read; what is missing is not judged.
+            rewards: one per sample; empty for algorithms without rewards.
+            groups: prompt index of each sample, aligned with ``rewards``.
+            truncated: whether each response ended at the token limit.
+
+        Returns:
+            Warnings to show now, most often none.
+
+        Raises:
+            ValueError: ``rewards`` and ``groups`` differ in length.
+        """
+        tied = _all_tied(rewards, groups)
+        findings = {
+            "equal_rewards": self._equal_rewards(tied, rewards),
+            "all_truncated": _all_truncated(truncated),
+            "zero_gradient": _zero_gradient(stats, tied),
+            "non_finite": _non_finite(stats),
+            "short_responses": _short_responses(stats),
+            "logprob_gap": self._logprob_gap(stats),
+            "reward_errors": _reward_errors(stats),
+        }
+        warnings = [text for name, finding in findings.items() for text in self._follow(name, finding)]
+        warnings += self._explain_loss(stats, rewards)
+        return [f"step {step}: {text}" for text in warnings]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        episodes = {name: [e.held, e.absent, e.warned] for name, e in self._episodes.items()}
+        return {"episodes": episodes, "loss_explained": self._loss_explained}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` gave."""
+        self._episodes = {
+            name: _Episode(int(held), int(absent), bool(warned))
+            for name, (held, absent, warned) in state["episodes"].items()
+        }
+        self._loss_explained = bool(state["loss_explained"])
+
+    def _follow(self, name: str, finding: _Finding) -> list[str]:
+        """Advance one condition's episode by one step."""
+        if finding.holds is None:
+            return []
+        episode = self._episodes.setdefault(name, _Episode())
+        if not finding.holds:
+            episode.held = 0
+            episode.absent += 1
+            episode.warned = episode.warned and episode.absent < self._window
+            return []
+        episode.held += 1
+        episode.absent = 0
+        if episode.warned or episode.held < finding.patience:
+            return []
+        episode.warned = True
+        return [finding.message.replace("{n}", str(episode.held))]
+
+    def _equal_rewards(self, tied: bool | None, rewards: Sequence[float]) -> _Finding:
+        low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+        what = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
+        return _Finding(
+            tied,
+            f"{what}, for {{n}} steps: nothing can be learned, because advantages compare the samples of a prompt and "
+            "here they are all zero. If this is the best reward the task is solved: stop, or use harder problems. If "
+            "not, call the reward function on an answer that you know is right, try easier problems, a better "
+            "starting model (SFT first), a higher --temperature or a larger --n-samples",
+            self._window,
+        )
+
+    def _logprob_gap(self, stats: Mapping[str, float]) -> _Finding:
+        gap = stats.get("logp_abs_diff_mean")
+        return _Finding(
+            None if gap is None else gap > self._gap_limit,
+            f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the policy that is trained is not "
+            "the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) or a "
+            "lower learning rate; if it is so from the first step, try --dtype float32",
+        )
+
+    def _explain_loss(self, stats: Mapping[str, float], rewards: Sequence[float]) -> list[str]:
+        loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
+        if self._loss_explained or not rewards or loss is None or grad_norm is None:
+            return []
+        if not (abs(loss) < _LOSS_IS_ZERO and 0 < grad_norm < math.inf):
+            return []
+        self._loss_explained = True
+        return [
+            "the loss is near 0, and this is normal for group-normalised policy gradients: advantages of a group sum "
+            f"to zero, so the value cancels and the gradient does not (norm {grad_norm:.3g}). Watch the reward instead"
+        ]
+
+
+def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
+    """Whether no group has two different rewards; groups of one compare across the batch; None without evidence."""
+    if len(rewards) != len(groups):
+        raise ValueError(f"{len(rewards)} rewards need as many group indices, got {len(groups)}")
+    members: dict[int, list[float]] = {}
+    for reward, group in zip(rewards, groups, strict=True):
+        members.setdefault(group, []).append(reward)
+    compared = [values for values in members.values() if len(values) > 1] or [list(rewards)]
+    return all(min(values) == max(values) for values in compared) if len(rewards) > 1 else None
+
+
+def _all_truncated(truncated: Sequence[bool]) -> _Finding:
+    return _Finding(
+        all(truncated) if truncated else None,
+        f"every response ({len(truncated)}) was cut at the token limit: none came to its end, so most "
+        "rewards cannot be right. Raise --max-new-tokens; if the model never stops, check its EOS token and chat "
+        "template, or teach it to stop with SFT first",
+    )
+
+
+def _zero_gradient(stats: Mapping[str, float], tied: bool | None) -> _Finding:
+    grad_norm = stats.get("grad_norm")
+    # Equal rewards explain a zero gradient, and have a warning of their own.
+    return _Finding(
+        None if grad_norm is None or tied else grad_norm == 0,
+        "the gradient is exactly zero: the weights do not move. Check that some response tokens are trained on (loss "
+        "mask), that the advantages are not all zero, and that the loss is not clipped everywhere",
+    )
+
+
+def _non_finite(stats: Mapping[str, float]) -> _Finding:
+    seen = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
+    bad = ", ".join(f"{name} is {value}" for name, value in seen.items() if not math.isfinite(value))
+    return _Finding(
+        bool(bad) if seen else None,
+        f"{bad}: the update is unusable. Lower --lr, set --grad-clip-norm, or try --dtype float32; then --resume from "
+        "the last checkpoint",
+    )
+
+
+def _short_responses(stats: Mapping[str, float]) -> _Finding:
+    length = stats.get("response_len")
+    return _Finding(
+        None if length is None else length <= 1,
+        f"responses have collapsed to {length} tokens on average: the model stops at once. Check that the reward does "
+        "not favour an empty answer, and lower --lr",
+    )
+
+
+def _reward_errors(stats: Mapping[str, float]) -> _Finding:
+    dropped = stats.get("reward_errors")
+    return _Finding(
+        None if dropped is None else dropped > 0,
+        f"the reward function failed on {dropped or 0:g} samples, which were dropped; the log names each record",
+    )

@@ -1,0 +1,137 @@
+"""Logging set-up of the command line.
+
+Special here: handlers sit on the logger ``areno`` and only the command line installs them; a program that uses areno as
+a library keeps its own. ``log.txt`` gets every record; the console gets those of ``ARENO_LOG_LEVEL``. While a live
+display owns the terminal, console lines pass through it (``route_console``), so that they never tear it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import ClassVar, TextIO
+
+from areno.errors import UsageError
+from areno.observability.run_dir import RunDirectory
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Console lines: straight to the stream, or through the live display while there is one.
+
+    Args:
+        stream: where lines go.
+        live_level: least level shown while a live display is on.
+    """
+
+    writer: ClassVar[Callable[[str], None] | None] = None
+
+    def __init__(self, stream: TextIO, live_level: int) -> None:
+        super().__init__(stream)
+        self.live_level = live_level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; a failing stream is reported the way ``logging`` does, and ends nothing."""
+        writer = ConsoleHandler.writer
+        if writer is None:
+            super().emit(record)
+        elif record.levelno >= self.live_level:
+            try:
+                writer(self.format(record))
+            except Exception:  # the contract of logging.Handler.emit
+                self.handleError(record)
+
+
+class LoggingSetup:
+    """Handlers on the logger ``areno``; made by ``setup_logging``, at most one is active.
+
+    Args:
+        handlers: the handlers to install.
+        level: level of the logger while they are on it.
+    """
+
+    active: ClassVar[LoggingSetup | None] = None
+
+    def __init__(self, handlers: list[logging.Handler], level: int) -> None:
+        if LoggingSetup.active is not None:
+            LoggingSetup.active.close()
+        logger = logging.getLogger("areno")
+        self._handlers = handlers
+        self._previous_level = logger.level
+        for handler in handlers:
+            handler.setFormatter(logging.Formatter(LOG_FORMAT))
+            logger.addHandler(handler)
+        logger.setLevel(level)
+        LoggingSetup.active = self
+
+    def close(self) -> None:
+        """Take the handlers off and close them; does nothing when that is done, or a later set-up did it."""
+        if LoggingSetup.active is not self:
+            return
+        LoggingSetup.active = None
+        logger = logging.getLogger("areno")
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(self._previous_level)
+
+    def __enter__(self) -> LoggingSetup:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def log_level(value: str | None = None) -> int:
+    """Console level by name.
+
+    Args:
+        value: a level name in any case; None reads ``ARENO_LOG_LEVEL``, whose default is INFO.
+
+    Raises:
+        UsageError: no such level.
+    """
+    name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
+    if name.upper() not in LEVELS:
+        source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"
+        raise UsageError(f"{source}: {name!r} is not a level; use one of {', '.join(LEVELS)}")
+    return int(getattr(logging, name.upper()))
+
+
+def setup_logging(
+    run_dir: RunDirectory | None, *, level: str | None = None, stream: TextIO | None = None
+) -> LoggingSetup:
+    """Install the command line's handlers on the logger ``areno``; handlers of an earlier set-up are replaced.
+
+    With a run directory and no level asked for, a live display lets only warnings and errors through: the rest is in
+    ``log.txt``. A level that was asked for (here or by ``ARENO_LOG_LEVEL``) always holds.
+
+    Args:
+        run_dir: its ``log.txt`` gets every record, appended; None writes no file.
+        level: console level by name; None reads ``ARENO_LOG_LEVEL``.
+        stream: console stream; None is ``sys.stderr``.
+
+    Returns:
+        The set-up, whose ``close`` undoes it.
+
+    Raises:
+        UsageError: the level is unknown, or the run directory cannot be made.
+    """
+    console_level = log_level(level)
+    asked_for = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))
+    quiet = run_dir is not None and not asked_for
+    console = ConsoleHandler(stream or sys.stderr, max(console_level, logging.WARNING) if quiet else console_level)
+    console.setLevel(console_level)
+    handlers: list[logging.Handler] = [console]
+    if run_dir is not None:
+        handlers.append(logging.FileHandler(run_dir.create().log_path, encoding="utf-8"))
+    return LoggingSetup(handlers, logging.DEBUG if run_dir is not None else console_level)
+
+
+def route_console(writer: Callable[[str], None] | None) -> None:
+    """Send console lines through ``writer`` (the live display), or with None straight to the stream again."""
+    ConsoleHandler.writer = writer

@@ -1,0 +1,210 @@
+"""A run is a directory, and this module is the only one that knows its layout.
+
+    config.yaml  events/  metrics.jsonl  samples.jsonl  checkpoints/  log.txt  summary.json
+
+Special here: each line of the ``.jsonl`` files is valid JSON whatever the values are (NaN and infinity become strings),
+each step reaches the operating system before the call returns, and ``truncate_after`` brings the files of a killed run
+back to the state of its checkpoint, so that a resumed run writes no step twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from areno.errors import ArenoError, UsageError
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class RunDirectory:
+    """One run's files.
+
+    Args:
+        path: the directory; ``create`` makes it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.events_path = self.path / "events"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.log_path = self.path / "log.txt"
+        self.summary_path = self.path / "summary.json"
+
+    def create(self) -> RunDirectory:
+        """Make the directory, its parents and its sub-directories where they are missing.
+
+        Returns:
+            The run directory itself.
+
+        Raises:
+            UsageError: a file is in the way, or the place cannot be written to.
+        """
+        try:
+            for directory in (self.path, self.events_path, self.checkpoints_path):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"run directory {self.path} cannot be made: {error.strerror or error}; choose another with --run-dir"
+            ) from error
+        return self
+
+    def write_config(self, text: str) -> None:
+        """Replace ``config.yaml`` by ``text`` in one move.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        _replace(self.config_path, [text.encode()])
+
+    def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the line ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        _append(self.metrics_path, [{"step": step, "time": time.time(), **values}])
+
+    def append_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add one line per record to ``samples.jsonl``; each record has a ``step``.
+
+        Raises:
+            ArenoError: the file cannot be written.
+            ValueError: a record has no ``step``, so a resumed run could not tell whether to keep it.
+        """
+        rows = list(records)
+        if any("step" not in row for row in rows):
+            raise ValueError(
+                "every sample record needs a `step`; areno.observability.samples.sample_records makes them"
+            )
+        _append(self.samples_path, rows)
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Replace ``summary.json`` by ``values`` in one move.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        _replace(self.summary_path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
+
+    def truncate_after(self, step: int) -> int:
+        """Drop metrics and samples of later steps than ``step``, and lines that a kill left half-written.
+
+        Args:
+            step: last step to keep; -1 keeps none.
+
+        Returns:
+            Number of lines dropped from both files.
+
+        Raises:
+            ArenoError: a file cannot be rewritten; it is then as before.
+        """
+        return sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Records of ``metrics.jsonl`` in order, NaN and infinities as floats again.
+
+        A last line that is still being written is left out, so a running run can be read.
+        """
+        return [_with_floats(record) for record in _read(self.metrics_path)]
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """Records of ``samples.jsonl`` in order; see ``read_metrics``."""
+        return list(_read(self.samples_path))
+
+
+def _json_safe(value: Any) -> Any:
+    """``value`` with non-finite floats as strings, and one-element arrays and tensors as numbers."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_safe(item) for item in value]
+    if hasattr(value, "item"):
+        return _json_safe(value.item())
+    return value
+
+
+def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(_json_safe(record), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Names the file and the remedy when the operating system refuses a write."""
+    try:
+        yield
+    except OSError as error:
+        raise ArenoError(
+            f"cannot write {path}: {error.strerror or error}; check free disk space and permissions, then use --resume"
+        ) from error
+
+
+def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    lines = b"".join(map(_line, records))
+    with _writing(path), open(path, "ab") as file:
+        file.write(lines)
+
+
+def _replace(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write to a neighbour and rename, so that a reader or a kill never meets half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with _writing(path):
+        with open(temporary, "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a whole line, None for a torn one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        yield from (record for record in map(_parse, file) if record is not None)
+
+
+def _keep_until(path: Path, step: int) -> int:
+    if not path.exists():
+        return 0
+    dropped = 0
+
+    def kept(lines: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal dropped
+        for line in lines:
+            record = _parse(line)
+            if record is not None and record["step"] <= step:
+                yield line
+            else:
+                dropped += 1
+
+    with open(path, "rb") as file:
+        _replace(path, kept(file))
+    return dropped

@@ -1,0 +1,132 @@
+"""Completions worth reading: a bounded choice of each step for ``samples.jsonl``, and ``ARENO_LOG_COMPLETIONS``.
+
+Special here: the choice is bounded per step, so that a long run stays readable and small. Of the first eight prompts of
+a step it keeps the best, the worst and the first sample (at most 24 records, texts of at most 8,000 characters each).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from logging import Logger
+from typing import Any
+
+from areno.errors import UsageError
+from areno.types import RewardRecord
+
+MAX_CHARS = 8000
+LOGGED_TOKENS = 64
+
+
+def sample_records(
+    step: int,
+    records: Sequence[RewardRecord],
+    rewards: Sequence[float],
+    advantages: Sequence[float] | None = None,
+    *,
+    max_prompts: int = 8,
+) -> list[dict[str, Any]]:
+    """Records for ``RunDirectory.append_samples``: best, worst and first sample of the step's first prompts.
+
+    Args:
+        step: step index.
+        records: all samples of the step; ``metadata`` names prompt, sample and finish reason.
+        rewards: one per sample.
+        advantages: one per sample, where there are any.
+        max_prompts: number of prompts to keep samples of.
+
+    Returns:
+        One dictionary per kept sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
+        it was kept: ``first``, ``best``, ``worst``), ``reward, advantage, finish_reason, response_len, logprob_mean``
+        (over tokens that are trained on; None where there are none), ``prompt, completion``.
+
+    Raises:
+        ValueError: the sequences differ in length.
+    """
+    if len(rewards) != len(records) or (advantages is not None and len(advantages) != len(records)):
+        raise ValueError(f"{len(records)} samples need as many rewards and advantages, got {len(rewards)} rewards")
+    groups: dict[int, list[int]] = {}
+    for i, record in enumerate(records):
+        groups.setdefault(record.metadata.get("prompt_index", 0), []).append(i)
+    picked: dict[int, list[str]] = {}
+    for members in list(groups.values())[:max_prompts]:
+        best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
+        for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
+            picked.setdefault(i, []).append(why)
+    return [
+        {
+            "step": step,
+            "prompt_index": records[i].metadata.get("prompt_index", 0),
+            "sample_index": records[i].metadata.get("sample_index", 0),
+            "picked": picked[i],
+            "reward": rewards[i],
+            "advantage": None if advantages is None else advantages[i],
+            "finish_reason": records[i].metadata.get("finish_reason"),
+            "response_len": len(records[i].tokens),
+            "logprob_mean": _logprob_mean(records[i]),
+            "prompt": _bounded(records[i].prompt),
+            "completion": _bounded(records[i].completion),
+        }
+        for i in sorted(picked)
+    ]
+
+
+def completions_to_log() -> int:
+    """Value of ``ARENO_LOG_COMPLETIONS``: samples to log per step, 0 (the default) for none.
+
+    Raises:
+        UsageError: the value is no whole number from 0 up.
+    """
+    value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
+    if not (value.isascii() and value.isdigit()):
+        raise UsageError(
+            f"environment variable ARENO_LOG_COMPLETIONS: {value!r} is no whole number from 0 up; "
+            "set the number of samples to log per step, or 0 for none"
+        )
+    return int(value)
+
+
+def log_completions(
+    logger: Logger,
+    records: Sequence[RewardRecord],
+    *,
+    prompt_tokens: Sequence[Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    limit: int,
+) -> None:
+    """Log the first ``limit`` samples, one line each.
+
+    Args:
+        logger: the trainer's logger.
+        records: all samples of the step.
+        prompt_tokens: token ids of each sample's prompt.
+        decode: turns token ids into text, special tokens included.
+        limit: most samples; see ``completions_to_log``.
+    """
+    for record, tokens in list(zip(records, prompt_tokens, strict=True))[:limit]:
+        logger.info(
+            "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
+            "prompt_tokens=%s response_tokens=%s",
+            record.metadata.get("prompt_index", 0),
+            record.metadata.get("sample_index", 0),
+            record.prompt,
+            decode(tokens),
+            record.completion,
+            list(tokens[:LOGGED_TOKENS]),
+            record.tokens[:LOGGED_TOKENS],
+        )
+
+
+def _logprob_mean(record: RewardRecord) -> float | None:
+    mask = record.loss_mask or [True] * len(record.logprobs)
+    kept = [logprob for logprob, keep in zip(record.logprobs, mask, strict=True) if keep]
+    return sum(kept) / len(kept) if kept else None
+
+
+def _bounded(text: str) -> str:
+    """Head and tail of a long text: where it starts and how it ends are what a reader looks at."""
+    if len(text) <= MAX_CHARS:
+        return text
+    mark = f"\n[... {len(text) - MAX_CHARS} or more characters left out ...]\n"
+    half = (MAX_CHARS - len(mark)) // 2
+    return text[:half] + mark + text[len(text) - half :]

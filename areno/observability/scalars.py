@@ -1,0 +1,116 @@
+"""The scalars of one step, under their documented names: ``rollout/*``, ``train/*``, ``time/*``.
+
+Special here: statistics of advantages and log-probs are over *trainable* response tokens (``TrainSequence.trainable``),
+so a loss mask counts; and a key appears only where it means something (an SFT row has no reward). Plain lists are
+flattened through ``array`` and ``numpy``: 512 rows of 200 tokens take about 13 ms.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areno.types import TrainSequence
+
+
+def step_scalars(
+    *,
+    rows: Sequence[TrainSequence],
+    train_stats: Mapping[str, Any],
+    timings: Mapping[str, float],
+    skipped_long: int,
+    total_skipped_long: int,
+    rewards: Sequence[float] | None,
+    extra: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """All scalars of a step by tag.
+
+    Args:
+        rows: training rows of the step; may be empty.
+        train_stats: what the backend and the loss returned; entries that are no scalars are left out.
+        timings: seconds by stage (``rollout``, ``reward``, ``advantage``, ``train``).
+        skipped_long: prompts passed over in this step because they are too long.
+        total_skipped_long: the same since the start of the pass.
+        rewards: one reward per sample; None where there are no rewards.
+        extra: further scalars by full tag, such as ``eval/accuracy``.
+    """
+    scalars = {
+        **_length_scalars(rows),
+        **_reward_scalars(rewards),
+        **_token_scalars(rows),
+        "rollout/skipped_long": skipped_long,
+        "rollout/total_skipped_long": total_skipped_long,
+    }
+    for prefix, values in (("train/", train_stats), ("time/", timings), ("", extra or {})):
+        for name, value in values.items():
+            number = _number(value)
+            if number is not None:
+                scalars[prefix + name] = number
+    return scalars
+
+
+def _number(value: Any) -> float | None:
+    """``value`` as a Python number; None for anything that is no scalar."""
+    if isinstance(value, int | float):
+        return value
+    if hasattr(value, "item") and _elements(value) == 1:
+        return _number(value.item())
+    return None
+
+
+def _elements(value: Any) -> int:
+    """Number of elements of an array (``size``) or a tensor (``numel``)."""
+    return int(value.numel()) if hasattr(value, "numel") else int(value.size)
+
+
+def _length_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    scalars: dict[str, float] = {"rollout/num_sequences": len(rows)}
+    if rows:
+        tokens = sum(len(row.tokens) for row in rows)
+        prompt = sum(sum(row.prompt_mask) for row in rows)
+        scalars["rollout/seq_len_mean"] = tokens / len(rows)
+        scalars["rollout/prompt_len_mean"] = prompt / len(rows)
+        scalars["rollout/response_len_mean"] = (tokens - prompt) / len(rows)
+    return scalars
+
+
+def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
+    if rewards is None or len(rewards) == 0:
+        return {}
+    values = np.asarray(rewards, dtype=np.float64)
+    return {
+        "rollout/rewards_mean": float(values.mean()),
+        "rollout/rewards_std": float(values.std()),
+        "rollout/rewards_max": float(values.max()),
+        "rollout/rewards_min": float(values.min()),
+        "rollout/accuracy": float((values > 0).mean()),
+    }
+
+
+def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    scalars: dict[str, float] = {}
+    # A row that lacks a list is left out of that list's statistics.
+    masked = [(row, bytes(row.trainable())) for row in rows if row.advantages or row.logprobs]
+    advantages = _masked([(row.advantages, mask) for row, mask in masked if row.advantages])
+    if advantages.size:
+        scalars["rollout/advantages_mean"] = float(advantages.mean())
+        scalars["rollout/advantages_std"] = float(advantages.std())
+    logprobs = _masked([(row.logprobs, mask) for row, mask in masked if row.logprobs])
+    if logprobs.size:
+        scalars["rollout/logprobs_mean"] = float(logprobs.mean())
+    return scalars
+
+
+def _masked(pairs: Sequence[tuple[list[float], bytes]]) -> NDArray[np.float64]:
+    """Values where the mask (one byte per token) is true, all rows in one flat array."""
+    if not pairs:
+        return np.empty(0)
+    flat = array("d")
+    for values, _ in pairs:
+        flat.fromlist(list(values))  # rows made by a user may hold tuples
+    keep = np.frombuffer(b"".join(mask for _, mask in pairs), dtype=np.bool_)
+    return np.frombuffer(flat, dtype=np.float64)[keep]

@@ -1,0 +1,118 @@
+"""TensorBoard event files, written behind the training loop's back.
+
+Special here: importing the writer takes from tenths of a second to seconds, so a thread of its own does it at the first
+write; the training loop only fills a queue. Events are flushed after each step, because a run may be killed. The thread
+is no daemon: it ends when the main thread does, after writing what is left, so that nothing is lost without ``close``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areno.errors import ArenoError
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_CLOSE_DEADLINE_S = 60.0
+
+
+class EventWriter:
+    """Scalars of a run, as TensorBoard events.
+
+    Args:
+        log_dir: folder of the event files; made at the first write.
+        purge_step: on resume, the first step that will be written again; TensorBoard hides old events from there on.
+    """
+
+    def __init__(self, log_dir: str | Path, purge_step: int | None = None) -> None:
+        self._log_dir = Path(log_dir)
+        self._purge_step = purge_step
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float], float] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+
+    def write(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
+        """Queue one step.
+
+        Args:
+            step: x value.
+            scalars: tag to value.
+            wall_time: unix seconds.
+
+        Raises:
+            ArenoError: an earlier write failed, or the writer is closed.
+        """
+        if self._closed:
+            raise ArenoError(f"the event writer of {self._log_dir} is closed; make a new one to record step {step}")
+        self._raise_failure()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="areno-tensorboard")
+            self._thread.start()
+        self._queue.put((step, dict(scalars), wall_time))
+
+    def close(self) -> None:
+        """Write what is queued and close the file; a second call does nothing.
+
+        Raises:
+            ArenoError: a write failed, or the disk did not take the events within a minute.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join(_CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            raise ArenoError(
+                f"writing TensorBoard events to {self._log_dir} did not end within {_CLOSE_DEADLINE_S:.0f} s; "
+                "is the disk reachable? metrics.jsonl has the same values"
+            )
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise ArenoError(
+                f"cannot write TensorBoard events to {self._log_dir}: {self._failure}; "
+                "check the disk, or choose another folder with --metrics-log-dir"
+            ) from self._failure
+
+    def _work(self) -> None:
+        try:
+            # TensorBoard's protobuf and torch are slow to import: not on the training loop's time.
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step)
+            try:
+                while (entry := self._next()) is not None:
+                    _write_step(writer, *entry)
+            finally:
+                writer.close()
+        except Exception as error:  # handed to the next write or close, which raise it with the folder's name
+            self._failure = error
+            if not threading.main_thread().is_alive():
+                _log.error(
+                    "TensorBoard events in %s are incomplete, close() was never called: %s", self._log_dir, error
+                )
+
+    def _next(self) -> tuple[int, dict[str, float], float] | None:
+        """The next step to write; None after ``close``, or when the main thread has ended and nothing is left."""
+        while True:
+            try:
+                return self._queue.get(timeout=_POLL_S)
+            except queue.Empty:
+                if not threading.main_thread().is_alive():
+                    return None
+
+
+def _write_step(writer: Any, step: int, scalars: dict[str, float], wall_time: float) -> None:
+    for tag, value in scalars.items():
+        writer.add_scalar(tag, value, step, walltime=wall_time)
+    writer.flush()

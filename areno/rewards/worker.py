@@ -1,0 +1,204 @@
+"""The inside of a reward worker: takes records, runs the user's function on them, reports numbers or errors.
+
+The same loop serves a process of its own (:func:`main`, for reward files) and a thread (for Python callables). In a
+process the function runs in the main thread, because timeouts built on ``signal.alarm`` work nowhere else. Reports are
+JSON, not pickle: what code under test may write into the pipe is data for the trainer, never code. No torch in here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import json
+import math
+import numbers
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from areno.types import RewardRecord
+
+DEFAULT_FUNCTION = "reward_fn"
+MAX_CONCURRENT = 64  # async calls at once in one event loop
+_MAX_ERROR_CHARS = 2000
+
+Job = tuple[int, Any]
+Message = list[Any]
+"""``["ready", is_async]``, ``["broken", text]``, ``["start", i]``, ``["value", i, reward, s]``, ``["error", i, text, s]``."""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives a coroutine; sees through ``functools.partial`` and callable objects."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+
+
+def source_file(function: Callable[..., Any]) -> str:
+    """The file that defines ``function``, or an empty string for built-ins."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return code.co_filename if code else ""
+
+
+def describe_error(error: BaseException, source: str) -> str:
+    """``Type: message (file:line)`` with the innermost line of the user's own file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if frame.filename == source] or frames
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    text = f"{type(error).__name__}: {error}"
+    return (text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…") + where
+
+
+def as_reward(value: Any) -> float:
+    """A finite float from a bool, int, float, or zero-dimensional array or tensor.
+
+    Raises:
+        ValueError: anything else, with what it was.
+    """
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    shown = repr(value)
+    raise ValueError(
+        f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}); "
+        "a reward must be one finite number"
+    )
+
+
+def serve(
+    function: Callable[[RewardRecord], Any],
+    receive: Callable[[], Sequence[Job] | None],
+    send: Callable[[Message], None],
+    load: Callable[[Any], RewardRecord],
+    timeout_s: float,
+) -> None:
+    """Score jobs until ``receive`` returns None; a coroutine function scores many at once.
+
+    Args:
+        function: the user's reward function.
+        receive: blocks for the next jobs, pairs of index and payload.
+        send: takes one report.
+        load: makes the record of a payload.
+        timeout_s: deadline per record; enforced here for coroutines, from outside for everything else.
+    """
+    source = source_file(function)
+    send(["ready", is_async(function)])
+    if is_async(function):
+        with asyncio.Runner() as runner:  # one loop for all jobs: the function may keep a client session that is bound to it
+            while (jobs := receive()) is not None:
+                runner.run(_score_concurrently(function, jobs, send, load, timeout_s))
+        return
+    while (jobs := receive()) is not None:
+        for index, payload in jobs:
+            send(["start", index])
+            started = time.perf_counter()
+            send(_score(function, index, payload, load, source, started))
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Run a worker process.
+
+    Args:
+        settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
+            ``timeout_s``.
+    """
+    _end_with_parent(settings["lifeline"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = [settings["path"]]
+    connection = Connection(settings["connection"])
+
+    def receive() -> Sequence[Job] | None:
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return None
+
+    def send(message: Message) -> None:
+        connection.send_bytes(json.dumps(message).encode())
+
+    try:
+        function = _load_function(settings["path"])
+    except BaseException as error:
+        send(["broken", describe_error(error, os.path.abspath(settings["path"].partition(":")[0]))])
+        return
+    serve(function, receive, send, pickle.loads, settings["timeout_s"])
+
+
+def _score(
+    function: Callable[[RewardRecord], Any],
+    index: int,
+    payload: Any,
+    load: Callable[[Any], RewardRecord],
+    source: str,
+    started: float,
+) -> Message:
+    try:
+        reward = as_reward(function(load(payload)))
+    except BaseException as error:
+        return ["error", index, _reason(error, source), time.perf_counter() - started]
+    return ["value", index, reward, time.perf_counter() - started]
+
+
+async def _score_concurrently(
+    function: Callable[[RewardRecord], Any],
+    jobs: Sequence[Job],
+    send: Callable[[Message], None],
+    load: Callable[[Any], RewardRecord],
+    timeout_s: float,
+) -> None:
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
+    source = source_file(function)
+
+    async def score(index: int, payload: Any) -> None:
+        async with slots:
+            send(["start", index])
+            started = time.perf_counter()
+            deadline = asyncio.timeout(timeout_s)
+            try:
+                async with deadline:
+                    reward = as_reward(await function(load(payload)))
+                message: Message = ["value", index, reward]
+            except BaseException as error:
+                text = timeout_text(timeout_s) if deadline.expired() else _reason(error, source)
+                message = ["error", index, text]
+            send([*message, time.perf_counter() - started])
+
+    await asyncio.gather(*(score(index, payload) for index, payload in jobs))
+
+
+def timeout_text(timeout_s: float) -> str:
+    """The error of a record whose deadline passed."""
+    return f"no result within {timeout_s:g} s (--reward-timeout-s)"
+
+
+def _reason(error: BaseException, source: str) -> str:
+    # A bad return value is our own ValueError: it has no line in the user's file, and needs no type name.
+    own = error.__traceback__ and traceback.extract_tb(error.__traceback__)[-1].name == as_reward.__name__
+    return f"{error} ({source})" if own else describe_error(error, source)
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Make the kernel end this process group when the parent is gone.
+
+    The parent holds the other end of the socket, so even its SIGKILL closes it. The signal needs no cooperation: it ends a
+    function that holds the interpreter lock for ever, and the programs that the function started.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # gone before the signal was armed
+        os._exit(1)

@@ -1,0 +1,93 @@
+"""Token ids to text while they are being generated.
+
+A token is not a piece of text: it may hold half a UTF-8 character, and a SentencePiece word carries its leading space
+only where it is not the first. So each token is decoded together with the few before it, and text is handed out once no
+later token can change it. The window of decoded tokens stays short, which keeps the cost per token constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_REPLACEMENT = "\ufffd"
+_MAX_CHARACTER_BYTES = 4
+_MAX_PENDING_TOKENS = 16
+
+
+class IncrementalDetokenizer:
+    """Turns one token after the other into text that never has to be taken back.
+
+    The pieces returned by :meth:`push`, and :meth:`flush` at the end, add up to :attr:`text`, which is what
+    ``tokenizer.decode`` says about all tokens together. (The one exception: a byte-fallback tokenizer decodes a valid
+    character anew as invalid if stray bytes follow it directly; here it stays what it was.)
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._parts: list[str] = []
+        self._window: list[int] = []  # tokens of the last finished piece as context, then the unfinished ones
+        self._context = 0  # how many of the window's tokens are context
+        self._shown = 0  # how many characters of the decoded window were handed out
+
+    def push(self, token_id: int) -> str:
+        """Add one token; returns the text that became final with it, often one piece of a word, sometimes nothing."""
+        if token_id in self._hidden:
+            return ""
+        self._window.append(token_id)
+        decoded = self._decode(self._window)
+        # An unfinished character shows as replacement characters at the end: one, or one per byte.
+        final = len(decoded.rstrip(_REPLACEMENT))
+        if final < len(decoded):
+            if len(self._window) - self._context > _MAX_PENDING_TOKENS:
+                return self._settle(decoded)
+            return self._emit(decoded, final)
+        if final == self._shown > 0:
+            self._window.pop()  # renders as nothing, and would push the real context out of the window
+            return ""
+        new = self._emit(decoded, final)
+        if new:
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._shown = len(self._decode(self._window))
+        return new
+
+    def flush(self) -> str:
+        """The rest at the end of generation: what an unfinished character renders as; usually nothing."""
+        decoded = self._decode(self._window)
+        return self._emit(decoded, len(decoded))
+
+    @property
+    def text(self) -> str:
+        """All text so far, an unfinished character at the end included as the tokenizer renders it."""
+        return "".join(self._parts) + self._decode(self._window)[self._shown :]
+
+    def _emit(self, decoded: str, end: int) -> str:
+        new = decoded[self._shown : end]
+        if new:
+            self._parts.append(new)
+            self._shown = end
+        return new
+
+    def _settle(self, decoded: str) -> str:
+        """Shorten a long run of invalid bytes, so that a model that babbles them does not cost quadratic time."""
+        for cut in range(len(self._window) - _MAX_CHARACTER_BYTES, len(self._window)):
+            head = self._decode(self._window[:cut])
+            if head + self._decode(self._window[cut:]) == decoded:
+                new = self._emit(decoded, len(head))
+                self._window = self._window[cut:]
+                self._context = self._shown = 0
+                return new
+        return self._emit(decoded, len(decoded.rstrip(_REPLACEMENT)))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))

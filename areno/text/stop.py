@@ -1,0 +1,61 @@
+"""Stop strings: end generation as soon as one of them is in the decoded text, wherever the token borders lie.
+
+Only text that a new token made final is searched, together with the few characters before it in which a stop string may
+have begun, so the cost per token does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.text.detok import IncrementalDetokenizer
+
+
+class StopChecker:
+    """Watches one response for stop strings.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        stop: strings that end the response; may be empty, none of them may be the empty string.
+        skip_special_tokens: leave special tokens out of the text that is searched and returned.
+
+    Raises:
+        ValueError: a stop string is empty.
+    """
+
+    def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
+        if not all(stop):
+            raise ValueError("stop strings must not be empty")
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._stop = list(stop)
+        self._overlap = max((len(text) for text in stop), default=1) - 1
+        self._tail = ""  # the last characters, in which a stop string may have begun
+        self._length = 0
+        self._cut: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._cut is not None
+
+    def push(self, token_id: int) -> bool:
+        """Add one token; True once a stop string is in the text. Tokens pushed after that change nothing."""
+        if self.stopped:
+            return True
+        new = self._detokenizer.push(token_id)
+        if not new:
+            return False
+        searched = self._tail + new
+        self._length += len(new)
+        hits = [hit for text in self._stop if (hit := searched.find(text)) >= 0]
+        if hits:
+            self._cut = self._length - len(searched) + min(hits)
+        else:
+            self._tail = searched[max(len(searched) - self._overlap, 0) :]
+        return self.stopped
+
+    @property
+    def text(self) -> str:
+        """The decoded response, cut before the earliest stop string."""
+        text = self._detokenizer.text
+        return text if self._cut is None else text[: self._cut]

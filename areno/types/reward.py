@@ -1,0 +1,58 @@
+"""What a reward function receives: one record per finished completion or trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RewardEventType = Literal["request", "assistant_text", "assistant_tool_call", "tool_result", "finish", "error"]
+
+
+@dataclass(slots=True)
+class RewardEvent:
+    """One thing that happened in a trajectory, in order."""
+
+    type: RewardEventType
+    text: str = ""
+    name: str | None = None
+    arguments: str | None = None
+    content: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RewardRecord:
+    """Everything a reward function may want to know about one sample.
+
+    Attributes:
+        prompt: prompt text.
+        completion: the model's text; turns of an agent are joined by newlines.
+        rendered_completion: the same, rendered through the chat template where there is one.
+        final_answer: text of the last assistant turn.
+        answer: reference answer of the data row (``answer``, else ``solutions``).
+        messages: full message list, tool results included.
+        trace: events in order.
+        tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.
+        tool_results: ``{"name", "tool_call_id", "content"}``.
+        tokens: response token ids only.
+        logprobs: their rollout log-probs.
+        loss_mask: whether each of them is trained on.
+        source_record: the whole data row.
+        metadata: ``prompt_index``, ``sample_index``, ``finish_reason``.
+    """
+
+    prompt: str = ""
+    completion: str = ""
+    rendered_completion: str = ""
+    final_answer: str = ""
+    answer: Any = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    trace: list[RewardEvent] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_results: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    source_record: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,110 @@
+"""Rows that training consumes. Every per-token list aligns with ``tokens``: entry i belongs to token i, entry 0 is unused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class TrainSequence:
+    """One sequence with what the loss needs for each of its tokens.
+
+    Args:
+        prompt_mask: True for tokens that are context, False for response tokens.
+        tokens: prompt and response token ids.
+        logprobs: rollout-policy log-probs, 0 on the prompt.
+        advantages: per-token advantages.
+        returns: value targets (PPO).
+        values: old value predictions (PPO).
+        ref_logprobs: reference-policy log-probs, for a KL term.
+        reward: scalar reward of the sequence; metrics only.
+        eos_token_id: EOS id of the model.
+        loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
+        temperature: the temperature that the response was sampled at; training scores the same scaled policy.
+        group: prompt index of the row inside its batch; metrics and group losses read it.
+        truncated: the response ended at the token limit and not at EOS.
+
+    Raises:
+        ValueError: a per-token list does not have one entry per token.
+    """
+
+    prompt_mask: list[bool] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    eos_token_id: int = 0
+    loss_mask: list[bool] | None = None
+    temperature: float = 1.0
+    group: int = 0
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("TrainSequence.tokens must hold at least one token")
+        for name in ("prompt_mask", "logprobs", "advantages", "returns", "values", "ref_logprobs", "loss_mask"):
+            values = getattr(self, name)
+            if values and len(values) != len(self.tokens):
+                raise ValueError(f"TrainSequence.{name} has {len(values)} entries for {len(self.tokens)} tokens; they must align")
+        if not self.prompt_mask:
+            raise ValueError("TrainSequence.prompt_mask is missing: True marks prompt tokens, False response tokens")
+
+    def trainable(self) -> list[bool]:
+        """Per token: does it count in the loss? The first token never does, because nothing predicts it."""
+        allowed = self.loss_mask if self.loss_mask is not None else [True] * len(self.tokens)
+        mask = [not prompt and keep for prompt, keep in zip(self.prompt_mask, allowed, strict=True)]
+        mask[0] = False
+        return mask
+
+
+@dataclass(slots=True)
+class ModelRole:
+    """An auxiliary model that the backend owns.
+
+    Args:
+        name: ``ref``, ``reward``, ``critic`` or a name of your own.
+        path: checkpoint folder or Hugging Face repo id.
+        trainable: whether the role has an optimizer.
+        optimizer_lr: learning rate of a trainable role.
+    """
+
+    name: str
+    path: str
+    trainable: bool
+    optimizer_lr: float | None = None
+
+
+@dataclass(slots=True)
+class PromptItem:
+    """One data row ready for rollout: its text, its tokens and the whole source row."""
+
+    prompt: str
+    solutions: Any
+    input_tokens: list[int]
+    record: dict[str, Any]
+
+
+@dataclass(slots=True)
+class PromptBatch:
+    """Accepted rows of one step, and what was passed over while looking for them.
+
+    Attributes:
+        items: accepted rows.
+        scanned: rows looked at for this batch.
+        skipped_long: of those, rows whose prompt was longer than the limit.
+        total_skipped_long: the same, since the start of the data set pass.
+    """
+
+    items: list[PromptItem]
+    scanned: int = 0
+    skipped_long: int = 0
+    total_skipped_long: int = 0
+
+    @property
+    def prompts(self) -> list[str]:
+        """Prompt texts, in order."""
+        return [item.prompt for item in self.items]

@@ -1,0 +1,129 @@
+"""Health warnings: each cause is named once per episode, and healthy runs hear nothing."""
+
+import json
+import math
+
+import pytest
+
+from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+
+HEALTHY = {"loss": -0.01, "grad_norm": 0.5, "response_len": 40.0, "logp_abs_diff_mean": 1e-6, "reward_errors": 0}
+REWARDS, GROUPS = [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]
+
+
+def observe(monitor, step, rewards=REWARDS, truncated=(False, True), **stats):
+    return monitor.observe(step, HEALTHY | stats, rewards, GROUPS[: len(rewards)], truncated)
+
+
+def test_a_healthy_run_hears_nothing():
+    monitor = HealthMonitor()
+    assert [observe(monitor, step) for step in range(20)] == [[]] * 20
+
+
+def test_equal_rewards_for_several_steps_warn_once_with_reason_and_remedy():
+    monitor = HealthMonitor(window=3)
+    warnings = [observe(monitor, step, rewards=[0.0] * 4) for step in range(10)]
+    assert [len(texts) for texts in warnings] == [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    text = warnings[2][0]
+    assert text.startswith("step 2: all rewards are 0, for 3 steps")
+    assert "nothing can be learned" in text
+    assert "--n-samples" in text
+
+
+def test_groups_that_are_each_equal_teach_nothing_either():
+    monitor = HealthMonitor(window=2)
+    observe(monitor, 0, rewards=[0.0, 0.0, 1.0, 1.0])
+    (text,) = observe(monitor, 1, rewards=[1.0, 1.0, 0.0, 0.0])
+    assert "equal within every prompt's group" in text
+
+
+def test_one_sample_per_prompt_compares_across_the_batch():
+    monitor = HealthMonitor(window=1)
+    assert monitor.observe(0, {}, [0.0, 1.0], [0, 1]) == []
+    assert "all rewards are 1" in monitor.observe(1, {}, [1.0, 1.0], [0, 1])[0]
+
+
+def test_an_interrupted_streak_is_no_warning():
+    monitor = HealthMonitor(window=3)
+    pattern = [[0.0] * 4, [0.0] * 4, REWARDS] * 5
+    assert not any(observe(monitor, step, rewards=rewards) for step, rewards in enumerate(pattern))
+
+
+def test_a_new_episode_warns_again_and_a_flicker_does_not():
+    monitor = HealthMonitor(window=3)
+    truncated = [True, False, True, False, False, False, True]
+    counts = [len(observe(monitor, i, truncated=(cut, cut))) for i, cut in enumerate(truncated)]
+    assert counts == [1, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [
+        ({"grad_norm": 0.0}, "the gradient is exactly zero"),
+        ({"loss": math.nan}, "loss is nan"),
+        ({"grad_norm": math.inf}, "grad_norm is inf"),
+        ({"response_len": 1.0}, "responses have collapsed to 1.0 tokens"),
+        ({"logp_abs_diff_mean": 0.06}, "train log-prob| is 0.06, above 0.05"),
+        ({"reward_errors": 3}, "the reward function failed on 3 samples"),
+    ],
+)
+def test_each_cause_is_named_at_its_first_step_and_not_again(stats, expected):
+    monitor = HealthMonitor()
+    (text,) = observe(monitor, 4, **stats)
+    assert text.startswith("step 4: ")
+    assert expected in text
+    assert observe(monitor, 5, **stats) == []
+
+
+def test_every_response_truncated_is_named_with_the_option():
+    (text,) = observe(HealthMonitor(), 0, truncated=(True, True))
+    assert "every response (2)" in text
+    assert "--max-new-tokens" in text
+
+
+def test_a_zero_gradient_from_equal_rewards_has_only_the_one_explanation():
+    monitor = HealthMonitor(window=1)
+    (text,) = observe(monitor, 0, rewards=[0.0] * 4, grad_norm=0.0, loss=0.0)
+    assert "nothing can be learned" in text
+
+
+def test_the_gap_limit_is_tighter_in_fp32():
+    assert observe(HealthMonitor(), 0, logp_abs_diff_mean=2e-3) == []
+    (text,) = observe(HealthMonitor(logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32), 0, logp_abs_diff_mean=2e-3)
+    assert "above 0.001" in text
+
+
+def test_a_loss_near_zero_is_explained_once_in_a_run():
+    monitor = HealthMonitor()
+    (text,) = observe(monitor, 0, loss=1e-9)
+    assert "this is normal" in text
+    assert not any(observe(monitor, step, loss=1e-9 if step % 20 else 1.0) for step in range(1, 100))
+
+
+def test_supervised_steps_are_judged_by_what_they_have():
+    monitor = HealthMonitor()
+    assert monitor.observe(0, {"loss": 0.0, "grad_norm": 0.5}) == []
+    assert "gradient is exactly zero" in monitor.observe(1, {"loss": 0.3, "grad_norm": 0.0})[0]
+
+
+def test_a_resumed_monitor_warns_as_an_uninterrupted_one():
+    script = [{"rewards": [0.0] * 4, "loss": 0.0, "truncated": (step % 3 == 0,) * 2} for step in range(12)]
+    whole = HealthMonitor()
+    expected = [observe(whole, step, **kwargs) for step, kwargs in enumerate(script)]
+    for cut in range(12):
+        first, second = HealthMonitor(), HealthMonitor()
+        texts = [observe(first, step, **script[step]) for step in range(cut)]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        texts += [observe(second, step, **script[step]) for step in range(cut, 12)]
+        assert texts == expected
+        assert second.state_dict() == whole.state_dict()
+
+
+def test_rewards_without_groups_are_refused():
+    with pytest.raises(ValueError, match="2 rewards need as many group indices, got 0"):
+        HealthMonitor().observe(0, {}, [0.0, 1.0])
+
+
+def test_a_window_below_one_is_refused():
+    with pytest.raises(ValueError, match="window"):
+        HealthMonitor(window=0)

@@ -1,0 +1,62 @@
+"""The log lines that are a contract, literally."""
+
+import logging
+
+import pytest
+
+from areno.observability import lifecycle
+
+logger = logging.getLogger("areno.tests.lifecycle")
+
+LINES = [
+    (lifecycle.epoch_start, (2,), "epoch=2 stage=epoch_start"),
+    (lifecycle.epoch_end, (2,), "epoch=2 stage=epoch_end"),
+    (lifecycle.rollout_start, (0, 3), "epoch=0 step=3 role=policy stage=rollout_start"),
+    (lifecycle.rollout_end, (0, 3), "epoch=0 step=3 role=policy stage=rollout_end"),
+    (lifecycle.rollout_start, (0, 3, "actor"), "epoch=0 step=3 role=actor stage=rollout_start"),
+    (lifecycle.train_start, (0, 3), "epoch=0 step=3 role=policy stage=train_start"),
+    (lifecycle.train_end, (0, 3), "epoch=0 step=3 role=policy stage=train_end"),
+    (lifecycle.train_start, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_start rows=8"),
+    (lifecycle.train_end, (0, 3, "policy", 8), "epoch=0 step=3 role=policy stage=train_end rows=8"),
+    (lifecycle.reward_mean, (0, 3, 0.125), "epoch=0 step=3 metric=reward_mean value=0.125000"),
+    (
+        lifecycle.rollout_logprob_mean,
+        (0, 3, -0.17456013709306717),
+        "epoch=0 step=3 metric=rollout_logprob_mean value=-0.174560",
+    ),
+    (
+        lifecycle.train_stats,
+        (0, 3, {"loss": 0.0, "lr": 1e-06}),
+        "epoch=0 step=3 train_stats={'loss': 0.0, 'lr': 1e-06}",
+    ),
+    (lifecycle.max_steps_reached, (0, 3), "epoch=0 step=3 stage=max_steps_reached"),
+    (
+        lifecycle.save_checkpoint_start,
+        (0, 3, "runs/a/checkpoints/step_000004"),
+        "epoch=0 step=3 stage=save_checkpoint_start path=runs/a/checkpoints/step_000004",
+    ),
+    (
+        lifecycle.save_checkpoint_end,
+        (0, 3, "runs/a/checkpoints/step_000004"),
+        "epoch=0 step=3 stage=save_checkpoint_end path=runs/a/checkpoints/step_000004",
+    ),
+    (lifecycle.sft_dataset_filter, (17,), "stage=sft_dataset_filter skipped_long_or_empty=17"),
+    (
+        lifecycle.backend_time,
+        (213.929721, 17.327612, 231.297132),
+        "time rollout=213.929721 train=17.327612 total=231.297132",
+    ),
+    (
+        lifecycle.decode_progress,
+        (0, 2, 6, True, 60.8),
+        "rollout decode progress: dp=0/2 active=6 cuda_graph=True tokens_per_second=60.8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("emit", "arguments", "line"), LINES, ids=[line[2][:50] for line in LINES])
+def test_line_is_the_documented_one(caplog, emit, arguments, line):
+    with caplog.at_level(logging.INFO, logger="areno"):
+        emit(logger, *arguments)
+    assert caplog.messages == [line]
+    assert (caplog.records[0].levelname, caplog.records[0].name) == ("INFO", logger.name)
