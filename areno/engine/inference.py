@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from areno.observability import lifecycle
+
 logger = logging.getLogger("areno.engine.inference")
 
 
@@ -33,14 +35,7 @@ class DecodeProgress:
         self._tokens += active
         elapsed = now - self._since
         if elapsed >= self.interval_s:
-            logger.info(
-                "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
-                self.rank,
-                self.size,
-                active,
-                False,
-                self._tokens / elapsed,
-            )
+            lifecycle.decode_progress(logger, self.rank, self.size, active, False, self._tokens / elapsed)
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:

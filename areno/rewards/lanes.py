@@ -18,8 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from typing import Any
 
 from areno.rewards.worker import Job, Message, describe_error, serve, source_file
@@ -32,32 +33,58 @@ _BOOT = (
 )
 
 
-class Lane:
-    """What the runner knows about one worker: its state and the records it holds."""
+class Lane(ABC):
+    """What the runner knows about one worker: its place in the pool, its state and the records it holds."""
 
-    def __init__(self) -> None:
-        self.born = time.monotonic()
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.touched = time.monotonic()  # birth, or the latest exchange
         self.ready = False
         self.is_async = False
         self.waiting: list[int] = []  # given to the worker, not started
         self.running: dict[int, float] = {}  # started, with the time
-        self.pace_s: float | None = None  # how long the last record took
 
     @property
     def idle(self) -> bool:
         """Imported, and without work."""
         return self.ready and not self.waiting and not self.running
 
+    @abstractmethod
+    def send(self, jobs: list[Job]) -> None:
+        """Hand over jobs; the lane must be idle, so that its worker is listening and this cannot block."""
+
+
+class Pool(ABC):
+    """A fixed number of lanes for one reward function."""
+
+    lanes: Sequence[Lane]
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
+        """Messages that have arrived; waits for the first one up to ``timeout_s``."""
+
+    @abstractmethod
+    def payload(self, record: RewardRecord) -> Any:
+        """What is sent for a record; raises whatever keeps it from being sent."""
+
+    @abstractmethod
+    def replace(self, position: int) -> None:
+        """Get rid of a lane, whatever it is doing, and start a fresh one in its place."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all lanes."""
+
 
 class ProcessLane(Lane):
     """A worker process in a session of its own, so that killing it also kills what its function started."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__()
+    def __init__(self, position: int, path: str, timeout_s: float) -> None:
+        super().__init__(position)
         self.connection, theirs = Pipe()
         self._lifeline, their_lifeline = socket.socketpair()
         settings = {
-            "sys_path": sys.path,
+            "sys_path": [entry for entry in sys.path if isinstance(entry, str)],
             "path": path,
             "connection": theirs.fileno(),
             "lifeline": their_lifeline.fileno(),
@@ -78,7 +105,7 @@ class ProcessLane(Lane):
         return self._process.pid
 
     def send(self, jobs: list[Job]) -> None:
-        """Hand over jobs; the lane must be idle, so that its worker is reading and this cannot block."""
+        """See :meth:`Lane.send`."""
         with contextlib.suppress(OSError):  # the worker died; `read` reports it
             self.connection.send_bytes(pickle.dumps(jobs))
 
@@ -97,9 +124,14 @@ class ProcessLane(Lane):
         self.connection.close()
         self._lifeline.close()
 
-    def finish(self) -> None:
-        """Let an idle worker leave on its own."""
+    def leave(self) -> None:
+        """Ask an idle worker to end on its own; :meth:`kill` must follow."""
         self.connection.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a worker that was asked to leave."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` is next
+            self._process.wait(timeout_s)
 
     def _death(self) -> str:
         try:
@@ -113,46 +145,108 @@ class ProcessLane(Lane):
         return f"its worker process died ({how})"
 
 
-class ProcessPool:
-    """Worker processes for a reward file."""
+class ProcessPool(Pool):
+    """Worker processes for a reward file; each imports it on its own, at once and in parallel."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
+    def __init__(self, path: str, timeout_s: float, size: int) -> None:
         self._path = path
         self._timeout_s = timeout_s
         self._selector = selectors.DefaultSelector()
-
-    def spawn(self) -> ProcessLane:
-        """Start a worker; its import of the file goes on in parallel."""
-        lane = ProcessLane(self._path, self._timeout_s)
-        self._selector.register(lane.connection, selectors.EVENT_READ, lane)
-        return lane
+        self.lanes: list[ProcessLane] = [self._spawn(position) for position in range(size)]
 
     def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
-        """Messages of all workers; waits for the first one up to ``timeout_s``."""
+        """See :meth:`Pool.receive`; one message per lane."""
         return [(key.data, key.data.read()) for key, _ in self._selector.select(timeout_s)]
 
     def payload(self, record: RewardRecord) -> bytes:
-        """What is sent for a record."""
+        """See :meth:`Pool.payload`."""
         return pickle.dumps(record)
 
-    def retire(self, lane: Lane) -> None:
-        """Kill a worker."""
-        assert isinstance(lane, ProcessLane)
-        self._selector.unregister(lane.connection)
-        lane.kill()
+    def replace(self, position: int) -> None:
+        """See :meth:`Pool.replace`; the old worker is killed together with everything it started."""
+        self._selector.unregister(self.lanes[position].connection)
+        self.lanes[position].kill()
+        self.lanes[position] = self._spawn(position)
 
-    def close(self, lanes: list[Lane]) -> None:
+    def close(self) -> None:
         """End all workers: idle ones may clean up for a second, the rest is killed."""
+        idle = [lane for lane in self.lanes if lane.idle]
         deadline = time.monotonic() + _CLOSE_GRACE_S
-        processes = [lane for lane in lanes if isinstance(lane, ProcessLane)]
-        idle = [lane for lane in processes if lane.idle]
-        for lane in processes:
-            self._selector.unregister(lane.connection)
-        for lane in idle:
-            lane.finish()
-        for lane in idle:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                lane._process.wait(max(deadline - time.monotonic(), 0))
-        for lane in processes:
-            lane.kill()
         self._selector.close()
+        for lane in idle:
+            lane.leave()
+        for lane in idle:
+            lane.wait(max(deadline - time.monotonic(), 0))
+        for lane in self.lanes:
+            lane.kill()
+
+    def _spawn(self, position: int) -> ProcessLane:
+        lane = ProcessLane(position, self._path, self._timeout_s)
+        self._selector.register(lane.connection, selectors.EVENT_READ, lane)
+        return lane
+
+
+class ThreadLane(Lane):
+    """A daemon thread: a function that hangs in it cannot be stopped, but does not keep the program alive either."""
+
+    def __init__(
+        self, position: int, function: Callable[[RewardRecord], Any], timeout_s: float, outbox: queue.SimpleQueue
+    ) -> None:
+        super().__init__(position)
+        self._inbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
+        self._outbox = outbox
+        threading.Thread(
+            target=self._serve, args=(function, timeout_s), name=f"areno-reward-{position}", daemon=True
+        ).start()
+
+    def send(self, jobs: list[Job]) -> None:
+        """See :meth:`Lane.send`."""
+        self._inbox.put(jobs)
+
+    def leave(self) -> None:
+        """End the thread once its function returns."""
+        self._inbox.put(None)
+
+    def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
+        def send(message: Message) -> None:
+            self._outbox.put((self, message))
+
+        try:
+            serve(function, self._inbox.get, send, lambda record: record, timeout_s)
+        except BaseException as error:
+            send(["died", f"its event loop ended: {describe_error(error, source_file(function))}"])
+
+
+class ThreadPool(Pool):
+    """Threads for a Python callable, which need not be importable or picklable."""
+
+    def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float, size: int) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._outbox: queue.SimpleQueue[tuple[Lane, Message]] = queue.SimpleQueue()
+        self.lanes: list[ThreadLane] = [self._spawn(position) for position in range(size)]
+
+    def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
+        """See :meth:`Pool.receive`; what lanes say that were left behind is dropped."""
+        try:
+            lane, message = self._outbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        return [(lane, message)] if self.lanes[lane.position] is lane else []
+
+    def payload(self, record: RewardRecord) -> RewardRecord:
+        """See :meth:`Pool.payload`."""
+        return record
+
+    def replace(self, position: int) -> None:
+        """See :meth:`Pool.replace`; a thread that hangs stays behind."""
+        self.lanes[position].leave()
+        self.lanes[position] = self._spawn(position)
+
+    def close(self) -> None:
+        """See :meth:`Pool.close`; threads end when their function returns."""
+        for lane in self.lanes:
+            lane.leave()
+
+    def _spawn(self, position: int) -> ThreadLane:
+        return ThreadLane(position, self._function, self._timeout_s, self._outbox)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib.util
 import inspect
 import json
 import math
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from areno.errors import RewardError
 from areno.types import RewardRecord
 
 DEFAULT_FUNCTION = "reward_fn"
@@ -32,12 +34,13 @@ _MAX_ERROR_CHARS = 2000
 
 Job = tuple[int, Any]
 Message = list[Any]
-"""``["ready", is_async]``, ``["broken", text]``, ``["start", i]``, ``["value", i, reward, s]``, ``["error", i, text, s]``."""
+"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` or
+``["error", index, text, seconds]``."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling ``function`` gives a coroutine; sees through ``functools.partial`` and callable objects."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def source_file(function: Callable[..., Any]) -> str:
@@ -60,7 +63,7 @@ def as_reward(value: Any) -> float:
     """A finite float from a bool, int, float, or zero-dimensional array or tensor.
 
     Raises:
-        ValueError: anything else, with what it was.
+        RewardError: anything else, with what it was.
     """
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -72,7 +75,7 @@ def as_reward(value: Any) -> float:
         if math.isfinite(number):
             return number
     shown = repr(value)
-    raise ValueError(
+    raise RewardError(
         f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}); "
         "a reward must be one finite number"
     )
@@ -97,7 +100,9 @@ def serve(
     source = source_file(function)
     send(["ready", is_async(function)])
     if is_async(function):
-        with asyncio.Runner() as runner:  # one loop for all jobs: the function may keep a client session that is bound to it
+        with (
+            asyncio.Runner() as runner
+        ):  # one loop for all jobs: the function may keep a client session that is bound to it
             while (jobs := receive()) is not None:
                 runner.run(_score_concurrently(function, jobs, send, load, timeout_s))
         return
@@ -187,18 +192,32 @@ def timeout_text(timeout_s: float) -> str:
 
 
 def _reason(error: BaseException, source: str) -> str:
-    # A bad return value is our own ValueError: it has no line in the user's file, and needs no type name.
-    own = error.__traceback__ and traceback.extract_tb(error.__traceback__)[-1].name == as_reward.__name__
-    return f"{error} ({source})" if own else describe_error(error, source)
+    return str(error) if isinstance(error, RewardError) else describe_error(error, source)
 
 
 def _end_with_parent(lifeline: int) -> None:
     """Make the kernel end this process group when the parent is gone.
 
-    The parent holds the other end of the socket, so even its SIGKILL closes it. The signal needs no cooperation: it ends a
-    function that holds the interpreter lock for ever, and the programs that the function started.
+    The parent holds the other end of the socket, so even its SIGKILL closes it. The signal, SIGIO, needs no help:
+    it ends a function that holds the interpreter lock for ever, and the programs that the function started.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:  # gone before the signal was armed
         os._exit(1)
+
+
+def _load_function(path: str) -> Callable[[RewardRecord], Any]:
+    file, _, name = path.partition(":")
+    location = os.path.abspath(file)
+    sys.path.insert(0, os.path.dirname(location))
+    spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), location)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name or DEFAULT_FUNCTION, None)
+    if not callable(function):
+        raise AttributeError(f"{file} must define {name or DEFAULT_FUNCTION}(record)")
+    return function

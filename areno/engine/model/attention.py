@@ -9,6 +9,7 @@ Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-IMPLEMENTATION = "areno"
+# Name of each backend's function in transformers: fused kernels where they exist, or every score written out.
+IMPLEMENTATIONS = {"flash": "areno", "native": "areno_native"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class LayerAttention:
         window: a query sees its last ``window`` keys, itself included; None sees all.
         sinks: per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None.
         softcap: scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None.
+        explicit: write the scores out instead of using PyTorch's fused kernels.
     """
 
     layer: int
@@ -37,6 +40,7 @@ class LayerAttention:
     window: int | None = None
     sinks: Tensor | None = None
     softcap: float | None = None
+    explicit: bool = False
 
 
 class AttentionPlan(Protocol):
@@ -54,7 +58,7 @@ def scaled_dot_product(
 
     ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` is the mask-free form for Lq == Lk.
     """
-    if layer.softcap is not None or layer.sinks is not None:
+    if layer.explicit or layer.softcap is not None or layer.sinks is not None:
         return _explicit_attention(q, k, v, layer, _causal_mask(q.shape[2], q) if causal else mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -103,6 +107,7 @@ def _areno_attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     areno: AttentionPlan | None = None,
+    explicit: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Entry point for ``transformers`` layers: q, k, v are [1, heads, T, D]; returns [1, T, H, D]."""
@@ -114,9 +119,11 @@ def _areno_attention(
         window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
+        explicit=explicit,
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return areno.attend(layer, q, k, v)[None], None
 
 
-AttentionInterface.register(IMPLEMENTATION, _areno_attention)
+AttentionInterface.register(IMPLEMENTATIONS["flash"], _areno_attention)
+AttentionInterface.register(IMPLEMENTATIONS["native"], functools.partial(_areno_attention, explicit=True))

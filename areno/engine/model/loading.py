@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areno.engine.model.attention import IMPLEMENTATION
+from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
@@ -35,6 +35,7 @@ def load_causal_lm(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     dummy: bool = False,
+    attn_backend: str = "flash",
 ) -> CausalLM:
     """Load a causal LM from a folder or hub id, ready for packed calls.
 
@@ -44,24 +45,26 @@ def load_causal_lm(
         device: where they go.
         trust_remote_code: allow code that the checkpoint ships.
         dummy: build the architecture with random weights and read only the configuration.
+        attn_backend: ``flash`` uses PyTorch's fused attention, ``native`` writes the scores out.
 
     Raises:
         UsageError: the checkpoint cannot be read.
         UnsupportedModelError: its architecture does not follow an attention plan; the message says how that showed.
     """
     module = _build(path, dtype, trust_remote_code, dummy).to(device)
-    return prepare(module, path)
+    return prepare(module, path, attn_backend)
 
 
-def prepare(module: nn.Module, name: str = "model") -> CausalLM:
+def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
     """Wrap a loaded ``transformers`` module: plan-driven attention, no dropout, proven on two sequences."""
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0  # rollout never drops, so training must not either: the importance ratio would be noise
     module.eval()
+    _repair_generation_config(module)
     expected = _stock_logits(module)
     wrap_recurrent_layers(module)
-    _use_areno_attention(module, name)
+    _use_areno_attention(module, name, attn_backend)
     model = CausalLM(module)
     _prove(model, expected, name)
     return model
@@ -86,14 +89,25 @@ def _first_lines(error: Exception, limit: int = 400) -> str:
     return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"
 
 
-def _use_areno_attention(module: nn.Module, name: str) -> None:
+def _use_areno_attention(module: nn.Module, name: str, attn_backend: str) -> None:
     try:
-        module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        module.set_attn_implementation(IMPLEMENTATIONS[attn_backend])  # type: ignore[operator]
     except (ValueError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"{name}: {type(module).__name__} does not take a registered attention function ({_first_lines(error)}); "
             "areno runs the transformers causal LMs that do"
         ) from error
+
+
+def _repair_generation_config(module: Any) -> None:
+    """Some published checkpoints set a temperature without sampling, which transformers then refuses to save."""
+    config = getattr(module, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
 
 
 def _probe_tokens(module: nn.Module) -> list[Tensor]:

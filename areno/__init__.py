@@ -1,0 +1,27 @@
+"""areno: reinforcement-learning post-training for language models, from a laptop CPU up.
+
+Everything public is here and under ``areno.api``; both names give the same object. Nothing heavy is imported before it
+is used: ``import areno`` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULES = ("api", "loss_fns")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"areno.{name}")
+    api = importlib.import_module("areno.api")
+    if name in api.__all__:
+        return getattr(api, name)
+    raise AttributeError(f"module 'areno' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES, *importlib.import_module("areno.api").__all__])

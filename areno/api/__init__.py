@@ -1,0 +1,45 @@
+"""The SDK. Names are resolved when they are first used, so that importing this package imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "AlgorithmSpec": "areno.config.algorithms",
+    "Areno": "areno.api.backend.base",
+    "ArenoConfig": "areno.api.backend.base",
+    "Backend": "areno.api.backend.base",
+    "BackendType": "areno.api.backend.base",
+    "ModelRole": "areno.types",
+    "PromptBatch": "areno.types",
+    "PromptItem": "areno.types",
+    "RewardEvent": "areno.types",
+    "RewardRecord": "areno.types",
+    "RolloutResult": "areno.types",
+    "RolloutSequence": "areno.types",
+    "RolloutSession": "areno.api.session",
+    "SamplingParams": "areno.types",
+    "TrainSequence": "areno.types",
+    "Trainer": "areno.api.trainer",
+    "compute_group_advantages": "areno.loss_fns",
+    "get_algorithm": "areno.config.algorithms",
+    "grpo_loss_fn": "areno.loss_fns",
+    "gspo_loss_fn": "areno.loss_fns",
+    "list_algorithms": "areno.config.algorithms",
+    "register_algorithm": "areno.config.algorithms",
+    "register_backend": "areno.api.backend.base",
+    "sft_loss_fn": "areno.loss_fns",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605  (one list of names, not two)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'areno.api' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""Backends: what runs a :class:`areno.Trainer`'s model."""

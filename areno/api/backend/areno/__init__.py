@@ -1,0 +1,1 @@
+"""The local backend: areno's own engine."""

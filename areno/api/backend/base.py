@@ -1,0 +1,162 @@
+"""What a backend is, and how one is chosen. Importing this module loads no engine."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areno.types import Request, RolloutResult, TrainSequence
+
+if TYPE_CHECKING:
+    from areno.loss_fns.pack import LossFn
+
+
+@dataclass(slots=True)
+class ArenoConfig:
+    """Configuration of the local engine.
+
+    Args:
+        model_path: checkpoint to load instead of the trainer's.
+        tp_size: tensor-parallel size.
+        dp_size: data-parallel size; None is ``world_size // tp_size``.
+        devices: device ids of the ranks.
+        dummy_load: random weights instead of the checkpoint's.
+        optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
+        runtime: ``attn_backend``, ``activation_checkpointing``, ``keep_rollout_state``, ``eager_decode``,
+            ``kv_cache_tokens``, ``device``, ``dtype``, ``trust_remote_code``.
+        max_running_prompts: most sequences decoded at once.
+        decode_progress_interval_s: seconds between decode progress lines; 0 writes none.
+    """
+
+    model_path: str | None = None
+    tp_size: int = 1
+    dp_size: int | None = None
+    devices: list[int] | None = None
+    dummy_load: bool = False
+    optimizer: dict[str, Any] | None = field(default=None)
+    runtime: dict[str, Any] | None = field(default=None)
+    max_running_prompts: int = 64
+    decode_progress_interval_s: float = 10.0
+
+
+class Backend(ABC):
+    """The operations that :class:`areno.Trainer` needs of whatever holds the model."""
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Load the model. Called once, before anything else."""
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+
+    @abstractmethod
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a response."""
+
+    @abstractmethod
+    def context_length(self) -> int | None:
+        """Most tokens of one sequence, where the model states a limit."""
+
+    @abstractmethod
+    def compute_dtype(self) -> str:
+        """``float32`` or ``bfloat16``: what the model computes in."""
+
+    @abstractmethod
+    def begin_rollout(self, max_running: int | None = None) -> None:
+        """Prepare for generation."""
+
+    @abstractmethod
+    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
+        """Queue requests; one future each."""
+
+    @abstractmethod
+    def end_rollout(self) -> None:
+        """Abort what is pending and make room for training."""
+
+    @abstractmethod
+    def train(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
+    ) -> dict[str, float]:
+        """Train on rows; returns scalar statistics with ``step_rollout_time_s``, ``step_train_time_s``, ``step_e2e_time_s``."""
+
+    @abstractmethod
+    def save_model(self, path: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+
+    @abstractmethod
+    def save_state(self, checkpoint: Path) -> None:
+        """Write the optimizer's state into a checkpoint folder."""
+
+    @abstractmethod
+    def load_state(self, checkpoint: Path) -> None:
+        """Continue with the optimizer of a checkpoint folder."""
+
+    @abstractmethod
+    def checkpoint_bytes(self) -> int:
+        """About how many bytes a checkpoint with state takes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendType:
+    """A selectable backend.
+
+    Args:
+        name: for messages.
+        config_type: class of its configuration.
+        factory: ``module:attribute`` of a callable ``(model_path, world_size, config) -> Backend``; imported on use.
+    """
+
+    name: str
+    config_type: type
+    factory: str
+
+    def create(self, model_path: str, world_size: int, config: Any) -> Backend:
+        """Build the backend; nothing is loaded yet.
+
+        Raises:
+            TypeError: the configuration is of another class.
+        """
+        if not isinstance(config, self.config_type):
+            raise TypeError(
+                f"backend {self.name} requires its typed configuration {self.config_type.__name__}, "
+                f"got {type(config).__name__}"
+            )
+        module, _, attribute = self.factory.partition(":")
+        return getattr(importlib.import_module(module), attribute)(model_path, world_size, config)
+
+
+Areno = BackendType("areno", ArenoConfig, "areno.api.backend.areno.backend:ArenoBackend")
+_REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
+
+
+def register_backend(backend: BackendType) -> BackendType:
+    """Make a backend selectable by name.
+
+    Raises:
+        ValueError: the name is taken by another backend.
+    """
+    known = _REGISTRY.setdefault(backend.name.lower(), backend)
+    if known != backend:
+        raise ValueError(f"a backend named {backend.name!r} is registered already: {known.factory}")
+    return backend
+
+
+def get_backend(name: str) -> BackendType:
+    """Look a backend up.
+
+    Raises:
+        ValueError: no such backend; the message lists what there is.
+    """
+    if name.lower() not in _REGISTRY:
+        raise ValueError(f"unknown backend {name!r}; registered: {', '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[name.lower()]

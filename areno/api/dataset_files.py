@@ -1,0 +1,292 @@
+"""Data files to ``datasets.Dataset``: JSON, JSONL, CSV, TSV, Parquet and Arrow, and folders of them.
+
+Files are read into memory directly. Nothing is copied into a global cache, so nothing stale can come out of one, and a
+bad row is reported with its own line and key, which the general builders of ``datasets`` do not know.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areno.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+_ROWS_PER_CHUNK = 20_000
+_SHOWN_CHARS = 80
+_INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})")
+_DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_TRAIN_NAME = re.compile(r"train(ing)?([-_.]|$)", re.IGNORECASE)
+_HELD_OUT_NAME = re.compile(r"(test|valid|validation|val|dev|eval)([-_.]|$)", re.IGNORECASE)
+
+
+def read_file(path: Path) -> Dataset:
+    """Read one data file; the suffix says how.
+
+    Raises:
+        DataError: the content is malformed; the message names file, row and key.
+        UsageError: the suffix is not one of a data file.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(
+            f"--dataset-path {path}: {path.suffix or 'no suffix'} is not a data file; use one of {_suffixes()}"
+        )
+    return _to_dataset(reader(path), path)
+
+
+def read_folder(folder: Path) -> Dataset:
+    """Read a folder: what ``save_to_disk`` wrote (its train split), or data files of one kind, in order of their names.
+
+    Files named after the train split are taken alone where there are some; files named after held-out splits never.
+
+    Raises:
+        DataError: a file is malformed, or files do not have the same columns.
+        UsageError: the folder holds no data files, or several kinds.
+    """
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _read_saved(folder)
+    files = _training_files(folder)
+    tables = [READERS[file.suffix.lower()](file) for file in files]
+    return _to_dataset(_concatenate(tables, [str(file) for file in files]), folder)
+
+
+def _training_files(folder: Path) -> list[Path]:
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in READERS and file.is_file() and not file.name.startswith(".")
+    )
+    files = [file for file in files if _TRAIN_NAME.match(file.name)] or [
+        file for file in files if not _HELD_OUT_NAME.match(file.name)
+    ]
+    if not files:
+        raise UsageError(
+            f"--dataset-path {folder}: no training data in this folder; it takes data files ({_suffixes()}) that are "
+            "not named after a test or validation split, or what `save_to_disk` wrote"
+        )
+    kinds = sorted({file.suffix.lower() for file in files})
+    if len(kinds) > 1:
+        raise UsageError(f"--dataset-path {folder}: files of several kinds ({', '.join(kinds)}); name one file instead")
+    return files
+
+
+def _read_saved(folder: Path) -> Dataset:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(folder))
+    except Exception as error:  # whatever is wrong with the files inside; the cause stays attached
+        raise DataError(
+            f"{folder}: this save_to_disk folder is damaged: {_first_line(error)}; save it again"
+        ) from error
+    if not isinstance(loaded, DatasetDict):
+        return loaded
+    if "train" not in loaded:
+        raise UsageError(
+            f"--dataset-path {folder}: no `train` split; give the folder of one split: {', '.join(sorted(loaded))}"
+        )
+    return loaded["train"]
+
+
+def _read_json(path: Path) -> pa.Table:
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if content.lstrip()[:1] == b"[":
+        try:
+            rows = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON: {error}") from error
+        numbered = ((number, row) for number, row in enumerate(rows, 1))
+        return _table_of_rows(numbered, path, lambda number: f"row {number}")
+    return _table_of_rows(_json_lines(content, path), path, lambda number: f"line {number}")
+
+
+def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
+    # Split at newlines only: JSON text may hold other characters that `splitlines` takes for line ends.
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            hint = "" if number > 1 else "; a .json or .jsonl file holds one array of objects, or one object per line"
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}") from error
+
+
+def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, place: Callable[[int], str]) -> pa.Table:
+    """Columns are the union of all rows' keys, in order of appearance; a missing key is None."""
+    tables: list[pa.Table] = []
+    places: list[str] = []
+    chunk: list[tuple[int, dict[str, Any]]] = []
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, {place(number)}: a row must be an object of keys and values, got {_shown(row)}")
+        chunk.append((number, row))
+        if len(chunk) == _ROWS_PER_CHUNK:
+            tables.append(_table_of_chunk(chunk, path, place))
+            places.append(f"{path}, rows from {place(chunk[0][0])}")
+            chunk = []
+    if chunk or not tables:
+        tables.append(_table_of_chunk(chunk, path, place))
+        places.append(f"{path}, rows from {place(chunk[0][0])}" if chunk else str(path))
+    return _concatenate(tables, places)
+
+
+def _table_of_chunk(chunk: list[tuple[int, dict[str, Any]]], path: Path, place: Callable[[int], str]) -> pa.Table:
+    import pyarrow as pa
+
+    columns = {}
+    for key in dict.fromkeys(key for _, row in chunk for key in row):
+        values = [row.get(key) for _, row in chunk]
+        try:
+            columns[key] = pa.array(values)
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+            position = _first_misfit(values)
+            raise DataError(
+                f"{path}, {place(chunk[position][0])}: key `{key}` holds {_shown(values[position])}, which does not "
+                f"fit the rows before it ({_first_line(error)}); give every row the same type there"
+            ) from error
+    return pa.table(columns)
+
+
+def _first_misfit(values: list[Any]) -> int:
+    """The shortest prefix that Arrow refuses ends with the culprit."""
+    import pyarrow as pa
+
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            pa.array(values[: middle + 1])
+            low = middle + 1
+        except (pa.ArrowException, OverflowError, UnicodeError):
+            high = middle
+    return low
+
+
+def _read_csv(path: Path) -> pa.Table:
+    return _read_separated(path, ",")
+
+
+def _read_tsv(path: Path) -> pa.Table:
+    return _read_separated(path, "\t")
+
+
+def _read_separated(path: Path, separator: str) -> pa.Table:
+    import pyarrow as pa
+
+    csv.field_size_limit(2**31 - 1)  # prompts may be longer than the default of 128 KiB
+    rows: list[list[str]] = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            header = next(reader, [])
+            _check_header(header, path)
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise DataError(
+                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): {len(row)} fields, but the header has "
+                        f"{len(header)}; put fields that hold the separator into double quotes"
+                    )
+                rows.append(row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a field that "
+                "begins with a double quote must end with one and double those inside"
+            ) from error
+    return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
+
+
+def _check_header(header: list[str], path: Path) -> None:
+    twice = sorted({key for key in header if header.count(key) > 1})
+    if not header or not all(header) or twice:
+        problem = f"key {', '.join(twice)} appears twice" if twice else "a column has no name"
+        raise DataError(f"{path}: the first line must name the columns, but {problem}")
+
+
+def _typed(texts: list[str]) -> list[Any]:
+    """Numbers only where a whole column reads as numbers and nothing like a leading zero is lost; empty is None."""
+    filled = [text for text in texts if text]
+    for pattern, convert in ((_INTEGER, int), (_DECIMAL, float)):
+        if filled and all(pattern.fullmatch(text) for text in filled):
+            return [convert(text) if text else None for text in texts]
+    return [text or None for text in texts]
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path).read()
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+
+
+def _read_arrow(path: Path) -> pa.Table:
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(path)) as file:
+            try:
+                return pa.ipc.open_file(file).read_all()
+            except pa.ArrowInvalid:
+                file.seek(0)
+                return pa.ipc.open_stream(file).read_all()
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: neither an Arrow file nor an Arrow stream: {_first_line(error)}") from error
+
+
+def _concatenate(tables: list[pa.Table], places: list[str]) -> pa.Table:
+    import pyarrow as pa
+
+    joined = tables[0]
+    for table, place in zip(tables[1:], places[1:], strict=True):
+        try:
+            joined = pa.concat_tables([joined, table], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise DataError(f"{place}: columns do not fit those of {places[0]}: {_first_line(error)}") from error
+    return joined
+
+
+def _to_dataset(table: pa.Table, path: Path) -> Dataset:
+    from datasets import Dataset
+
+    try:
+        # A fingerprint of our own: computing one would hash the whole table.
+        return Dataset(table, fingerprint=uuid.uuid4().hex)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise DataError(f"{path}: a column has a type that cannot be used: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
+def _suffixes() -> str:
+    return ", ".join(READERS)
+
+
+READERS: dict[str, Callable[[Path], pa.Table]] = {
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".arrow": _read_arrow,
+}

@@ -1,0 +1,318 @@
+"""Data sets for training: from a path or a hub reference to rows, and from rows to prompts or training sequences.
+
+Local data goes through :mod:`areno.api.dataset_files`; what looks like a path is never looked up on the hub. Every
+complaint about a row names the source, the row number (from 1) and the key.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areno.api.dataset_files import READERS, read_file, read_folder
+from areno.errors import ArenoError, DataError, UsageError
+from areno.rewards.worker import describe_error, source_file
+from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
+from areno.types import PromptBatch, PromptItem, TrainSequence
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_ENCODE_ROWS = 1024
+
+
+def load_rows(dataset_path: str) -> Dataset:
+    """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
+
+    Args:
+        dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
+            hub reference, whose split is ``train`` unless given.
+
+    Raises:
+        DataError: a file is malformed.
+        UsageError: there is nothing usable at ``dataset_path``.
+    """
+    path = Path(dataset_path).expanduser()
+    if path.is_dir():
+        return read_folder(path)
+    if path.is_file():
+        return read_file(path)
+    if _looks_like_path(dataset_path):
+        raise UsageError(
+            f"--dataset-path {dataset_path}: no such file or folder (looked at {path.absolute()}); "
+            "a hub data set is named `owner/name`, `owner/name:config` or `owner/name:config:split`"
+        )
+    parts = dataset_path.split(":")
+    if len(parts) > 3 or not all(parts):
+        raise UsageError(
+            f"--dataset-path {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
+        )
+    name, config, split = (*parts, None, None)[:3]
+    return _load_from_hub(dataset_path, str(name), config, split or "train")
+
+
+def load_training_dataset(
+    dataset_path: str, loader_fn: Callable[..., Any] | None = None
+) -> Sequence[Mapping[str, Any]]:
+    """Load the rows that a trainer reads, through the user's loader if there is one.
+
+    Args:
+        dataset_path: as in :func:`load_rows`; a loader may give it a meaning of its own.
+        loader_fn: called with the path and the keywords ``default_loader``, ``load_dataset`` and ``load_from_disk``.
+
+    Returns:
+        A list or ``datasets.Dataset`` of mappings, at least one.
+
+    Raises:
+        DataError: a file is malformed.
+        UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
+    """
+    rows = load_rows(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn)
+    origin = f"--dataset-path {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
+    if len(rows) == 0:
+        raise UsageError(f"{origin}: no rows in {dataset_path}")
+    try:
+        first = rows[0]
+    except (KeyError, TypeError, IndexError) as error:
+        splits = f"; choose one of {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
+        raise UsageError(f"{origin}: {type(rows).__name__} has no row 0{splits}; it must support rows[i]") from error
+    if not isinstance(first, Mapping):
+        raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
+    return rows
+
+
+def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """The order in which an epoch visits ``n`` rows: the same for the same arguments, whatever the global RNG state."""
+    order = list(range(n))
+    if shuffle:
+        random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def iter_prompt_batches(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    max_prompt_tokens: int,
+    prompt_key: str = "prompt",
+    solutions_key: str = "solutions",
+    order: Sequence[int] | None = None,
+    start: int = 0,
+    disable_thinking: bool = False,
+    source: str = "",
+) -> Iterator[PromptBatch]:
+    """Walk over rows and yield batches of encoded prompts.
+
+    Rows whose prompt is too long are skipped and counted. The last batch may be smaller, none is empty. The position to
+    resume at is ``start`` plus the ``scanned`` of all batches so far; skipped rows behind a batch belong to it, so the
+    sum reaches the end of ``order`` with the last batch.
+
+    Args:
+        rows: anything with ``len()`` and integer indexing.
+        tokenizer: a ``transformers`` tokenizer.
+        batch_size: accepted rows per batch.
+        max_prompt_tokens: longest accepted prompt, in tokens, template included.
+        prompt_key: key of the prompt, a text or a list of chat messages.
+        solutions_key: key of the reference answer; may be absent.
+        order: row indices in visiting order; None is the order of the file.
+        start: position in ``order`` to begin at.
+        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+        source: what error messages call the data.
+
+    Raises:
+        DataError: a row has no usable prompt.
+        UsageError: from position 0 on, every prompt is too long.
+    """
+    order = range(len(rows)) if order is None else order
+    batch = PromptBatch([])
+    scanned = skipped = 0
+    shortest: int | None = None
+    for index in order[start:]:
+        row = dict(rows[index])
+        prompt = _prompt_of(row, prompt_key, source, index)
+        rendered = _render(tokenizer, prompt, disable_thinking, source, index)
+        tokens = encode_rendered(tokenizer, [rendered])[0]
+        shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
+        fits = len(tokens) <= max_prompt_tokens
+        if fits and len(batch.items) == batch_size:
+            yield batch
+            batch = PromptBatch([], total_skipped_long=skipped)
+        scanned += 1
+        batch.scanned += 1
+        if fits:
+            text = prompt if isinstance(prompt, str) else rendered.text
+            batch.items.append(PromptItem(text, row.get(solutions_key), tokens, row))
+        else:
+            skipped += 1
+            batch.skipped_long += 1
+            batch.total_skipped_long = skipped
+    if batch.items:
+        yield batch
+    elif scanned and start == 0:
+        raise UsageError(
+            f"{_named(source)}all {scanned} prompts are longer than --max-prompt-tokens {max_prompt_tokens}; "
+            f"the shortest has {shortest} tokens"
+        )
+
+
+def build_sft_rows(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    eos_token_ids: frozenset[int],
+    source: str = "",
+    disable_thinking: bool = False,
+) -> tuple[list[TrainSequence], int]:
+    """Tokenize ``prompt`` and ``response`` rows for supervised training.
+
+    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
+    response, and rows that are too long, are dropped.
+
+    Args:
+        rows: anything with ``len()`` and integer indexing.
+        tokenizer: a ``transformers`` tokenizer.
+        max_prompt_tokens: longest accepted prompt, in tokens.
+        max_new_tokens: longest accepted response, in tokens, EOS included.
+        eos_token_ids: ids that end a response; the tokenizer's own one, if any, is appended.
+        source: what error messages call the data.
+        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+
+    Returns:
+        The sequences in row order, and how many rows were dropped.
+
+    Raises:
+        DataError: a row has no usable ``prompt`` or ``response`` key, or every row was dropped.
+    """
+    kept: list[tuple[RenderedPrompt, str]] = []
+    for index in range(len(rows)):
+        row = rows[index]
+        prompt = _prompt_of(row, "prompt", source, index)
+        if response := _response_of(row, source, index):
+            kept.append((_render(tokenizer, prompt, disable_thinking, source, index), response))
+    own = tokenizer.eos_token_id
+    eos = own if own is not None else min(eos_token_ids, default=None)
+    endings = eos_token_ids | {eos}
+    sequences: list[TrainSequence] = []
+    lengths: list[tuple[int, int]] = []
+    for prompt_ids, response_ids in _encode_pairs(tokenizer, kept):
+        if eos is not None and not endings.intersection(response_ids[-1:]):
+            response_ids.append(eos)
+        lengths.append((len(prompt_ids), len(response_ids)))
+        if len(prompt_ids) <= max_prompt_tokens and 0 < len(response_ids) <= max_new_tokens:
+            mask = [True] * len(prompt_ids) + [False] * len(response_ids)
+            sequences.append(TrainSequence(mask, prompt_ids + response_ids, eos_token_id=0 if eos is None else eos))
+    if not sequences:
+        shortest = "every response is empty"
+        if lengths:
+            prompt_length, response_length = min(lengths, key=sum)
+            shortest = f"the shortest row has {prompt_length} prompt and {response_length} response tokens"
+        raise DataError(
+            f"{_named(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
+            f"--max-new-tokens {max_new_tokens}: {shortest}"
+        )
+    return sequences, len(rows) - len(sequences)
+
+
+def _looks_like_path(reference: str) -> bool:
+    if reference.startswith((".", "/", "~")) or reference.endswith(("/", os.sep)) or "\\" in reference:
+        return True
+    if Path(reference).suffix.lower() in READERS or reference.count("/") > 1:
+        return True
+    folder, slash, _ = reference.partition("/")
+    # `data/typo` beside an existing folder `data` is a typo; with a `:config` it can only be the hub.
+    return bool(slash) and ":" not in reference and Path(folder).is_dir()
+
+
+def _load_from_hub(reference: str, name: str, config: str | None, split: str) -> Dataset:
+    from datasets import load_dataset
+
+    try:
+        try:
+            return load_dataset(name, config, split=split)
+        except ValueError as error:
+            if config is not None or "Config name is missing" not in str(error) or "'main'" not in str(error):
+                raise
+            return load_dataset(name, "main", split=split)
+    except Exception as error:  # network, hub and builders fail in many ways; the cause stays attached
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"--dataset-path {reference}: the data set {name} could not be loaded from the hub: {reason}\n"
+            "Check the name, configuration and split (repo:config:split) and the network (HF_HUB_OFFLINE must be unset "
+            "for a first download; a private data set needs `hf auth login`), or give a local file."
+        ) from error
+
+
+def _call_loader(dataset_path: str, loader_fn: Callable[..., Any]) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    try:
+        return loader_fn(
+            dataset_path, default_loader=load_rows, load_dataset=load_dataset, load_from_disk=load_from_disk
+        )
+    except ArenoError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--dataset-loader-fn: the loader failed on {dataset_path}: {describe_error(error, source_file(loader_fn))}"
+        ) from error
+
+
+def _prompt_of(row: Mapping[str, Any], key: str, source: str, index: int) -> str | list[dict[str, Any]]:
+    value = row.get(key)
+    if value is None:
+        raise DataError(
+            f"{_named(source, index)}dataset row must contain `{key}`; it has {', '.join(map(str, row)) or 'no keys'}. "
+            "Use --dataset-loader-fn to bring rows into shape"
+        )
+    if isinstance(value, str):
+        return value
+    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        messages = [{name: part for name, part in message.items() if part is not None} for message in value]
+        if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
+            return messages
+    raise DataError(
+        f"{_named(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
+    )
+
+
+def _response_of(row: Mapping[str, Any], source: str, index: int) -> str:
+    """The response text; empty where the row is to be dropped."""
+    if "response" not in row:
+        raise DataError(
+            f"{_named(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
+            "Use --dataset-loader-fn to bring rows into shape"
+        )
+    response = row["response"]
+    if response is not None and not isinstance(response, str):
+        raise DataError(f"{_named(source, index)}`response` must be a text, got {response!r:.80}")
+    return response or ""
+
+
+def _render(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
+    try:
+        return render_generation_prompt(tokenizer, prompt, disable_thinking)
+    except UsageError as error:
+        raise DataError(f"{_named(source, index)}{error}") from error
+
+
+def _encode_pairs(tokenizer: Any, pairs: list[tuple[RenderedPrompt, str]]) -> Iterator[tuple[list[int], list[int]]]:
+    for begin in range(0, len(pairs), _ENCODE_ROWS):
+        prompts, responses = zip(*pairs[begin : begin + _ENCODE_ROWS], strict=True)
+        response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+        yield from zip(encode_rendered(tokenizer, prompts), response_ids, strict=True)
+
+
+def _named(source: str, index: int | None = None) -> str:
+    """``source, row N: `` as the beginning of a message; rows count from 1."""
+    row = "" if index is None else f"row {index + 1}"
+    name = ", ".join(part for part in (source, row) if part)
+    return f"{name}: " if name else ""

@@ -1,0 +1,266 @@
+"""``areno.Trainer``: the SDK's entry point for custom training loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.api.backend.base import Areno, ArenoConfig, Backend, BackendType, get_backend
+from areno.api.datasets import iter_prompt_batches
+from areno.api.metrics import MetricsRecorder
+from areno.api.session import RolloutSession
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import EngineError, UsageError
+from areno.text.chat import encode_generation_prompt
+from areno.types import PromptBatch, Request, RolloutResult, SamplingParams, TrainSequence
+
+
+class Trainer:
+    """Owns a backend: generates inside rollout sessions, trains with any loss, saves checkpoints.
+
+    The constructor is cheap; :meth:`init` loads the model.
+
+    Args:
+        world_size: number of devices or worker ranks.
+        model_path: checkpoint folder or Hugging Face repo id.
+        backend_type: ``areno.Areno`` (the default), a name, or a registered backend of your own.
+        custom_config: the backend's configuration; ``areno.ArenoConfig()`` when omitted.
+        metrics_log_dir: folder for TensorBoard events of every :meth:`train` call; None writes none.
+
+    Raises:
+        TypeError: ``custom_config`` is not of the backend's class.
+        UsageError: the configuration cannot work.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        model_path: str,
+        backend_type: BackendType | str | None = None,
+        custom_config: Any = None,
+        metrics_log_dir: str | None = None,
+    ) -> None:
+        kind = get_backend(backend_type) if isinstance(backend_type, str) else backend_type or Areno
+        config = ArenoConfig() if custom_config is None and kind is Areno else custom_config
+        self.world_size, self.model_path = world_size, model_path
+        self.backend: Backend = kind.create(model_path, world_size, config)
+        self._recorder = MetricsRecorder(metrics_log_dir) if metrics_log_dir else None
+        self._depth = 0
+        self._requests = 0
+        self._steps = 0
+        self.seed = 0
+
+    def init(self) -> None:
+        """Load tokenizer and model. Call it once, before anything else."""
+        self.backend.initialize()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.backend.tokenizer()
+
+    def model_context_len(self) -> int | None:
+        """Most tokens of one sequence, where the model states a limit."""
+        return self.backend.context_length()
+
+    def load_prompt_batches(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        *,
+        batch_size: int,
+        max_prompt_tokens: int,
+        prompt_key: str = "prompt",
+        solutions_key: str = "solutions",
+    ) -> Iterator[PromptBatch]:
+        """Tokenize a data set in order; see :func:`areno.api.datasets.iter_prompt_batches`."""
+        return iter_prompt_batches(
+            dataset,
+            self.get_tokenizer(),
+            batch_size=batch_size,
+            max_prompt_tokens=max_prompt_tokens,
+            prompt_key=prompt_key,
+            solutions_key=solutions_key,
+        )
+
+    def rollout_session(
+        self,
+        *,
+        sampling_params: SamplingParams,
+        loss_mask_policy: Any = None,
+        max_running_prompts: int | None = None,
+        timeout_s: float = 300.0,
+        proxy: bool = True,
+    ) -> RolloutSession:
+        """The boundary of generation: ``async with trainer.rollout_session(..., proxy=False)``, or ``with``.
+
+        Args:
+            sampling_params: default generation controls.
+            loss_mask_policy: for agents; not in this version.
+            max_running_prompts: most sequences decoded at once.
+            timeout_s: for agents; not in this version.
+            proxy: serve an OpenAI-compatible endpoint inside the session; not in this version.
+
+        Raises:
+            UsageError: the proxy or a mask policy is asked for.
+        """
+        if proxy or loss_mask_policy is not None:
+            raise UsageError(
+                "rollout_session(proxy=True) serves agents, which this version cannot train yet; "
+                "pass proxy=False for prompt rollouts"
+            )
+        return RolloutSession(self, sampling_params, max_running_prompts)
+
+    def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
+        """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""
+        if self._depth == 0:
+            self.backend.begin_rollout(max_running_prompts)
+        self._depth += 1
+
+    def end_rollout_session(self) -> None:
+        """Leave a session by hand; the outermost one aborts what is still pending."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.backend.end_rollout()
+
+    def rollout_batch(
+        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one."""
+        tokenizer = self.get_tokenizer()
+        tokens = [encode_generation_prompt(tokenizer, prompt) for prompt in prompts]
+        return self.rollout_token_batch(tokens, n_samples, sampling_params)
+
+    def rollout_token_batch(
+        self,
+        prompt_tokens: Sequence[Any],
+        n_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> list[RolloutResult]:
+        """Generate from token ids.
+
+        Args:
+            prompt_tokens: one list of ids per prompt, or objects with ``ids`` or ``input_ids``.
+            n_samples: completions per prompt.
+            sampling_params: generation controls.
+            seeds: ``n_samples`` seeds per prompt; None derives them, so that a repeated program repeats its samples.
+
+        Returns:
+            One result per prompt, with ``n_samples`` sequences.
+
+        Raises:
+            EngineError: called outside a rollout session.
+            UsageError: a prompt is longer than ``sampling_params.max_prompt_len``.
+        """
+        futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
+        return self._with_text([future.result() for future in futures], sampling_params)
+
+    async def rollout_token_batch_async(
+        self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """:meth:`rollout_token_batch` without blocking the event loop."""
+        futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
+        results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        return self._with_text(list(results), sampling_params)
+
+    def _submit(
+        self,
+        prompt_tokens: Sequence[Any],
+        n_samples: int,
+        sampling: SamplingParams,
+        seeds: Sequence[Sequence[int]] | None,
+    ) -> list[Any]:
+        if self._depth == 0:
+            raise EngineError(
+                "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
+                "proxy=False):`"
+            )
+        prompts = [_token_ids(prompt) for prompt in prompt_tokens]
+        limit = sampling.max_prompt_len
+        for index, prompt in enumerate(prompts):
+            if limit is not None and len(prompt) > limit:
+                raise UsageError(f"prompt {index} has {len(prompt)} tokens, more than max_prompt_len={limit}")
+        seeds = seeds or [self._seeds(n_samples, sampling.seed) for _ in prompts]
+        return self.backend.submit(
+            [Request(prompt, sampling, list(own)) for prompt, own in zip(prompts, seeds, strict=True)]
+        )
+
+    def _seeds(self, n_samples: int, base: int | None) -> list[int]:
+        if base is not None:
+            return [derive_seed(base, index) for index in range(n_samples)]
+        self._requests += 1
+        return [derive_seed(self.seed, self._requests, index) for index in range(n_samples)]
+
+    def _with_text(self, results: list[RolloutResult], sampling: SamplingParams) -> list[RolloutResult]:
+        """Decode what has no text yet; requests with stop strings come decoded."""
+        bare = [s for result in results for s in result.sequences if not s.text]
+        texts = self.get_tokenizer().batch_decode(
+            [s.resp_tokens for s in bare], skip_special_tokens=sampling.skip_special_tokens
+        )
+        for sequence, text in zip(bare, texts, strict=True):
+            sequence.text = text if not sampling.stop else ""
+        return results
+
+    def train(
+        self,
+        batch_data: Sequence[TrainSequence],
+        loss_fn: Callable[..., Any],
+        mini_bs: int = 8,
+        gradient_accumulation_steps: int | None = None,
+    ) -> dict[str, float]:
+        """Train on rows.
+
+        Args:
+            batch_data: at least one row.
+            loss_fn: ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``; see :mod:`areno.loss_fns.pack`.
+            mini_bs: rows of one forward and backward pass; it does not change the result.
+            gradient_accumulation_steps: microbatches per optimizer step; None makes one step of all rows.
+
+        Returns:
+            Scalar statistics of the call.
+
+        Raises:
+            TypeError: ``loss_fn`` is not callable.
+            ValueError: no rows, or sizes that do not fit the loss.
+        """
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
+        if mini_bs < 1:
+            raise ValueError(f"mini_bs must be at least 1, got {mini_bs}")
+        stats = self.backend.train(batch_data, loss_fn, mini_bs, gradient_accumulation_steps)
+        if self._recorder is not None:
+            rewards = [row.reward for row in batch_data]
+            timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
+            self._recorder.record_step(
+                self._steps, rows=batch_data, train_stats=stats, timings=timings, rewards=rewards
+            )
+        self._steps += 1
+        return stats
+
+    def save_checkpoint(self, path: str) -> str:
+        """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.backend.save_model(Path(path))
+        return str(path)
+
+    def close(self) -> None:
+        """Release the model and the metric writer; a second call does nothing."""
+        self.backend.close()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    for name in ("input_ids", "ids"):
+        if hasattr(prompt, name):
+            return list(getattr(prompt, name))
+    return list(prompt)

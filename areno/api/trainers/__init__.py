@@ -1,0 +1,1 @@
+"""Training loops: one per kind of algorithm, on a shared skeleton."""

@@ -1,0 +1,255 @@
+"""The skeleton of every training run: epochs, steps, metrics, checkpoints, resume, and a clean end.
+
+An algorithm's trainer supplies batches and one step. The contract of a trainer class is
+``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.api.datasets import epoch_order
+from areno.api.metrics import MetricsRecorder
+from areno.api.trainer import Trainer
+from areno.api.trainers.state import Progress
+from areno.api.trainers.stopping import StopController, StopRequested
+from areno.config.train_options import TrainOptions
+from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.rng import capture_rng, restore_rng
+from areno.errors import ArenoError
+from areno.observability import lifecycle
+from areno.observability.display import create_progress
+from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.run_dir import RunDirectory
+from areno.types import RewardRecord, TrainSequence
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What one step produced.
+
+    Attributes:
+        rows: rows that were trained on.
+        stats: scalar statistics.
+        timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, where they apply.
+        rewards: one per kept sample; None without rewards.
+        records: reward records of the kept samples.
+        sample: one completion to show.
+        skipped_long: over-long prompts passed over for this step.
+    """
+
+    rows: list[TrainSequence]
+    stats: dict[str, float]
+    timings: dict[str, float]
+    rewards: list[float] | None = None
+    records: list[RewardRecord] = field(default_factory=list)
+    sample: str | None = None
+    skipped_long: int = 0
+
+
+class TrainingLoop(ABC):
+    """Base of the trainers.
+
+    Args:
+        config: resolved options of the run.
+        instance: initialized :class:`areno.Trainer`.
+        dataset: rows, indexable.
+        reward_fn: reward function, where the algorithm needs one.
+        loss_fn: loss of the optimizer steps.
+    """
+
+    logger: logging.Logger
+
+    def __init__(
+        self,
+        config: TrainOptions,
+        *,
+        instance: Trainer,
+        dataset: Sequence[dict[str, Any]],
+        reward_fn: Callable[..., Any] | None,
+        loss_fn: Callable[..., Any],
+    ) -> None:
+        self.config, self.instance, self.dataset = config, instance, dataset
+        self.reward_fn, self.loss_fn = reward_fn, loss_fn
+        self.run_dir = RunDirectory(config.run_path)
+        self.checkpoints = CheckpointFolder(config.checkpoint_path, config.keep_checkpoints)
+        self.stop = StopController()
+        self.state = Progress()
+        fp32 = instance.backend.compute_dtype() == "float32"
+        self.health = HealthMonitor(logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT)
+        self.display = create_progress()
+        self._saved_step = 0
+        self._updating = False
+        self._recorder: MetricsRecorder | None = None
+
+    # -- what an algorithm supplies --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
+        """Batches of an epoch from position ``start`` of ``order``, each with the position after it."""
+
+    @abstractmethod
+    def run_step(self, batch: Any) -> StepOutcome:
+        """Do one step; work that can be repeated belongs inside ``self.stop.interruptible()``."""
+
+    def row_count(self) -> int:
+        """Rows of an epoch."""
+        return len(self.dataset)
+
+    def prepare(self) -> None:
+        """Called once before the first step."""
+
+    def cleanup(self) -> None:
+        """Called once at the end, whatever happened."""
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Progress:
+        """Run to the end, or to a stop; the last completed step is always saved.
+
+        Returns:
+            How far the run came.
+
+        Raises:
+            StopRequested: a signal ended the run; its last completed step is saved.
+        """
+        try:
+            self._restore()
+            self.prepare()
+            self.state.rng = capture_rng()
+            self.display.start(self.total_steps(), self.state.step)
+            self._epochs()
+            self._save()
+        except BaseException as error:
+            self.display.stop()
+            self._rescue(error)
+            raise
+        finally:
+            self.display.stop()
+            self.cleanup()
+            if self._recorder is not None:
+                self._recorder.close()
+        return self.state
+
+    def total_steps(self) -> int:
+        """Steps of the whole run, were no row skipped."""
+        per_epoch = -(-self.row_count() // self.config.batch_size)
+        total = per_epoch * self.config.epochs
+        return min(total, self.config.max_steps) if self.config.max_steps else total
+
+    def _finished(self) -> bool:
+        return self.config.max_steps is not None and self.state.step >= self.config.max_steps
+
+    def _epochs(self) -> None:
+        while self.state.epoch < self.config.epochs and not self._finished():
+            epoch = self.state.epoch
+            lifecycle.epoch_start(self.logger, epoch)
+            order = epoch_order(self.row_count(), epoch=epoch, seed=self.config.seed, shuffle=self.config.shuffle)
+            for batch, position in self.batches(order, self.state.position):
+                self.stop.check()
+                self._step(batch, position)
+                if self._finished():
+                    lifecycle.max_steps_reached(self.logger, epoch, self.state.step - 1)
+                    return
+            self.state.epoch, self.state.position = epoch + 1, 0
+            lifecycle.epoch_end(self.logger, epoch)
+
+    def _step(self, batch: Any, position: int) -> None:
+        step, epoch, began = self.state.step, self.state.epoch, time.perf_counter()
+        outcome = self.run_step(batch)
+        outcome.stats["step_wall_time_s"] = time.perf_counter() - began
+        lifecycle.train_stats(self.logger, epoch, step, outcome.stats)
+        self._observe(step, outcome)
+        self.state.skipped_long += outcome.skipped_long
+        self._record(step, outcome)
+        self.state.step, self.state.position = step + 1, position
+        self.state.health, self.state.rng = self.health.state_dict(), capture_rng()
+        self.display.step_done(step, outcome.stats, outcome.sample)
+        if self.state.step % self.config.save_interval == 0:
+            self._save()
+
+    def train(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """One train call with the run's loss and sizes; not interrupted by a signal."""
+        self._updating = True
+        stats = self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
+        self._updating = False
+        return stats
+
+    def _observe(self, step: int, outcome: StepOutcome) -> None:
+        rows = outcome.rows
+        groups, truncated = [row.group for row in rows], [row.truncated for row in rows]
+        has_rewards = outcome.rewards is not None
+        warnings = self.health.observe(
+            step,
+            outcome.stats,
+            rewards=outcome.rewards or [],
+            groups=groups if has_rewards else [],
+            truncated=truncated if has_rewards else [],
+        )
+        for warning in warnings:
+            self.display.warn(warning)
+
+    def _record(self, step: int, outcome: StepOutcome) -> None:
+        if self._recorder is None:
+            purge = step if self.config.resume else None
+            self._recorder = MetricsRecorder(self.config.events_path, self.run_dir, purge)
+        self._recorder.record_step(
+            step,
+            rows=outcome.rows,
+            train_stats=outcome.stats,
+            timings=outcome.timings,
+            skipped_long=outcome.skipped_long,
+            total_skipped_long=self.state.skipped_long,
+            rewards=outcome.rewards,
+        )
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Save the last completed step, unless that is done already."""
+        step = self.state.step
+        if step == self._saved_step:
+            return
+        path = self.checkpoints.path(step)
+        self.display.phase("save")
+        lifecycle.save_checkpoint_start(self.logger, self.state.epoch, step - 1, path)
+        with self.checkpoints.writing(step, self.instance.backend.checkpoint_bytes()) as folder:
+            self.instance.backend.save_model(folder)
+            self.instance.backend.save_state(folder)
+            write_state(folder, self.state.to_json())
+        self._saved_step = step
+        lifecycle.save_checkpoint_end(self.logger, self.state.epoch, step - 1, path)
+
+    def _restore(self) -> None:
+        """Continue from the newest checkpoint when the run is resumed; steps after it will be done again."""
+        self.checkpoints.clear_leftovers()
+        if not self.config.resume:
+            return
+        checkpoint = self.checkpoints.latest()
+        if checkpoint is not None:
+            self.state = Progress.from_json(read_state(checkpoint))
+            self.instance.backend.load_state(checkpoint)
+            self.health.load_state_dict(self.state.health)
+            restore_rng(self.state.rng)
+            self._saved_step = self.state.step
+            self.logger.info("resumed from %s: %d steps are done", checkpoint, self.state.step)
+        self.run_dir.truncate_after(self.state.step - 1)
+
+    def _rescue(self, error: BaseException) -> None:
+        """Save what is complete before an error or a stop ends the run; a second Ctrl-C skips that."""
+        if isinstance(error, KeyboardInterrupt):
+            return
+        if self._updating:
+            self.logger.error("ended inside an update; the newest checkpoint is the one after step %d", self._saved_step)
+            return
+        if isinstance(error, StopRequested):
+            self.logger.warning("%s: stopping after %d steps", error, self.state.step)
+        try:
+            self._save()
+        except ArenoError as failure:
+            self.logger.error("the last steps could not be saved: %s", failure)

@@ -1,0 +1,83 @@
+"""``areno``: picks the command, and turns typed errors into messages and exit codes.
+
+Exit codes: 0 success, 1 a failure, 2 wrong usage, 130 interrupted. Only the chosen command's module is imported, so
+that ``areno --help`` is quick; no traceback is shown for an error that areno raised on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from areno import __version__
+from areno.errors import ArenoError, UsageError
+
+COMMANDS = {
+    "check": "Check whether this machine is ready to run AReno.",
+    "env": "Print an AReno environment/support report.",
+    "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
+    "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
+}
+"""Command names and their one-line help; each has a module ``areno.cli.<name>`` with ``run(argv) -> int``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try
+        return code
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ArenoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it exits, which would report the closed pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if argv[0] == "--version":
+        print(f"areno {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        raise UsageError(f"{argv[0]!r} is not a command{_nearest(argv[0])}; see areno --help")
+    module = importlib.import_module(f"areno.cli.{argv[0]}")
+    return int(module.run(argv[1:]))
+
+
+def _nearest(word: str) -> str:
+    from areno.config.options import nearest
+
+    return nearest(word, COMMANDS)
+
+
+def _help() -> str:
+    lines = [
+        "usage: areno COMMAND [options]",
+        "",
+        "Reinforcement-learning post-training for language models.",
+        "",
+        "Commands:",
+    ]
+    lines += [f"  {name:<12}{text}" for name, text in sorted(COMMANDS.items())]
+    lines += ["", "Options:", "  -h, --help  Show this text; areno COMMAND --help shows a command's own."]
+    return "\n".join([*lines, "  --version   Show the version."])

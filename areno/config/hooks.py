@@ -1,0 +1,176 @@
+"""Loads a user's Python file, checked step by step so that a mistake costs seconds and not a model load.
+
+The file must exist, parse, import, define the function, and the function must take the arguments it will be called
+with. It really is imported, so lambdas, assigned names, imported callables and callable objects all work as hooks. Its
+folder stays on ``sys.path``, because a hook may import its siblings late, inside a function.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areno.errors import UsageError
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
+    """Split ``file.py`` or ``file.py:function`` into path and name.
+
+    Raises:
+        UsageError: the path or the name is empty, or the name is no identifier.
+    """
+    path, colon, name = spec.partition(":") if ".py" not in spec else _split_at_suffix(spec)
+    if not path or (colon and not name.isidentifier()):
+        raise UsageError(f"{option} {spec!r}: write it as file.py or file.py:{default_name}")
+    return Path(path).expanduser(), name or default_name
+
+
+def _split_at_suffix(spec: str) -> tuple[str, str, str]:
+    # A colon before the suffix belongs to the path (a drive letter, say), only one after it introduces the name.
+    end = spec.rindex(".py") + len(".py")
+    head, colon, name = spec[end:].partition(":")
+    return spec[:end] + head, colon, name
+
+
+def hook_file_problem(spec: str, *, option: str, default_name: str, signature: str) -> str:
+    """Say why the file of a hook cannot be used, without reading it; empty if it can.
+
+    Args:
+        spec: ``file.py`` or ``file.py:function``.
+        option: flag that named it.
+        default_name: function looked for when the spec names none.
+        signature: parameters of the expected callable, such as ``record``.
+    """
+    try:
+        path, name = split_spec(spec, option=option, default_name=default_name)
+    except UsageError as error:
+        return str(error)
+    expected = f"expected callable {name}({signature})"
+    if not path.exists():
+        return f"{option} file does not exist: {path}; {expected}"
+    if not path.is_file():
+        return f"{option} is not a file: {path}; {expected}"
+    return ""
+
+
+def import_user_file(path: Path, *, option: str) -> ModuleType:
+    """Import a Python file under a name of its own; the same unchanged file is imported once.
+
+    Raises:
+        UsageError: the file cannot be read, has a syntax error (with its line), or raised while it was imported (with
+            the user's line).
+    """
+    path = path.resolve()
+    source = _read_source(path, option)
+    try:
+        ast.parse(source, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        place = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{option} {path}{place}: not valid Python: {reason}; fix the file") from error
+    name = f"areno_user_{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return _execute(path, name, option)
+
+
+def _read_source(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror}; give a readable Python file") from error
+
+
+def _execute(path: Path, name: str, option: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{option} {path} is not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UsageError(
+            f"{option} {path}: importing it raised {type(error).__name__}: {error}{user_frame(error, path)}; "
+            "fix the file, or install what it imports"
+        ) from error
+    return module
+
+
+def user_frame(error: BaseException, path: Path) -> str:
+    """Return `` (at FILE line N: CODE)`` for the innermost traceback frame in ``path`` or its folder, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
+    return f" (at {Path(own[-1].filename).name} line {own[-1].lineno}: {own[-1].line})" if own else ""
+
+
+def load_hook(
+    spec: str,
+    *,
+    option: str,
+    default_name: str,
+    positional: int,
+    signature: str,
+    keywords: Collection[str] = (),
+) -> Callable[..., Any]:
+    """Load the callable that ``file.py`` or ``file.py:function`` names.
+
+    Args:
+        spec: what the user gave.
+        option: flag that gave it, for error messages.
+        default_name: function name when ``spec`` has none.
+        positional: how many positional arguments it will be called with.
+        signature: its parameters in words, for error messages.
+        keywords: keyword arguments that callers may pass; the callable need not take them, but may require no others.
+
+    Raises:
+        UsageError: anything from a missing file to a callable that cannot take these arguments.
+    """
+    problem = hook_file_problem(spec, option=option, default_name=default_name, signature=signature)
+    if problem:
+        raise UsageError(problem)
+    path, name = split_spec(spec, option=option, default_name=default_name)
+    module = import_user_file(path, option=option)
+    if not hasattr(module, name):
+        raise UsageError(
+            f"{option} {path} defines no {name}; define {name}({signature}), or name yours as {path}:function"
+        )
+    hook = getattr(module, name)
+    if not callable(hook):
+        raise UsageError(f"{option} {path}: {name} is a {type(hook).__name__}; make it a function {name}({signature})")
+    mismatch = _signature_mismatch(hook, positional, keywords)
+    if mismatch:
+        raise UsageError(f"{option} {path}: {name} {mismatch}; define it as {name}({signature})")
+    return hook  # type: ignore[no-any-return]
+
+
+def _signature_mismatch(hook: Callable[..., Any], positional: int, keywords: Collection[str]) -> str:
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except ValueError:
+        return ""  # some C callables publish no signature; only calling them can tell
+    slots = [p for p in parameters if p.kind in _POSITIONAL]
+    required = [p.name for p in slots if p.default is p.empty]
+    unbounded = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(slots) < positional and not unbounded:
+        return f"takes {len(slots)} positional arguments but is called with {positional}"
+    missing = [name for name in required[positional:] if name not in keywords]
+    missing += [
+        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in keywords
+    ]
+    if missing:
+        return f"requires {', '.join(missing)}, which it is not called with"
+    return ""

@@ -1,0 +1,224 @@
+"""How an option is declared: one dataclass field made by ``option(...)``.
+
+Flags, help text, YAML keys, type and bound checks, the resume rules and the stored ``config.yaml`` are all derived from
+the field. The type is the field's annotation: ``int``, ``float``, ``str``, ``bool``, each also ``| None``, and
+``tuple[int, ...]`` or ``tuple[str, ...]`` for repeatable options. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from areno.errors import UsageError
+
+GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "Checkpoint", "Observability")
+"""Help sections, in the order in which ``areno train --help`` shows them."""
+
+_KEY = "areno.option"
+_SCALARS = (int, float, str, bool)
+_EXPECTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_EXAMPLE = {int: "10", float: "0.5", str: "text", bool: "true"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionInfo:
+    """Everything about an option that its name, type and default do not say.
+
+    Attributes:
+        help: one or two sentences for ``--help``.
+        group: help section; a user's algorithm leaves it empty and gets a section of its own.
+        metavar: placeholder of the value in help; empty derives it from the type.
+        minimum: least allowed value.
+        maximum: greatest allowed value.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
+        choices: the only allowed values; empty allows all.
+        algorithms: algorithms that read the option; empty means all.
+        rollout_only: only algorithms that generate completions read it.
+        changes_results: a resumed run may not change it.
+        documented_default: text for help where the default depends on the machine.
+        unset: what happens when the option is not given and its default is None.
+        later: says that the option is not in this version, and what to do instead; empty for options that work.
+        later_above: with ``later``, values up to this one do work.
+        stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
+        bare: value of the flag when it is given without one.
+    """
+
+    help: str
+    group: str = ""
+    metavar: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ()
+    rollout_only: bool = False
+    changes_results: bool = True
+    documented_default: str = ""
+    unset: str = ""
+    later: str = ""
+    later_above: int | None = None
+    stored: bool = True
+    bare: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A declared option, its type taken apart: ``kind`` is the type of one value, ``many`` says it is repeatable."""
+
+    name: str
+    kind: type
+    many: bool
+    default: Any
+    info: OptionInfo
+
+    @property
+    def flag(self) -> str:
+        """Command-line spelling, ``--mini-bs`` for ``mini_bs``."""
+        return flag_of(self.name)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value in help."""
+        if self.info.choices:
+            return "[" + "|".join(self.info.choices) + "]"
+        return self.info.metavar or {int: "INTEGER", float: "FLOAT"}.get(self.kind, "TEXT")
+
+    @property
+    def default_text(self) -> str:
+        """The default as help shows it; empty where there is nothing to say."""
+        if self.info.documented_default or self.default is None:
+            return self.info.documented_default or self.info.unset
+        if self.kind is bool:
+            return "on" if self.default else ""
+        if self.many:
+            return ""
+        return str(self.default)
+
+    def bounds_problem(self, value: float) -> str:
+        """Say which bound ``value`` breaks, as ``must be positive``; empty when it breaks none."""
+        info = self.info
+        if info.above is not None and not value > info.above:
+            return "must be positive" if info.above == 0 else f"must be above {info.above:g}"
+        if info.minimum is not None and not value >= info.minimum:
+            named = (
+                {1: "must be positive", 0: "must be non-negative"} if self.kind is int else {0: "must be non-negative"}
+            )
+            return named.get(int(info.minimum), f"must be at least {info.minimum:g}")
+        if info.maximum is not None and not value <= info.maximum:
+            return f"must be at most {info.maximum:g}"
+        if info.below is not None and not value < info.below:
+            return f"must be below {info.below:g}"
+        return ""
+
+    @property
+    def bounds_remedy(self) -> str:
+        """The allowed interval in words."""
+        info = self.info
+        low = f"above {info.above:g}" if info.above is not None else ""
+        low = low or (f"from {info.minimum:g}" if info.minimum is not None else "")
+        high = f"below {info.below:g}" if info.below is not None else ""
+        high = high or (f"up to {info.maximum:g}" if info.maximum is not None else "")
+        return f"give {_EXPECTED[self.kind]} " + " and ".join(part for part in (low, high) if part)
+
+
+def option(default: Any, **info: Any) -> Any:
+    """Declare an option as a dataclass field.
+
+    Args:
+        default: the value when it is not given; a tuple for repeatable options.
+        **info: the fields of `OptionInfo`; ``help`` is required.
+
+    Returns:
+        A ``dataclasses.field`` with the declaration in its metadata.
+    """
+    return field(default=default, metadata={_KEY: OptionInfo(**info)})
+
+
+@functools.cache
+def options_of(declaration: type) -> tuple[Option, ...]:
+    """List the options that a dataclass declares, in order; fields not made by ``option`` are left out.
+
+    Raises:
+        UsageError: an option has a type that no flag can carry, or no default.
+    """
+    hints = typing.get_type_hints(declaration)
+    found = []
+    for entry in fields(declaration):
+        if _KEY in entry.metadata:
+            if entry.default is MISSING:
+                raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; give it one")
+            kind, many = _take_apart(hints[entry.name], f"{declaration.__name__}.{entry.name}")
+            found.append(Option(entry.name, kind, many, entry.default, entry.metadata[_KEY]))
+    return tuple(found)
+
+
+def _take_apart(hint: Any, where: str) -> tuple[type, bool]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        hint = members[0] if len(members) == 1 else hint
+    many = typing.get_origin(hint) is tuple and typing.get_args(hint)[1:] == (Ellipsis,)
+    kind = typing.get_args(hint)[0] if many else hint
+    if kind not in _SCALARS or (many and kind not in (int, str)):
+        raise UsageError(
+            f"option {where} has type {hint}; use int, float, str, bool, one of these | None, or tuple[int | str, ...]"
+        )
+    return kind, many
+
+
+def flag_of(name: str) -> str:
+    """Spell an option name as its flag."""
+    return "--" + name.replace("_", "-")
+
+
+def name_of(spelling: str) -> str:
+    """Spell a flag or YAML key as the option's name."""
+    return spelling.removeprefix("--").replace("-", "_")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean X?)`` for the known word closest to ``word``, or nothing if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def convert(entry: Option, raw: Any, label: str) -> Any:
+    """Turn a raw value, text from a flag or a scalar or list from YAML, into the option's type.
+
+    Args:
+        entry: the option.
+        raw: what was given.
+        label: how to name the option in an error, such as ``--epochs`` or ``run.yaml: epochs``.
+
+    Raises:
+        UsageError: the value is not of the option's type.
+    """
+    if not entry.many:
+        return _convert_one(entry, raw, label)
+    items: list[Any] = list(raw) if isinstance(raw, list | tuple) else [raw]
+    if entry.kind is int:
+        items = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+    return tuple(_convert_one(entry, item, label) for item in items)
+
+
+def _convert_one(entry: Option, raw: Any, label: str) -> Any:
+    kind = entry.kind
+    if isinstance(raw, kind) and (kind is bool or not isinstance(raw, bool)):
+        return raw
+    if kind is str and isinstance(raw, int | float):
+        return str(raw)
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if kind in (int, float) and isinstance(raw, str):
+        try:
+            return kind(raw.strip())
+        except ValueError:
+            pass  # the message below is the one place that reports a wrong type
+    raise UsageError(f"{label} {raw!r}: expected {_EXPECTED[kind]}, such as {_EXAMPLE[kind]}")

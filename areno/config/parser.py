@@ -1,0 +1,260 @@
+"""Turns the arguments of ``areno train`` into `TrainOptions`, and writes its help.
+
+What is special: argparse only collects texts. Types are converted by the same function for flags and YAML keys, so that
+a wrong value reads the same from both, and all wrong values are reported together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from areno.config.algorithms import AlgorithmSpec, get_algorithm
+from areno.config.options import GROUPS, Option, convert, flag_of, nearest, options_of
+from areno.config.train_options import TrainOptions
+from areno.config.yaml_io import load_config
+from areno.errors import UsageError
+
+_USAGE = "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]"
+_DESCRIPTION = "Train a language model with the local areno engine: load data, roll out, score, update, save."
+_EPILOG = (
+    "Every on/off option has a --no- form, and every option may stand in the --config file. "
+    "(name) after an option: only that algorithm reads it."
+)
+
+
+@dataclass
+class Problems:
+    """Collects what is wrong with the input, so that the user sees all of it at once."""
+
+    found: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        """Note one problem; an empty text and a repetition are ignored."""
+        if problem and problem not in self.found:
+            self.found.append(problem)
+
+    def raise_if_any(self) -> None:
+        """Raise.
+
+        Raises:
+            UsageError: with the one problem, or with the numbered list of them.
+        """
+        if len(self.found) == 1:
+            raise UsageError(self.found[0])
+        if self.found:
+            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.found, start=1))
+            raise UsageError(f"{len(self.found)} problems:{lines}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises typed errors where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message as a usage error."""
+        match = re.fullmatch(r"argument (?:--[\w-]+, )*(--[\w-]+): (.*)", message)
+        flag, reason = match.groups() if match else ("", message)
+        if reason.startswith("expected"):
+            raise UsageError(f"{flag} needs a value; write {flag} VALUE, or {flag}=VALUE if it starts with dashes")
+        if "explicit argument" in reason:
+            raise UsageError(
+                f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} alone, or its --no- form"
+            )
+        raise UsageError(f"{flag} {reason}; see areno train --help".strip())
+
+
+def parse_train(argv: Sequence[str]) -> TrainOptions:
+    """Parse the arguments of ``areno train``; values from ``--config`` fill in what no flag gives.
+
+    Args:
+        argv: arguments after ``train``.
+
+    Returns:
+        Options with ``explicit`` set. Types are right; whether values make sense is for `areno.config.validate`.
+
+    Raises:
+        UsageError: unknown flags or keys (with the nearest match), missing or wrong-typed values; all of them at once.
+    """
+    core = options_of(TrainOptions)
+    flags, _ = _read(argv, core)
+    config = _read_config(flags)
+    problems = Problems()
+    spec = _spec_of(flags, config, problems)
+    entries = {entry.name: entry for entry in (*core, *extra_options(spec))}
+    flags, unread = _read(argv, list(entries.values()))
+    if spec is not None:
+        for problem in _unread_problems(unread, [entry.flag for entry in entries.values()]):
+            problems.add(problem)
+    values = convert_values(config, entries, _config_label(flags), problems, known_only=spec is None)
+    values |= convert_values(flags, entries, flag_of, problems)
+    problems.raise_if_any()
+    return build_options(values, spec, explicit=frozenset(values))
+
+
+def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
+    """List the options that the algorithm itself declares.
+
+    Raises:
+        UsageError: one has the name of a built-in option.
+    """
+    if spec is None or spec.options is None:
+        return ()
+    taken = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
+    extra = options_of(spec.options)
+    for entry in extra:
+        if entry.name in taken:
+            raise UsageError(f"algorithm {spec.name} declares {entry.flag}, which areno train has already; rename it")
+    return extra
+
+
+def convert_values(
+    raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
+) -> dict[str, Any]:
+    """Convert raw values by option name; what is unknown or of a wrong type goes to ``problems``.
+
+    Args:
+        raw: values from flags or YAML.
+        entries: the known options.
+        label: function that names an option in a message.
+        problems: receives what is wrong.
+        known_only: pass over unknown names in silence, when they may belong to an algorithm that was not found.
+    """
+    values = {}
+    for name, value in raw.items():
+        if name not in entries:
+            if not known_only:
+                problems.add(f"{label(name)} is not an option{nearest(name, entries)}; see areno train --help")
+            continue
+        try:
+            values[name] = convert(entries[name], value, label(name))
+        except UsageError as error:
+            problems.add(str(error))
+    return values
+
+
+def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explicit: frozenset[str]) -> TrainOptions:
+    """Make options of converted values; what the algorithm declares lands in ``extra``, defaults included."""
+    own = {entry.name for entry in options_of(TrainOptions)}
+    extra = {entry.name: values.get(entry.name, entry.default) for entry in extra_options(spec)}
+    core = {name: value for name, value in values.items() if name in own}
+    if ".py" not in core.get("algo", ".py"):
+        core["algo"] = core["algo"].lower()  # registry names have no case, paths do
+    return TrainOptions(**core, extra=extra, explicit=explicit)
+
+
+def train_help(argv: Sequence[str]) -> str:
+    """Write ``areno train --help``; with ``--algo`` of a user's own algorithm, its options are in it."""
+    core = options_of(TrainOptions)
+    flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core)
+    spec = _spec_of(flags, _read_config(flags), Problems())
+    parser = _make_parser([])
+    sections = {group: [entry for entry in core if entry.info.group == group] for group in GROUPS}
+    if spec is not None and spec.options is not None:
+        sections[f"Options of {spec.name}"] = list(extra_options(spec))
+    for title, entries in sections.items():
+        _add_arguments(parser.add_argument_group(title), entries)
+    return parser.format_help()
+
+
+def _make_parser(entries: Sequence[Option]) -> _Parser:
+    def wide(prog: str) -> argparse.HelpFormatter:
+        return argparse.HelpFormatter(prog, max_help_position=34, width=118)
+
+    parser = _Parser(
+        "areno train", _USAGE, _DESCRIPTION, _EPILOG, allow_abbrev=False, add_help=False, formatter_class=wide
+    )
+    _add_arguments(parser, entries)
+    return parser
+
+
+def _add_arguments(parser: argparse._ActionsContainer, entries: Sequence[Option]) -> None:
+    for entry in entries:
+        text = _help_text(entry).replace("%", "%%")
+        if entry.kind is bool:
+            negative = "--no-" + entry.flag.removeprefix("--")
+            pair = [entry.flag, negative] if entry.default else [entry.flag]
+            parser.add_argument(*pair, action=_OnOff, dest=entry.name, nargs=0, help=text)
+            if not entry.default:
+                parser.add_argument(negative, action=_OnOff, dest=entry.name, nargs=0, help=argparse.SUPPRESS)
+        else:
+            bare: dict[str, Any] = {"nargs": "?", "const": entry.info.bare} if entry.info.bare else {}
+            parser.add_argument(
+                entry.flag,
+                action="append",
+                dest=entry.name,
+                metavar=entry.metavar.replace("%", "%%"),
+                help=text,
+                **bare,
+            )
+
+
+class _OnOff(argparse.Action):
+    """Stores whether the plain or the ``--no-`` form was given; the last one counts."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Store the value."""
+        setattr(namespace, self.dest, [option_string == flag_of(self.dest)])
+
+
+def _help_text(entry: Option) -> str:
+    notes = [entry.info.help]
+    if entry.default_text:
+        notes.append(f"Default: {entry.default_text}.")
+    if entry.info.algorithms:
+        notes.append(f"({', '.join(entry.info.algorithms)})")
+    if entry.info.later:
+        above = f" above {entry.info.later_above}" if entry.info.later_above is not None else ""
+        notes.append(f"[not in this version{above}]")
+    return " ".join(notes)
+
+
+def _read(argv: Sequence[str], entries: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
+    """Collect flag values as text by option name, and the words that no option took."""
+    takes_value = {entry.flag for entry in entries if entry.kind is not bool}
+    words: list[str] = []
+    for word in argv:
+        # argparse would take a value such as -1e-6 for a flag of its own.
+        if words and words[-1] in takes_value and word.startswith("-") and not word.startswith("--"):
+            words[-1] += "=" + word
+        else:
+            words.append(word)
+    namespace, unread = _make_parser(entries).parse_known_args(words)
+    many = {entry.name for entry in entries if entry.many}
+    given = {name: value for name, value in vars(namespace).items() if value is not None}
+    return {name: value if name in many else value[-1] for name, value in given.items()}, unread
+
+
+def _unread_problems(unread: Sequence[str], flags: Sequence[str]) -> list[str]:
+    dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
+    spellings = [*flags, *("--no-" + flag.removeprefix("--") for flag in flags)]
+    if dashed:
+        return [
+            f"{word} is not an option{nearest(_as_flag(word), spellings)}; see areno train --help" for word in dashed
+        ]
+    return [f"unexpected argument {word!r}; name its option, and quote values with spaces" for word in unread]
+
+
+def _as_flag(word: str) -> str:
+    return "--" + word.lstrip("-").replace("_", "-")
+
+
+def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
+    loaded = load_config(flags["config"]) if "config" in flags else {}
+    if "config" in loaded:
+        raise UsageError(f"--config {flags['config']}: config cannot name a further file; copy its lines into this one")
+    return loaded
+
+
+def _config_label(flags: Mapping[str, Any]) -> Any:
+    return lambda name: f"{flags['config']}: {name}"
+
+
+def _spec_of(flags: Mapping[str, Any], config: Mapping[str, Any], problems: Problems) -> AlgorithmSpec | None:
+    try:
+        return get_algorithm(str(flags.get("algo", config.get("algo", TrainOptions.algo))))
+    except UsageError as error:
+        problems.add(str(error))
+        return None

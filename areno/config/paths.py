@@ -1,0 +1,100 @@
+"""Tells paths from hub references, and checks both without opening a network connection.
+
+A name that looks like a path but is missing is an error: a typo must never turn into a download.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
+"""Data formats that ``--dataset-path`` reads."""
+
+_FILE_SUFFIXES = (*DATA_SUFFIXES, ".safetensors", ".gguf", ".bin", ".pt", ".gz", ".zst", ".txt", ".py", ".yaml")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether ``text`` can only mean a file or folder: by its start, a backslash, a file suffix or several slashes."""
+    return (
+        text.startswith((".", "/", "~"))
+        or "\\" in text
+        or text.lower().endswith(_FILE_SUFFIXES)
+        or text.rstrip("/").count("/") > 1
+        or text.endswith("/")
+    )
+
+
+def ckpt_problem(text: str, option: str = "--ckpt") -> str:
+    """Say why a model reference cannot work; empty for a usable local folder and for any well-formed repo id."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return _model_folder_problem(path, option)
+    if looks_like_path(text):
+        return f"{option} folder does not exist: {text}; give a model folder, or a repo id such as Qwen/Qwen3-0.6B"
+    if not _REPO.fullmatch(text):
+        return f"{option} {text!r} is neither a folder nor a repo id; write a repo id as owner/name"
+    return ""
+
+
+def _model_folder_problem(path: Path, option: str) -> str:
+    if not path.is_dir():
+        return f"{option} {path} is a file; give the folder that holds config.json and the weights"
+    config = path / "config.json"
+    if not config.is_file():
+        return f"{option} {path} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{option} {config} is not readable JSON: {error}; save the model again"
+    return ""
+
+
+def dataset_problem(text: str, *, has_loader: bool) -> str:
+    """Say why a data reference cannot work.
+
+    Args:
+        text: path or ``repo[:config[:split]]``.
+        has_loader: a loader of the user's reads it, which may give other texts a meaning.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return _data_file_problem(path, has_loader)
+    reference, *parts = text.split(":")
+    if looks_like_path(text) or looks_like_path(reference):
+        return f"--dataset-path does not exist: {text}; give a file, a folder, or a hub reference name[:config[:split]]"
+    if has_loader:
+        return ""
+    if len(parts) > 2:
+        return f"--dataset-path {text!r} has {len(parts) + 1} parts; a hub reference is name[:config[:split]]"
+    if not _REPO.fullmatch(reference) or not all(parts):
+        return f"--dataset-path {text!r} is neither a path nor a hub reference; write it as name[:config[:split]]"
+    return ""
+
+
+def _data_file_problem(path: Path, has_loader: bool) -> str:
+    if path.is_dir():
+        return (
+            "" if any(path.iterdir()) else f"--dataset-path {path} is an empty folder; give one that holds data files"
+        )
+    if path.suffix.lower() not in DATA_SUFFIXES and not has_loader:
+        known = ", ".join(DATA_SUFFIXES)
+        return f"--dataset-path {path} has no known format; use {known}, or read it in a --dataset-loader-fn"
+    if path.stat().st_size == 0:
+        return f"--dataset-path {path} is empty; give a file with at least one row"
+    return ""
+
+
+def unwritable(path: Path, option: str) -> str:
+    """Say why no directory can be made or written at ``path``; empty if it can. Creates nothing."""
+    existing = path.expanduser().absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{option} {path}: {existing} is a file; choose a directory"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{option} {path}: {existing} cannot be written; choose another directory, or change its permissions"
+    return ""

@@ -1,0 +1,172 @@
+"""Where a run lives, and how ``--resume`` finds it again.
+
+A run directory holds ``config.yaml``; its checkpoints are ``step_000123`` folders, complete once they hold
+``trainer_state/state.json``. A resumed run keeps its configuration: what is given on top may change its length, saving,
+deadlines and logging, but nothing that would change results. A run without a checkpoint resumes at its start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from areno.config.algorithms import get_algorithm
+from areno.config.options import Option, flag_of, options_of
+from areno.config.parser import Problems, build_options, convert_values, extra_options
+from areno.config.train_options import TrainOptions
+from areno.config.yaml_io import load_config
+from areno.errors import UsageError
+
+RUNS_ROOT = Path("runs")
+"""Where runs without ``--run-dir`` live, and where ``--resume`` alone looks for them."""
+
+_AUTO = "auto"  # what the bare flag stands for
+_STEP = re.compile(r"step_(\d+)")
+
+
+def apply_resume(options: TrainOptions) -> TrainOptions:
+    """Fix the run directory: a new one, or with ``--resume`` the old one together with its configuration.
+
+    Args:
+        options: as parsed.
+
+    Returns:
+        Options with ``run_dir`` set. With ``--resume``, everything not in ``explicit`` comes from the old run, and
+        ``resume`` is its directory.
+
+    Raises:
+        UsageError: there is no run to resume, or an explicit option would change its results.
+    """
+    if options.resume is None:
+        return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
+    if options.resume != _AUTO:
+        return _continue(options, _named_run(options, Path(options.resume).expanduser()))
+    if options.run_dir and is_run(Path(options.run_dir)):
+        return _continue(options, _StoredRun.read(Path(options.run_dir)))
+    return _continue(options, _newest_run(options))
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run directory."""
+    return (path / "config.yaml").is_file()
+
+
+def new_run_dir(algo: str, now: datetime | None = None) -> Path:
+    """Return ``runs/<algo>-<YYYYmmdd-HHMMSS>``, with a number behind it if that exists."""
+    name = f"{get_algorithm(algo).name}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
+    path, number = RUNS_ROOT / name, 2
+    while path.exists():
+        path, number = RUNS_ROOT / f"{name}-{number}", number + 1
+    return path
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """List the complete checkpoints under ``root``, oldest step first."""
+    found = [(int(match[1]), path) for path in _folders(root) if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / "trainer_state" / "state.json").is_file()]
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRun:
+    """A run directory and the options in its ``config.yaml``."""
+
+    path: Path
+    options: TrainOptions
+    entries: tuple[Option, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> _StoredRun:
+        file = path / "config.yaml"
+        raw = load_config(file, option="--resume")
+        spec = get_algorithm(str(raw.get("algo", TrainOptions.algo)))
+        entries = (*options_of(TrainOptions), *extra_options(spec))
+        problems = Problems()
+        values = convert_values(raw, {entry.name: entry for entry in entries}, lambda name: f"{file}: {name}", problems)
+        problems.raise_if_any()
+        return cls(path, replace(build_options(values, spec, frozenset()), run_dir=str(path)), entries)
+
+    def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
+        """Return result-changing options whose values differ, as (stored, given); only among ``names`` if given."""
+        checked = [e.name for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
+        pairs = {name: (value_of(self.options, name), value_of(options, name)) for name in checked}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
+    def last_activity(self) -> tuple[bool, float]:
+        """Sort key: runs with a checkpoint are preferred, then those written to last (Unix seconds)."""
+        times = [entry.stat().st_mtime for entry in (self.path, *self.path.iterdir())]
+        return bool(checkpoints(self.options.checkpoint_path)), max(times)
+
+
+def value_of(options: TrainOptions, name: str) -> Any:
+    """Return the value of a built-in option or of one that the algorithm declares."""
+    return options.extra[name] if name in options.extra else getattr(options, name, None)
+
+
+def _named_run(options: TrainOptions, path: Path) -> _StoredRun:
+    if not path.is_dir():
+        raise UsageError(f"--resume directory does not exist: {path}; give the run directory (runs/<name>)")
+    if not is_run(path):
+        inner = next((parent for parent in path.absolute().parents if is_run(parent)), None)
+        hint = f"did you mean {inner}?" if inner else "give the directory that holds config.yaml (runs/<name>)"
+        raise UsageError(f"--resume {path} is not a run directory; {hint}")
+    if options.run_dir and Path(options.run_dir).absolute() != path.absolute():
+        raise UsageError(f"--resume {path} and --run-dir {options.run_dir} name two directories; leave --run-dir out")
+    return _StoredRun.read(path)
+
+
+def _newest_run(options: TrainOptions) -> _StoredRun:
+    root = Path(options.run_dir) if options.run_dir else RUNS_ROOT
+    runs = sorted(_readable_runs(root), key=lambda run: run.last_activity, reverse=True)
+    if not runs:
+        raise UsageError(
+            f"--resume found no run in {root}/; name one with --resume PATH, or leave --resume out to start anew"
+        )
+    given = {entry.name for entry in options_of(TrainOptions) if entry.info.changes_results} & options.explicit
+    for run in runs:
+        # With nothing but --resume there is no configuration to compare, and the newest run is meant.
+        if not given or not run.differences(options):
+            return run
+    name, (old, new) = next(iter(runs[0].differences(options).items()))
+    raise UsageError(
+        f"--resume found no run with the same configuration in {root}/ ({len(runs)} looked at; {runs[0].path} has "
+        f"{flag_of(name)} {old}, given is {new}); name one with --resume PATH, or leave --resume out to start anew"
+    )
+
+
+def _readable_runs(root: Path) -> Iterator[_StoredRun]:
+    for path in _folders(root):
+        if is_run(path):
+            try:
+                run = _StoredRun.read(path)
+            except UsageError:
+                continue  # a run of another version, or whose algorithm is gone, is not the one that is looked for
+            yield run
+
+
+def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
+    problems = Problems()
+    for name, (old, new) in run.differences(options, options.explicit).items():
+        problems.add(
+            f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
+            "leave it out, or start a new run without --resume"
+        )
+    problems.raise_if_any()
+    own = {entry.name for entry in options_of(TrainOptions)}
+    changed = {name: getattr(options, name) for name in options.explicit & own}
+    extra = run.options.extra | {name: options.extra[name] for name in options.explicit - own}
+    kept: dict[str, Any] = {
+        "explicit": options.explicit,
+        "extra": extra,
+        "run_dir": str(run.path),
+        "resume": str(run.path),
+    }
+    return replace(run.options, **(changed | kept))

@@ -1,0 +1,116 @@
+"""Options of the groups Rollout and Parameter tuning: generating completions and scoring them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from areno.config.options import option
+
+_rollout = partial(option, group="Rollout", rollout_only=True)
+_shared = partial(option, group="Rollout")
+_tuning = partial(
+    option,
+    group="Parameter tuning",
+    rollout_only=True,
+    changes_results=False,
+    later="automatic tuning comes later; set --batch-size, --mini-bs and --max-running-prompts yourself",
+)
+
+_NO_AGENTS = "agentic rollout comes later; leave it out to train on prompt completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """Batch volume, lengths, sampling, the decode runtime and the reward signal."""
+
+    batch_size: int = _shared(32, minimum=1, help="Prompts (RL), rows (SFT) or pairs (DPO) of one step.")
+    n_samples: int = _rollout(8, minimum=1, help="Completions per prompt; their rewards are compared with each other.")
+    max_running_prompts: int | None = _rollout(
+        None,
+        minimum=1,
+        changes_results=False,
+        unset="batch-size x n-samples",
+        help="Most sequences that are generated at the same time.",
+    )
+    max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never cut.")
+    max_new_tokens: int = _shared(3071, minimum=1, help="Most tokens of a generated or supervised response.")
+    max_context_len: int | None = _rollout(
+        None,
+        minimum=1,
+        unset="the model's limit",
+        later=_NO_AGENTS,
+        help="Agentic rollout: most tokens of a whole trajectory, prompt and all turns.",
+    )
+    temperature: float = _rollout(1.0, above=0, help="Sampling temperature; log-probs are those of the scaled policy.")
+    top_k: int = _rollout(-1, minimum=-1, help="Sample among the k most likely tokens; -1 for all.")
+    top_p: float = _rollout(1.0, above=0, maximum=1, help="Sample among the most likely tokens that hold this mass.")
+    greedy: bool = _rollout(False, help="Always take the most likely token.")
+    stop: tuple[str, ...] = _rollout(
+        (), help="End a completion when this text appears, also across token borders. Repeatable."
+    )
+    stop_token_ids: tuple[int, ...] = _rollout(
+        (), minimum=0, help="End a completion at these token ids, besides EOS. Repeatable, or separated by commas."
+    )
+    ignore_eos: bool = _rollout(False, help="Generate on past EOS, up to --max-new-tokens.")
+    kv_cache_tokens: int | None = _rollout(
+        None,
+        minimum=1,
+        changes_results=False,
+        unset="from free memory",
+        help="Budget of the KV cache in tokens, over all running sequences.",
+    )
+    eager_decode: bool = _rollout(
+        False, changes_results=False, help="Decode without CUDA graphs (a CPU always does so)."
+    )
+    drop_rollout_state: bool = _rollout(
+        False, changes_results=False, help="Free the KV cache after each rollout, for less memory and a slower start."
+    )
+    attn_backend: str = _shared(
+        "flash",
+        choices=("flash", "native"),
+        help="Attention kernels: flash where the device has them, else and with native those of PyTorch.",
+    )
+    disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that know the switch.")
+    agent_fn: str | None = _rollout(
+        None, metavar="FILE.PY", later=_NO_AGENTS, help="Python file with run_agent(ctx, batch) for agentic rollout."
+    )
+    agent_timeout_s: float = _rollout(
+        300.0,
+        above=0,
+        changes_results=False,
+        later=_NO_AGENTS,
+        help="Deadline of an agent and of each of its requests.",
+    )
+    train_tool_results: bool = _rollout(
+        False, later=_NO_AGENTS, help="Also train on the tokens that tools returned to an agent."
+    )
+    reward_fn_path: str | None = _rollout(
+        None,
+        metavar="FILE.PY[:FUNCTION]",
+        help="Python function that scores one completion; reward_fn(record) unless named.",
+    )
+    reward_ckpt: str | None = _rollout(
+        None, algorithms=("ppo",), help="Reward model: a folder in Hugging Face format or a repo id."
+    )
+    reward_timeout_s: float = _rollout(
+        60.0, above=0, changes_results=False, help="Seconds that one call of the reward function may take."
+    )
+    reward_workers: int | None = _rollout(
+        None, minimum=1, changes_results=False, unset="by CPU count", help="Processes that run the reward function."
+    )
+    on_reward_error: str = _rollout(
+        "stop",
+        choices=("stop", "drop"),
+        changes_results=False,
+        help="When a reward fails: stop the run, or drop that sample and count it.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    """The search for batch sizes that fit the memory."""
+
+    tune_params: bool = _tuning(False, help="Probe memory first and fill in the largest safe batch sizes.")
+    mem_frac: float = _tuning(0.9, above=0, maximum=1, help="Share of the device memory that tuning may fill.")
+    tune_max_samples: int = _tuning(256, minimum=1, help="Most sequences that tuning tries.")

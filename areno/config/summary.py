@@ -1,0 +1,138 @@
+"""The configuration summary that a run prints before it starts, in sections; n/a marks what the run does not use."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from areno.config.algorithms import AlgorithmSpec
+from areno.config.options import options_of
+from areno.config.train_options import TrainOptions
+
+_INDENT = 2
+_NA = "n/a"
+
+
+def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, width: int | None = None) -> str:
+    """Lay out the configuration as text.
+
+    Args:
+        options: the resolved options.
+        spec: their algorithm.
+        width: columns to wrap at; None takes the terminal's.
+
+    Returns:
+        Lines under the title ``AReno training config``, without a newline at the end.
+    """
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
+    sections = {
+        "Algorithm": _algorithm(options, spec),
+        "Inputs": _inputs(options, spec),
+        "Runtime": _runtime(options),
+        "Rollout": _rollout(options, spec),
+        "Training": _training(options),
+        "Outputs": _outputs(options),
+    }
+    column = max(len(name) for rows in sections.values() for name in rows) + 2
+    lines = ["AReno training config"]
+    for title, rows in sections.items():
+        lines += ["", title, "-" * len(title)]
+        for name, value in rows.items():
+            lines += _row(name, value, column, width)
+    return "\n".join(lines)
+
+
+def _row(name: str, value: str, column: int, width: int) -> list[str]:
+    head = " " * _INDENT + name.ljust(column)
+    return textwrap.wrap(
+        value, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    ) or [head.rstrip()]
+
+
+def _algorithm(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
+    rows = {
+        "name": spec.name,
+        "default_loss": spec.default_loss_name,
+        "requires_rollout": "yes" if spec.requires_rollout else "no",
+    }
+    own = {e.name: getattr(options, e.name) for e in options_of(TrainOptions) if spec.name in e.info.algorithms}
+    return rows | {name: str(value) for name, value in (own | options.extra).items()}
+
+
+def _inputs(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
+    rollout = spec.requires_rollout
+    return {
+        "ckpt": str(options.ckpt),
+        "dataset_path": str(options.dataset_path),
+        "dataset_loader": options.dataset_loader_fn or "none",
+        "reward_fn": (options.reward_fn_path or "none") if rollout else _NA,
+        "reward_ckpt": (options.reward_ckpt or "none") if rollout else _NA,
+        "agent_fn": (options.agent_fn or "none") if rollout else _NA,
+    }
+
+
+def _runtime(options: TrainOptions) -> dict[str, str]:
+    return {
+        "device": options.device,
+        "dtype": options.dtype,
+        "world_size": str(options.world_size),
+        "tp_size": str(options.tp_size),
+        "dp_size": str(options.world_size // options.tp_size),
+        "attn_backend": options.attn_backend,
+        "thinking": "disabled" if options.disable_thinking else "tokenizer default",
+        "seed": str(options.seed),
+    }
+
+
+def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
+    rows = {
+        "batch_size": str(options.batch_size),
+        "max_prompt_tokens": str(options.max_prompt_tokens),
+        "max_new_tokens": str(options.max_new_tokens),
+    }
+    generated = {
+        "max_context_len": str(options.max_context_len or "model limit"),
+        "n_samples": str(options.n_samples),
+        "max_running_prompts": str(options.running_sequences),
+        "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),
+        "sampling": _sampling(options),
+    }
+    return rows | (generated if spec.requires_rollout else dict.fromkeys(generated, _NA))
+
+
+def _sampling(options: TrainOptions) -> str:
+    if options.greedy:
+        text = "greedy"
+    else:
+        top_k = "off" if options.top_k == -1 else str(options.top_k)
+        text = f"temperature={options.temperature} top_k={top_k} top_p={options.top_p}"
+    ends = [*map(repr, options.stop), *map(str, options.stop_token_ids)]
+    return text + (f" stop={', '.join(ends)}" if ends else "") + (" ignore_eos" if options.ignore_eos else "")
+
+
+def _training(options: TrainOptions) -> dict[str, str]:
+    decay = options.lr_decay_style
+    if decay != "constant":
+        decay += f" to {options.min_lr:g} by step {options.lr_decay_steps}"
+    return {
+        "epochs": str(options.epochs),
+        "max_steps": str(options.max_steps or "no limit"),
+        "mini_bs": str(options.mini_bs),
+        "gradient_accumulation_steps": str(options.gradient_accumulation_steps or "auto"),
+        "activation_checkpointing": "yes" if options.activation_checkpointing else "no",
+        "optimizer": f"AdamW lr={options.lr:g} ({decay}, warm-up {options.lr_warmup_steps}) "
+        f"betas=({options.adam_beta1:g}, {options.adam_beta2:g}) eps={options.adam_eps:g} "
+        f"weight_decay={options.weight_decay:g}",
+        "grad_clip_norm": f"{options.grad_clip_norm:g}",
+    }
+
+
+def _outputs(options: TrainOptions) -> dict[str, str]:
+    kept = f"newest {options.keep_checkpoints}" if options.keep_checkpoints else "all"
+    return {
+        "run_dir": str(options.run_path) + (" (resumed)" if options.resume else ""),
+        "save_path": str(options.checkpoint_path),
+        "save_interval": f"{options.save_interval} steps, and the last",
+        "keep_checkpoints": kept,
+        "metrics_log_dir": str(options.events_path),
+    }

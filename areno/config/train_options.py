@@ -1,0 +1,54 @@
+"""`TrainOptions`: one run of ``areno train``, as data.
+
+The options are declared in the modules of their groups; this class joins them and adds what is derived from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areno.config.rollout_options import RolloutOptions, TuningOptions
+from areno.config.run_options import BasicOptions, CheckpointOptions, ObservabilityOptions
+from areno.config.update_options import UpdateOptions
+from areno.errors import ArenoError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(ObservabilityOptions, CheckpointOptions, UpdateOptions, TuningOptions, RolloutOptions, BasicOptions):
+    """All options of ``areno train``; change a copy with ``dataclasses.replace``.
+
+    Attributes:
+        explicit: names of the options that a flag or the ``--config`` file gave.
+        extra: values of the options that a user's own algorithm declares, by name.
+    """
+
+    explicit: frozenset[str] = frozenset()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory.
+
+        Raises:
+            ArenoError: it is not resolved yet.
+        """
+        if self.run_dir is None:
+            raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
+        return Path(self.run_dir)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Root of the ``step_000100`` folders: ``--save-path``, else inside the run directory."""
+        return Path(self.save_path) if self.save_path else self.run_path / "checkpoints"
+
+    @property
+    def events_path(self) -> Path:
+        """TensorBoard directory: ``--metrics-log-dir``, else inside the run directory."""
+        return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
+
+    @property
+    def running_sequences(self) -> int:
+        """Most sequences that may be generated at the same time."""
+        return self.max_running_prompts or self.batch_size * self.n_samples

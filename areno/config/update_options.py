@@ -1,0 +1,63 @@
+"""Options of the group Train: how rollouts become weight updates, and the constants of each loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from areno.config.options import option
+
+_train = partial(option, group="Train")
+_ppo = partial(option, group="Train", algorithms=("ppo",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """Microbatches, the optimizer, and per-algorithm loss constants."""
+
+    mini_bs: int = _train(16, minimum=1, help="Rows of one forward and backward pass, over all devices.")
+    gradient_accumulation_steps: int | None = _train(
+        None, minimum=1, unset="all of a step", help="Microbatches per optimizer step."
+    )
+    activation_checkpointing: bool = _train(
+        True, help="Recompute activations in the backward pass: less memory, more time."
+    )
+    lr: float = _train(1e-6, above=0, help="Learning rate.")
+    min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
+    lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps over which the learning rate rises from 0.")
+    lr_decay_steps: int = _train(1000, minimum=1, help="Optimizer step at which the learning rate reaches --min-lr.")
+    lr_decay_style: str = _train("cosine", choices=("constant", "linear", "cosine"), help="Shape of the decay.")
+    adam_beta1: float = _train(0.9, minimum=0, below=1, help="AdamW decay of the gradient mean.")
+    adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay of the squared gradient.")
+    adam_eps: float = _train(1e-8, above=0, help="AdamW term that keeps the denominator above zero.")
+    adam_8bit: bool = _train(
+        False,
+        later="8-bit optimizer states come later; leave it out for fp32 states",
+        help="Keep AdamW states in 8 bits.",
+    )
+    weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
+    grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")
+    ref_ckpt: str | None = _train(
+        None, algorithms=("dpo", "ppo"), unset="--ckpt", help="Reference model: a folder or a repo id."
+    )
+    critic_ckpt: str | None = _ppo(None, unset="--ckpt", help="Critic to start from: a folder or a repo id.")
+    critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
+    critic_warmup_steps: int = _ppo(20, minimum=0, help="Steps that train the critic alone, before the policy moves.")
+    gspo_clip_eps: float = _train(
+        3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a whole sequence."
+    )
+    grpo_clip_eps: float = _train(
+        0.2, above=0, algorithms=("grpo",), help="Clip range of the importance ratio of a token."
+    )
+    dpo_beta: float = _train(0.1, above=0, algorithms=("dpo",), help="Sharpness of the preference margin.")
+    use_kl_loss: bool = _ppo(True, help="Add a KL term that holds the policy near the reference.")
+    kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
+    kl_loss_type: str = _ppo(
+        "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), help="Estimator of the KL term."
+    )
+    clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
+    clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
+    value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
+    value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
+    gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount of later rewards.")
+    lam: float = _ppo(0.95, minimum=0, maximum=1, help="Bias against variance in advantage estimation (GAE lambda).")

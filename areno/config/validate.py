@@ -1,0 +1,192 @@
+"""Checks a run before anything expensive happens: values, combinations, paths. Reports all problems at once.
+
+Nothing here is silent: an option that would have no effect is a problem too. Each message names the option, the value
+and what to do. Files are looked at, hooks are not imported (`areno.config.hooks` does that next).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms
+from areno.config.effects import later_text, without_effect
+from areno.config.hooks import hook_file_problem
+from areno.config.options import Option, flag_of, options_of
+from areno.config.parser import Problems, extra_options
+from areno.config.paths import ckpt_problem, dataset_problem, unwritable
+from areno.config.resume import checkpoints, is_run, value_of
+from areno.config.train_options import TrainOptions
+from areno.errors import UsageError
+
+REWARD_HOOK = {"option": "--reward-fn-path", "default_name": "reward_fn", "signature": "record"}
+"""How the reward function is named and called; the keyword arguments that the loaders of `areno.config.hooks` take."""
+
+LOADER_HOOK = {
+    "option": "--dataset-loader-fn",
+    "default_name": "load_training_dataset",
+    "signature": "dataset_path, *, default_loader, **_",
+}
+"""The same for the data set loader."""
+
+
+def validate(options: TrainOptions) -> None:
+    """Check that the options make a run that can work and learn.
+
+    Args:
+        options: parsed, and merged with the resumed run if there is one.
+
+    Raises:
+        UsageError: naming every problem with its option, value and remedy; numbered if there are several.
+    """
+    problems = Problems()
+    spec: AlgorithmSpec | None = None
+    try:
+        spec = get_algorithm(options.algo)
+        entries = (*options_of(TrainOptions), *extra_options(spec))
+    except UsageError as error:
+        problems.add(str(error))
+        entries = options_of(TrainOptions)
+    if spec is not None and not spec.available:
+        problems.add(f"--algo {spec.name} is not in this version yet; available: {', '.join(list_algorithms())}")
+        spec = None
+    for text in _problems(options, spec, entries):
+        problems.add(text)
+    problems.raise_if_any()
+
+
+def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[Option, ...]) -> Iterator[str]:
+    yield from _required(options, spec)
+    for entry in entries:
+        yield _value_problem(entry, value_of(options, entry.name))
+    if spec is not None:
+        yield from _useless(options, spec, entries)
+        if spec.requires_rollout:
+            yield from _rollout_combinations(options, spec)
+    yield from _combinations(options)
+    yield from _paths(options)
+    yield from _output_paths(options)
+
+
+def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
+    if not options.ckpt:
+        yield "--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B"
+    if not options.dataset_path:
+        yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main"
+    if spec is None:
+        return
+    if spec.name == "sft" and not options.dataset_loader_fn:
+        yield (
+            "--dataset-loader-fn is required for --algo sft; give file.py with load_training_dataset, which makes rows of "
+            "prompt and response"
+        )
+    if spec.requires_rollout and not options.reward_fn_path:
+        yield (
+            f"--reward-fn-path or --reward-ckpt is required for --algo {spec.name}; "
+            "give --reward-fn-path file.py with reward_fn(record)"
+        )
+
+
+def _value_problem(entry: Option, value: Any) -> str:
+    values = value if entry.many else (value,)
+    for one in values:
+        if one is None or entry.kind is bool:
+            continue
+        if entry.kind is str:
+            if entry.info.choices and one not in entry.info.choices:
+                return f"{entry.flag} {one!r} is unknown; choose {', '.join(entry.info.choices)}"
+            if entry.many and not one:
+                return f"{entry.flag} must not be empty; give the text to look for, or leave it out"
+        elif not math.isfinite(one):
+            return f"{entry.flag} {one} is not a finite number; {entry.bounds_remedy}"
+        elif problem := entry.bounds_problem(one):
+            remedy = "for the most likely token use --greedy" if entry.name == "temperature" else entry.bounds_remedy
+            return f"{entry.flag} {problem}, got {one}; {remedy}"
+    return ""
+
+
+def _useless(options: TrainOptions, spec: AlgorithmSpec, entries: tuple[Option, ...]) -> Iterator[str]:
+    silent = without_effect(options, spec)
+    for entry in entries:
+        if entry.name not in options.explicit:
+            continue
+        value = value_of(options, entry.name)
+        if entry.name in silent:
+            yield f"{_spelled(entry, value)} {silent[entry.name]}"
+        elif later := later_text(entry, value):
+            yield f"{_spelled(entry, value)} is not in this version yet: {later}"
+
+
+def _spelled(entry: Option, value: Any) -> str:
+    if entry.kind is bool:
+        return entry.flag if value else "--no-" + entry.flag.removeprefix("--")
+    return f"{entry.flag} {' '.join(map(str, value)) if entry.many else value}"
+
+
+def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
+    if 1 <= options.n_samples < spec.min_samples:
+        yield (
+            f"--n-samples {options.n_samples}: {spec.name} compares the samples of a prompt, so the advantage would be 0 "
+            f"always; give at least {spec.min_samples}"
+        )
+    if options.greedy and options.n_samples > 1:
+        yield (
+            f"--greedy with --n-samples {options.n_samples}: all samples of a prompt would be equal, with nothing to "
+            "learn from; leave --greedy out"
+        )
+    if options.top_k == 0:
+        yield "--top-k must be positive, or -1 for no limit, got 0; give -1 or at least 1"
+    longest = options.max_prompt_tokens + options.max_new_tokens
+    if options.kv_cache_tokens is not None and 0 < options.kv_cache_tokens < longest:
+        yield (
+            f"--kv-cache-tokens {options.kv_cache_tokens} is less than one sequence may need (--max-prompt-tokens "
+            f"{options.max_prompt_tokens} + --max-new-tokens {options.max_new_tokens}); give at least {longest}"
+        )
+
+
+def _combinations(options: TrainOptions) -> Iterator[str]:
+    if options.tp_size > 0 and options.world_size % options.tp_size:
+        yield (
+            f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
+            f"give --tp-size 1 or a divisor of {options.world_size}"
+        )
+    if options.lr_decay_style != "constant" and options.min_lr > options.lr:
+        yield (
+            f"--min-lr {options.min_lr} is above --lr {options.lr}, so the rate would rise; "
+            f"give --min-lr {options.lr / 10:g} or --lr-decay-style constant"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
+        yield f"--device {options.device!r} is unknown; choose auto, cpu, cuda, or cuda:N for one of several"
+
+
+def _paths(options: TrainOptions) -> Iterator[str]:
+    if options.ckpt:
+        yield ckpt_problem(options.ckpt)
+    if options.dataset_path:
+        yield dataset_problem(options.dataset_path, has_loader=bool(options.dataset_loader_fn))
+    if options.dataset_loader_fn is not None:
+        yield hook_file_problem(options.dataset_loader_fn, **LOADER_HOOK)
+    if options.reward_fn_path is not None:
+        yield hook_file_problem(options.reward_fn_path, **REWARD_HOOK)
+
+
+def _output_paths(options: TrainOptions) -> Iterator[str]:
+    for name in ("run_dir", "save_path", "metrics_log_dir"):
+        place = getattr(options, name)
+        if place == "":
+            yield f"{flag_of(name)} must not be empty; give a directory, or leave it out"
+        elif place is not None:
+            yield unwritable(Path(place), flag_of(name))
+    if options.resume is not None:
+        return
+    if options.run_dir and is_run(Path(options.run_dir)):
+        place = options.run_dir
+        yield f"--run-dir {place} already holds a run; choose another, or continue it with --resume {place}"
+    if options.save_path and checkpoints(Path(options.save_path)):
+        yield (
+            f"--save-path {options.save_path} already holds checkpoints of another run; choose an empty directory, "
+            "or continue that run with --resume"
+        )

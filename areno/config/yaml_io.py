@@ -1,0 +1,96 @@
+"""Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
+
+The stored form of a run leaves out what the run does not read (see `areno.config.effects`) and where the run is, so
+that it works as a ``--config`` file for the next one, and a run directory can be moved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areno.config.algorithms import get_algorithm
+from areno.config.effects import without_effect
+from areno.config.options import name_of, options_of
+from areno.config.train_options import TrainOptions
+from areno.errors import UsageError
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, where YAML would silently take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping and check that its keys differ."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                mark = node.value[index][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", mark)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
+    """Read a YAML file of options.
+
+    Args:
+        path: the file.
+        option: flag that named it, for error messages.
+
+    Returns:
+        Raw values by option name (underscores); keys without a value are left out, so that ``null`` means "not given".
+
+    Raises:
+        UsageError: the file is missing or unreadable, is not YAML, or is not a mapping of names to scalars or lists.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UsageError(f"{option} file does not exist: {path}; give a YAML file of option names and values")
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{option} {path}{line}: not valid YAML: {error.problem}; fix the file") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{option} {path} cannot be read: {error}; give a YAML text file") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise UsageError(
+            f"{option} {path}: expected a mapping, found a {type(loaded).__name__}; write lines like lr: 1.0e-5"
+        )
+    return _normalised(loaded, f"{option} {path}")
+
+
+def _normalised(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in loaded.items():
+        if not isinstance(key, str):
+            raise UsageError(f"{where}: key {key!r} is not an option name; quote it or remove it")
+        if isinstance(value, dict):
+            raise UsageError(f"{where}: {key} holds a mapping; options are flat, write one value or a list")
+        name = name_of(key)
+        if name in values:
+            raise UsageError(f"{where}: {key} is given twice, with dashes and with underscores; keep one")
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def stored_values(options: TrainOptions) -> dict[str, Any]:
+    """Return the values that ``config.yaml`` holds: all that the run reads, its algorithm's own options included."""
+    spec = get_algorithm(options.algo)
+    silent = without_effect(options, spec)
+    values = {
+        entry.name: getattr(options, entry.name)
+        for entry in options_of(TrainOptions)
+        if entry.info.stored and entry.name not in silent and not (entry.info.later and entry.info.later_above is None)
+    }
+    values |= options.extra
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def dump_config(options: TrainOptions) -> str:
+    """Write the options as YAML text that `load_config` reads, one line per option in the order of ``--help``."""
+    return yaml.safe_dump(stored_values(options), sort_keys=False, allow_unicode=True, default_flow_style=None)

@@ -1,0 +1,31 @@
+"""Random state of the process as plain JSON: Python, NumPy and torch."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of all global generators that user code may draw from."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Undo whatever was drawn since :func:`capture_rng`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    buffer = bytearray(base64.b64decode(state["torch"]))
+    torch.set_rng_state(torch.frombuffer(buffer, dtype=torch.uint8))

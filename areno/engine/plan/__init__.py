@@ -1,0 +1,1 @@
+"""Memory: what the machine has, and what a run will take."""

@@ -1,0 +1,118 @@
+"""A rough account of the memory that a run will take, from the model's configuration alone: no weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areno.config.train_options import TrainOptions
+from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.plan.memory import KV_SHARE, available_bytes
+from areno.errors import UsageError
+
+# Hidden-sized tensors that one decoder layer keeps for backward: norms, projections, MLP halves. A rule of thumb.
+_LAYER_TENSORS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by purpose; every figure is rough, activations most of all."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    kv_cache: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        """Everything at once, which is more than any moment needs."""
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.kv_cache)
+        return sum(parts)
+
+
+def estimate_memory(options: TrainOptions) -> MemoryEstimate:
+    """Estimate a run's memory.
+
+    Raises:
+        UsageError: the model's configuration cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(options.ckpt, trust_remote_code=options.trust_remote_code)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"--ckpt {options.ckpt}: its configuration cannot be read: {error}") from error
+    device = torch.device("cuda" if _on_cuda(options) else "cpu")
+    half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
+    size = 2 if half else 4
+    count = sum(p.numel() for p in module.parameters())
+    text: Any = config.get_text_config()
+    return MemoryEstimate(
+        parameters=count,
+        weights=count * size,
+        gradients=count * 4,
+        optimizer=count * (12 if half else 8),
+        activations=_activation_bytes(options, text, size),
+        logits=3 * CHUNK_ELEMENTS * 4,
+        kv_cache=_kv_bytes(options, text, size),
+        available=available_bytes(device),
+    )
+
+
+def _on_cuda(options: TrainOptions) -> bool:
+    return options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
+
+
+def _row_tokens(options: TrainOptions) -> int:
+    return options.max_prompt_tokens + options.max_new_tokens
+
+
+def _activation_bytes(options: TrainOptions, text: Any, size: int) -> int:
+    """Kept layer inputs, and the inside of one layer; or the inside of all layers without recomputation."""
+    tokens = options.mini_bs * _row_tokens(options)
+    per_tensor = tokens * text.hidden_size * size
+    layers = text.num_hidden_layers
+    inside = _LAYER_TENSORS * per_tensor
+    return layers * per_tensor + inside if options.activation_checkpointing else layers * inside
+
+
+def _kv_bytes(options: TrainOptions, text: Any, size: int) -> int:
+    """Cache at full length for all running sequences, or the budget where that is smaller; 0 without rollouts."""
+    if options.algo == "sft":
+        return 0
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = options.running_sequences * _row_tokens(options)
+    if options.kv_cache_tokens is not None:
+        tokens = min(tokens, options.kv_cache_tokens)
+    return tokens * 2 * text.num_hidden_layers * heads * head * size
+
+
+def estimate_memory_text(options: TrainOptions) -> str:
+    """The estimate as a small table, with a verdict."""
+    estimate = estimate_memory(options)
+    rows = [
+        ("weights", estimate.weights),
+        ("gradients (fp32)", estimate.gradients),
+        ("optimizer", estimate.optimizer),
+        ("activations", estimate.activations),
+        ("logits chunks", estimate.logits),
+        ("KV cache, at most", estimate.kv_cache),
+        ("sum", estimate.total),
+        ("free now", estimate.available),
+    ]
+    lines = [f"Memory, a rough estimate ({estimate.parameters / 1e6:.2f} M parameters)"]
+    lines += [f"  {name:<20} {size / 2**20:>12,.1f} MiB" for name, size in rows]
+    if estimate.total <= estimate.available:
+        return "\n".join([*lines, "  It fits."])
+    fixed = estimate.total - estimate.kv_cache
+    if fixed + KV_SHARE * estimate.available <= estimate.available:
+        return "\n".join([*lines, "  It fits, with a KV cache smaller than the worst case; sequences will take turns."])
+    return "\n".join([*lines, "  It may not fit: lower --mini-bs, --max-new-tokens or --max-prompt-tokens."])

@@ -1,0 +1,46 @@
+"""Proof at load time that decoding over the cache equals one packed forward, and what a cached token costs."""
+
+from __future__ import annotations
+
+import torch
+
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.packing import PackedPlan
+from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache
+from areno.engine.rollout.scheduler import COLUMN_STEP
+from areno.errors import UnsupportedModelError
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+
+
+@torch.no_grad()
+def prove_decoding(model: CausalLM, name: str) -> int:
+    """Prefill a few tokens, decode two more, and compare with the packed forward pass.
+
+    Returns:
+        Bytes of cache per token and slot, recurrent states spread over a column step.
+
+    Raises:
+        UnsupportedModelError: the two disagree.
+    """
+    tokens = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(model.device)
+    whole = PackedPlan([9], model.device)
+    expected = model.logits(model.body(tokens, whole.position_ids, whole)).float()
+    cache = SlotCache(model.device)
+    cache.reserve(1, COLUMN_STEP)
+    prefill = PrefillPlan(cache, [7], [[0]])
+    got = [model.logits(model.body(tokens[:7], prefill.position_ids, prefill)[-1:])]
+    prefill.finish()
+    for position in (7, 8):
+        rows = torch.zeros(ROW_STEP, dtype=torch.long, device=model.device)
+        rows[0] = position
+        plan = DecodePlan(cache, rows, COLUMN_STEP)
+        fed = torch.where(rows > 0, tokens[position], tokens[0])
+        got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
+    gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
+    if not gap <= _TOLERANCE.get(model.dtype, 1e-1):
+        raise UnsupportedModelError(
+            f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
+            f"{float(gap):.1e}); {type(model.module).__name__} keeps a state that areno does not know"
+        )
+    return -(-cache.nbytes() // (ROW_STEP * COLUMN_STEP))

@@ -1,0 +1,30 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama checkpoint with a chat tokenizer."""
+    from tests.support.tiny import save_tiny_checkpoint
+
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("ckpt") / "llama")
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Folder of real GSM8K problems; skips where the data is absent."""
+    folder = DATA / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip(f"GSM8K is not here ({folder}); set ARENO_TEST_DATA")
+    return folder
