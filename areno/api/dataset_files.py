@@ -201,8 +201,8 @@ def _read_separated(path: Path, separator: str) -> pa.Table:
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a field that "
-                "begins with a double quote must end with one and double those inside"
+                f"{path}, row {len(rows) + 1} (line {reader.line_num}): {error}; the file must be UTF-8, and a "
+                "field that begins with a double quote must end with one and double those inside"
             ) from error
     return pa.table({key: pa.array(_typed([row[i] for row in rows])) for i, key in enumerate(header)})
 

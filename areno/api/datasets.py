@@ -6,13 +6,13 @@ complaint about a row names the source, the row number (from 1) and the key.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.api.dataset_files import READERS, read_file, read_folder
+from areno.api.dataset_files import read_file, read_folder
+from areno.config.paths import looks_like_path
 from areno.errors import ArenoError, DataError, UsageError
 from areno.rewards.worker import describe_error, source_file
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
@@ -40,7 +40,7 @@ def load_rows(dataset_path: str) -> Dataset:
         return read_folder(path)
     if path.is_file():
         return read_file(path)
-    if _looks_like_path(dataset_path):
+    if _can_only_be_a_path(dataset_path):
         raise UsageError(
             f"--dataset-path {dataset_path}: no such file or folder (looked at {path.absolute()}); "
             "a hub data set is named `owner/name`, `owner/name:config` or `owner/name:config:split`"
@@ -221,14 +221,11 @@ def build_sft_rows(
     return sequences, len(rows) - len(sequences)
 
 
-def _looks_like_path(reference: str) -> bool:
-    if reference.startswith((".", "/", "~")) or reference.endswith(("/", os.sep)) or "\\" in reference:
-        return True
-    if Path(reference).suffix.lower() in READERS or reference.count("/") > 1:
-        return True
+def _can_only_be_a_path(reference: str) -> bool:
     folder, slash, _ = reference.partition("/")
     # `data/typo` beside an existing folder `data` is a typo; with a `:config` it can only be the hub.
-    return bool(slash) and ":" not in reference and Path(folder).is_dir()
+    beside = bool(slash) and ":" not in reference and Path(folder).is_dir()
+    return beside or looks_like_path(reference)
 
 
 def _load_from_hub(reference: str, name: str, config: str | None, split: str) -> Dataset:

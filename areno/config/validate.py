@@ -80,8 +80,8 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
         return
     if spec.name == "sft" and not options.dataset_loader_fn:
         yield (
-            "--dataset-loader-fn is required for --algo sft; give file.py with load_training_dataset, which makes rows of "
-            "prompt and response"
+            "--dataset-loader-fn is required for --algo sft; give file.py with load_training_dataset, "
+            "which makes rows of prompt and response"
         )
     if spec.requires_rollout and not options.reward_fn_path:
         yield (
@@ -129,8 +129,8 @@ def _spelled(entry: Option, value: Any) -> str:
 def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     if 1 <= options.n_samples < spec.min_samples:
         yield (
-            f"--n-samples {options.n_samples}: {spec.name} compares the samples of a prompt, so the advantage would be 0 "
-            f"always; give at least {spec.min_samples}"
+            f"--n-samples {options.n_samples}: {spec.name} compares the samples of a prompt, so the advantage would "
+            f"always be 0; give at least {spec.min_samples}"
         )
     if options.greedy and options.n_samples > 1:
         yield (

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from areno.engine.checkpoint.folder import STATE_FOLDER
 from areno.engine.inference import DecodeProgress
@@ -162,6 +163,7 @@ class Engine:
     def save_model(self, folder: str | Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format."""
         module: Any = self.model.module
+        disable_progress_bar()  # a bar for every checkpoint would tear the live display
         module.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
@@ -60,8 +60,8 @@ class Pool(ABC):
     lanes: Sequence[Lane]
 
     @abstractmethod
-    def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
-        """Messages that have arrived; waits for the first one up to ``timeout_s``."""
+    def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
+        """Messages that have arrived; waits for the first one up to ``timeout_s``. What is not consumed stays."""
 
     @abstractmethod
     def payload(self, record: RewardRecord) -> Any:
@@ -154,9 +154,10 @@ class ProcessPool(Pool):
         self._selector = selectors.DefaultSelector()
         self.lanes: list[ProcessLane] = [self._spawn(position) for position in range(size)]
 
-    def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
         """See :meth:`Pool.receive`; one message per lane."""
-        return [(key.data, key.data.read()) for key, _ in self._selector.select(timeout_s)]
+        for key, _ in self._selector.select(timeout_s):
+            yield key.data, key.data.read()
 
     def payload(self, record: RewardRecord) -> bytes:
         """See :meth:`Pool.payload`."""
@@ -226,13 +227,14 @@ class ThreadPool(Pool):
         self._outbox: queue.SimpleQueue[tuple[Lane, Message]] = queue.SimpleQueue()
         self.lanes: list[ThreadLane] = [self._spawn(position) for position in range(size)]
 
-    def receive(self, timeout_s: float) -> list[tuple[Lane, Message]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
         """See :meth:`Pool.receive`; what lanes say that were left behind is dropped."""
         try:
             lane, message = self._outbox.get(timeout=timeout_s)
         except queue.Empty:
-            return []
-        return [(lane, message)] if self.lanes[lane.position] is lane else []
+            return
+        if self.lanes[lane.position] is lane:
+            yield lane, message
 
     def payload(self, record: RewardRecord) -> RewardRecord:
         """See :meth:`Pool.payload`."""

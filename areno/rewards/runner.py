@@ -23,6 +23,7 @@ from areno.types import RewardRecord
 
 IMPORT_TIMEOUT_S = 120.0
 _ASYNC_GRACE_S = 1.0  # the event loop enforces the deadline itself; past this it must be stuck
+_LONGEST_WAIT_S = 60.0
 _MAX_DEFAULT_WORKERS = 8
 _SHOWN_CHARS = 200
 _CHUNK_WORK_S = 0.002
@@ -150,14 +151,20 @@ class RewardRunner:
                 lane.waiting, lane.touched = chunk, time.monotonic()
                 lane.send([(index, batch.payloads[index]) for index in chunk])
         timeout_s = self._patience()
-        while messages := self._pool.receive(timeout_s):
-            for lane, message in messages:
-                lane.touched = time.monotonic()
-                self._handle(batch, lane, message)
+        while self._take_in(batch, timeout_s):
             timeout_s = 0.0
             if any(lane.idle for lane in self._pool.lanes):
                 return  # work for it comes first; deadlines are looked at as soon as no message is left
         self._expire(batch)
+
+    def _take_in(self, batch: _Batch, timeout_s: float) -> bool:
+        """Handle the messages that have arrived; False if there was none within ``timeout_s``."""
+        any_came = False
+        for lane, message in self._pool.receive(timeout_s):
+            any_came = True
+            lane.touched = time.monotonic()
+            self._handle(batch, lane, message)
+        return any_came
 
     def _handle(self, batch: _Batch, lane: Lane, message: Message) -> None:
         kind = message[0]
@@ -180,10 +187,10 @@ class RewardRunner:
                 batch.finish(index, RewardOutcome(result, None, seconds))
 
     def _patience(self) -> float:
-        """Seconds until the next deadline of any lane."""
+        """Seconds until the next deadline of any lane, as far as a system call can wait."""
         now = time.monotonic()
         deadlines = [self._deadline(lane) for lane in self._pool.lanes if not lane.idle]
-        return max(min(deadlines, default=now) - now, 0.0)
+        return min(max(min(deadlines, default=now) - now, 0.0), _LONGEST_WAIT_S)
 
     def _deadline(self, lane: Lane) -> float:
         if not lane.ready:
@@ -232,7 +239,8 @@ class RewardRunner:
             f"reward function {self.name} failed on record {index + 1}{f' ({place})' if place else ''}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
             f"  completion: {_shorten(record.completion)}\n"
-            "Make the function return a finite number for this record, in time; areno does not make up rewards."
+            "Make the function return a finite number for this record, or leave failing samples out of training with "
+            "--on-reward-error drop."
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import importlib.util
 import inspect
 import json
 import math
@@ -25,10 +24,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from areno.errors import RewardError
+from areno.config.hooks import load_hook
+from areno.errors import RewardError, UsageError
 from areno.types import RewardRecord
 
-DEFAULT_FUNCTION = "reward_fn"
 MAX_CONCURRENT = 64  # async calls at once in one event loop
 _MAX_ERROR_CHARS = 2000
 
@@ -137,9 +136,11 @@ def main(settings: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(message).encode())
 
     try:
-        function = _load_function(settings["path"])
-    except BaseException as error:
-        send(["broken", describe_error(error, os.path.abspath(settings["path"].partition(":")[0]))])
+        function = load_hook(
+            settings["path"], option="--reward-fn-path", default_name="reward_fn", positional=1, signature="record"
+        )
+    except UsageError as error:
+        send(["broken", str(error)])
         return
     serve(function, receive, send, pickle.loads, settings["timeout_s"])
 
@@ -205,19 +206,3 @@ def _end_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:  # gone before the signal was armed
         os._exit(1)
-
-
-def _load_function(path: str) -> Callable[[RewardRecord], Any]:
-    file, _, name = path.partition(":")
-    location = os.path.abspath(file)
-    sys.path.insert(0, os.path.dirname(location))
-    spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), location)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name or DEFAULT_FUNCTION, None)
-    if not callable(function):
-        raise AttributeError(f"{file} must define {name or DEFAULT_FUNCTION}(record)")
-    return function

@@ -137,6 +137,13 @@ def test_death_of_a_worker_is_an_error_of_its_record_only(reward_file, records, 
     assert f"its worker process died ({text})" in outcomes[1].error
 
 
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_deadline_may_be_as_long_as_one_likes(reward_file, records, timeout_s):
+    for source in ("def reward_fn(record): return 1", "async def reward_fn(record): return 1"):
+        with RewardRunner(path=reward_file(source), timeout_s=timeout_s, workers=1) as runner:
+            assert _values(runner.run(records("x"))) == [1.0]
+
+
 def test_sys_exit_is_an_error_like_any_other(reward_file, records):
     path = reward_file("import sys\ndef reward_fn(record): sys.exit(1)")
     with RewardRunner(path=path, timeout_s=10, workers=1) as runner, pytest.raises(RewardError, match="SystemExit: 1"):
@@ -227,7 +234,8 @@ def test_module_beside_the_reward_file_can_be_imported(reward_file, records):
         ("x = 1\nimport no_such_module_here\n", "No module named 'no_such_module_here'"),
         ("x = 1\n1 / 0\n", "ZeroDivisionError"),
         ("def reward_fn(record)\n", "line 1"),
-        ("def other(record): return 1\n", "reward_fn"),
+        ("def other(record): return 1\n", "defines no reward_fn"),
+        ("def reward_fn(): return 1\n", "takes 0 positional arguments"),
         ("import os\nos._exit(4)\n", "exit code 4"),
     ],
 )
@@ -247,7 +255,7 @@ def test_import_error_names_its_line(reward_file):
     path = reward_file("x = 1\n\nimport no_such_module_here\n")
     with RewardRunner(path=path, timeout_s=10, workers=1) as runner, pytest.raises(RewardError) as caught:
         runner.start()
-    assert f"{path}:3" in str(caught.value)
+    assert "reward.py line 3: import no_such_module_here" in str(caught.value)
 
 
 def test_record_that_cannot_be_pickled_is_named(reward_file, records):

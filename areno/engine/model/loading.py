@@ -8,12 +8,14 @@ instead of training on leaking sequences.
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
@@ -72,6 +74,8 @@ def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash")
 
 def _build(path: str, dtype: torch.dtype, trust_remote_code: bool, dummy: bool) -> nn.Module:
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         if dummy:
             config = AutoConfig.from_pretrained(path, **options)

@@ -156,21 +156,24 @@ class RolloutLoop:
     def _next_work(self) -> bool:
         """Take in new requests; sleeps while there is nothing to do. False means the loop shall end."""
         with self._wake:
+            self._accept()
+            if self._cancel:
+                self._cancel = False
+                self._abort_all()
             self._busy = bool(self.scheduler.waiting or self.scheduler.running)
-            if not self._pending():
+            if not self._busy:
                 if self._progress is not None:
                     self._progress.idle()
                 self._wake.notify_all()
                 self._wake.wait_for(lambda: self._incoming or self._closing)
-            for group in self._incoming:
-                self.scheduler.add(group.members)
-            self._busy = self._busy or bool(self._incoming)
-            self._incoming = []
-            if self._cancel:
-                self._cancel = False
-                self._abort_all()
-                self._busy = False
-            return not (self._closing and not self._busy)
+                self._accept()
+                self._busy = bool(self.scheduler.waiting)
+            return self._busy or not self._closing
+
+    def _accept(self) -> None:
+        for group in self._incoming:
+            self.scheduler.add(group.members)
+        self._incoming = []
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:

@@ -74,7 +74,7 @@ class SamplingTable:
     def _filter(self, probabilities: Tensor) -> Tensor:
         """Zero what top-k, then top-p remove, in place; returns the removed mass of every row."""
         rows = probabilities[self.filtered]
-        ordered, index = rows.sort(-1, descending=True, stable=True)
+        ordered, index = torch.sort(rows, dim=-1, descending=True, stable=True)
         rank = torch.arange(rows.shape[1], device=rows.device)[None, :]
         limit = torch.where(self.top_k > 0, self.top_k, rows.shape[1])[:, None]
         ordered = ordered.masked_fill(rank >= limit, 0.0)
@@ -95,4 +95,5 @@ def _invert_cdf(weights: Tensor, u: np.ndarray) -> Tensor:
     total = cdf[:, -1:]
     target = torch.from_numpy(u).to(weights.device)[:, None] * total
     below_total = torch.nextafter(total, torch.zeros_like(total))
-    return torch.searchsorted(cdf, torch.minimum(target, below_total), right=True)[:, 0]
+    found = torch.searchsorted(cdf, torch.minimum(target, below_total), right=True)[:, 0]
+    return found.clamp(max=weights.shape[-1] - 1)  # a row of NaN finds nothing; its log-prob then reports it

@@ -1,0 +1,123 @@
+"""Checkpoints are complete or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areno.engine.checkpoint import folder as folder_module
+from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.rng import capture_rng, restore_rng
+from areno.errors import CheckpointError
+
+
+def save(folder, step, text="weights"):
+    with folder.writing(step, 10) as path:
+        (path / "model").write_text(text)
+        write_state(path, {"step": step})
+
+
+def test_checkpoints_are_found_in_order_and_old_ones_go(tmp_path):
+    folder = CheckpointFolder(tmp_path / "deep" / "root", keep=2)
+    assert folder.latest() is None
+    for step in (5, 10, 15):
+        save(folder, step)
+    assert folder.steps() == [10, 15]
+    assert folder.latest().name == "step_000015"
+    assert read_state(folder.latest()) == {"step": 15}
+
+
+def test_an_error_while_writing_leaves_the_last_checkpoint_alone(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1, "first")
+    with pytest.raises(CheckpointError, match="step_000001"), folder.writing(1, 10) as path:
+        (path / "model").write_text("half")
+        raise OSError("no space left on device")
+    assert (folder.path(1) / "model").read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_the_same_step_may_be_saved_again(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1, "first")
+    save(folder, 1, "second")
+    assert (folder.path(1) / "model").read_text() == "second"
+
+
+def test_a_folder_without_state_is_no_checkpoint(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    folder.path(3).mkdir()
+    (tmp_path / "notes").mkdir()
+    assert folder.steps() == []
+
+
+def test_too_little_disk_is_said_before_anything_is_written(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"MiB free.*--keep-checkpoints"), folder.writing(1, 10**18):
+        raise AssertionError("must not be reached")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    (folder.path(1) / "trainer_state" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        read_state(folder.path(1))
+
+
+WRITER = """
+import sys
+from areno.engine.checkpoint.folder import CheckpointFolder, write_state
+folder = CheckpointFolder(sys.argv[1], keep=2)
+step = 0
+while True:
+    step += 1
+    with folder.writing(step, 10) as path:
+        for part in range(5):
+            (path / f"part{part}").write_text(str(step) * 1000)
+        write_state(path, {"step": step})
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
+    rng = random.Random(0)
+    for _ in range(8):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        time.sleep(rng.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        folder = CheckpointFolder(tmp_path, keep=2)
+        assert folder.steps()
+        for step in folder.steps():
+            assert read_state(folder.path(step)) == {"step": step}
+            assert all((folder.path(step) / f"part{p}").read_text() == str(step) * 1000 for p in range(5))
+        folder.clear_leftovers()
+        assert all(name.startswith("step_") for name in os.listdir(tmp_path))
+        for step in folder.steps():
+            folder._remove(folder.path(step))
+
+
+def test_random_state_comes_back():
+    import json
+
+    import numpy as np
+    import torch
+
+    state = json.loads(json.dumps(capture_rng()))
+    drawn = (random.random(), np.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1))
+    restore_rng(state)
+    assert (random.random(), np.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
+
+
+def test_leftover_names_are_hidden():
+    assert folder_module._PARTIAL.startswith(".")
+    assert folder_module._TRASH.startswith(".")

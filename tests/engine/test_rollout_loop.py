@@ -1,0 +1,167 @@
+"""The rollout loop as its callers see it: stops, seeds, budgets, cancellation, failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from areno.engine.model.loading import prepare
+from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.probe import prove_decoding
+from areno.errors import EngineError
+from areno.text.stop import StopChecker
+from areno.types import Request, SamplingParams
+from tests.support.tiny import TEXTS, bpe_tokenizer, tiny_module
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return bpe_tokenizer(TEXTS)
+
+
+@pytest.fixture
+def make_loop(tokenizer):
+    loops = []
+
+    def make(family="llama", eos=frozenset(), budget=8192, running=64, seed=0):
+        model = prepare(tiny_module(family, seed=seed, vocab=len(tokenizer), layers=2, hidden=32, heads=2, sharpen=1.5), family)
+        loop = RolloutLoop(
+            model,
+            eos_ids=eos,
+            make_stop_text=lambda stop, skip: StopChecker(tokenizer, stop, skip),
+            budget_tokens=budget,
+            max_running=running,
+        )
+        loops.append(loop)
+        return loop
+
+    yield make
+    for loop in loops:
+        loop.close()
+
+
+def run(loop, prompt, seeds=(1,), **sampling):
+    return loop.submit([Request(prompt, SamplingParams(**sampling), list(seeds))])[0].result(timeout=60).sequences
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_company(make_loop):
+    loop = make_loop()
+    alone = run(loop, [5, 6, 7], max_new_tokens=30, seeds=[42])[0].resp_tokens
+    crowd = [Request([9, 8, 7, i], SamplingParams(temperature=0.5 + i / 9, max_new_tokens=10 + i), [i, i + 1]) for i in range(9)]
+    request = Request([5, 6, 7], SamplingParams(max_new_tokens=30), [41, 42, 43])
+    futures = loop.submit([*crowd[:5], request, *crowd[5:]])
+    assert futures[5].result(timeout=60).sequences[1].resp_tokens == alone
+    assert run(loop, [5, 6, 7], max_new_tokens=30, seeds=[7])[0].resp_tokens != alone
+
+
+def test_preemption_changes_no_output(make_loop):
+    prompts = [[3 + i, 50, 60 + i] * 5 for i in range(12)]
+    requests = [Request(p, SamplingParams(max_new_tokens=90), [i, i + 100]) for i, p in enumerate(prompts)]
+    roomy, tight = make_loop(), make_loop(budget=7 * 128)
+    expected = [f.result(timeout=60) for f in roomy.submit(requests)]
+    got = [f.result(timeout=60) for f in tight.submit(requests)]
+    assert tight.scheduler.preemptions > 0
+    assert roomy.scheduler.preemptions == 0
+    for a, b in zip(expected, got, strict=True):
+        assert [s.resp_tokens for s in a.sequences] == [s.resp_tokens for s in b.sequences]
+
+
+def test_a_group_prefills_its_prompt_once(make_loop):
+    loop = make_loop()
+    run(loop, list(range(10, 50)), seeds=range(16), max_new_tokens=2)
+    assert loop.counters.prefilled == 40
+
+
+def test_the_cache_follows_use_and_not_the_worst_case(make_loop):
+    loop = make_loop(budget=10**6)
+    run(loop, [4, 5, 6], seeds=range(8), max_new_tokens=5)
+    assert loop.cache.columns < 200
+    assert loop.cache.slots == 8
+
+
+def test_eos_ends_a_response_and_is_its_last_token(make_loop):
+    free = run(make_loop(), [5, 6, 7], max_new_tokens=40)[0].resp_tokens
+    eos = free[10]
+    first = free.index(eos)
+    stopped = run(make_loop(eos=frozenset([eos])), [5, 6, 7], max_new_tokens=40)[0]
+    assert stopped.resp_tokens == free[: first + 1]
+    assert stopped.finish_reason == "stop"
+    assert run(make_loop(eos=frozenset([eos])), [5, 6, 7], max_new_tokens=40, ignore_eos=True)[0].resp_tokens == free
+    by_id = run(make_loop(), [5, 6, 7], max_new_tokens=40, stop_token_ids=[eos])[0]
+    assert by_id.resp_tokens == stopped.resp_tokens
+
+
+def test_a_stop_string_across_token_borders_stops_generation(make_loop, tokenizer):
+    loop = make_loop()
+    free = run(loop, [5, 6, 7], max_new_tokens=60, skip_special_tokens=False)[0]
+    text = tokenizer.decode(free.resp_tokens)
+    borders = len(tokenizer.decode(free.resp_tokens[:20]))
+    stop = text[borders - 1 : borders + 2]
+    assert "\ufffd" not in stop
+    stopped = run(loop, [5, 6, 7], max_new_tokens=60, stop=[stop], skip_special_tokens=False)[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == text[: text.index(stop)]
+    assert stop in tokenizer.decode(stopped.resp_tokens)
+    assert stop not in tokenizer.decode(stopped.resp_tokens[:-1]), "it stopped at the first token that completed the string"
+
+
+def test_requests_in_one_call_may_differ_in_everything(make_loop):
+    loop = make_loop()
+    requests = [
+        Request([5], SamplingParams(greedy=True, max_new_tokens=3), [0]),
+        Request([5, 6], SamplingParams(temperature=0.3, top_k=5, max_new_tokens=9), [1, 2]),
+        Request([7] * 100, SamplingParams(top_p=0.5, max_new_tokens=1), [3]),
+    ]
+    results = [f.result(timeout=60) for f in loop.submit(requests)]
+    assert [[len(s.resp_tokens) for s in r.sequences] for r in results] == [[3], [9, 9], [1]]
+    assert results[1].sequences[0].cut_mass > 0
+
+
+def test_consecutive_sessions_each_get_their_tokens(make_loop):
+    loop = make_loop()
+    for _ in range(5):
+        assert len(run(loop, [5, 6], max_new_tokens=7)[0].resp_tokens) == 7
+        loop.cancel_all()
+
+
+def test_cancelling_answers_with_what_there_is(make_loop):
+    loop = make_loop(budget=10**6)
+    future = loop.submit([Request([5], SamplingParams(max_new_tokens=100_000), [0])])[0]
+    while not loop.counters.generated:
+        pass
+    loop.cancel_all()
+    sequence = future.result(timeout=10).sequences[0]
+    assert sequence.finish_reason == "abort"
+    assert 0 < len(sequence.resp_tokens) < 100_000
+    assert len(run(loop, [5], max_new_tokens=4)[0].resp_tokens) == 4
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name(make_loop):
+    with pytest.raises(EngineError, match=r"--kv-cache-tokens"):
+        make_loop(budget=100).submit([Request([1] * 50, SamplingParams(max_new_tokens=60), [0])])
+
+
+def test_weights_that_are_not_finite_fail_the_request_and_every_later_one(make_loop):
+    loop = make_loop()
+    with torch.no_grad():
+        next(iter(loop.model.module.parameters())).fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        run(loop, [5, 6], max_new_tokens=5)
+    with pytest.raises(EngineError, match="has died"):
+        loop.submit([Request([1], SamplingParams(), [0])])
+
+
+def test_tokens_carry_the_version_of_the_weights(make_loop):
+    loop = make_loop()
+    loop.version = 7
+    assert run(loop, [5], max_new_tokens=3)[0].versions == [7, 7, 7]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_the_price_of_a_cached_token_is_measured(family):
+    module = tiny_module(family)
+    size = prove_decoding(prepare(module, family), family)
+    if family == "llama":
+        assert size == 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, fp32
+    else:
+        assert size > 0

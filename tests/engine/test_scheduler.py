@@ -1,0 +1,73 @@
+"""Admission, preemption and compaction, without any tensor."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+from areno.engine.rollout.scheduler import COLUMN_STEP, Scheduler
+from areno.engine.rollout.sequence import Group, Sequence
+from areno.types import SamplingParams
+
+
+def group(prompt_length, members=1):
+    made = Group(list(range(prompt_length)), SamplingParams(max_new_tokens=1000), frozenset(), Future())
+    made.members = [Sequence(made, seed) for seed in range(members)]
+    return made
+
+
+def test_samples_of_one_prompt_share_a_prefill():
+    scheduler = Scheduler(budget_tokens=10_000, max_running=10)
+    first, second = group(5, 3), group(7, 2)
+    scheduler.add(first.members + second.members)
+    assert [len(shared) for shared in scheduler.admit()] == [3, 2]
+    assert [s.slot for s in scheduler.running] == [0, 1, 2, 3, 4]
+
+
+def test_admission_stops_at_the_budget_and_at_the_number_of_slots():
+    scheduler = Scheduler(budget_tokens=2 * COLUMN_STEP, max_running=10)
+    scheduler.add(group(5, 5).members)
+    assert len(scheduler.admit()[0]) == 2
+    scheduler = Scheduler(budget_tokens=10_000, max_running=3)
+    scheduler.add(group(5, 5).members)
+    assert len(scheduler.admit()[0]) == 3
+
+
+def test_one_prefill_call_stays_within_its_tokens():
+    scheduler = Scheduler(budget_tokens=10**6, max_running=100, prefill_tokens=20)
+    scheduler.add([group(8).members[0] for _ in range(5)])
+    assert [len(scheduler.admit()) for _ in range(3)] == [2, 2, 1]
+    scheduler.add(group(50).members)
+    assert len(scheduler.admit()) == 1, "a context longer than the limit runs alone"
+
+
+def test_when_the_cache_is_full_the_youngest_goes_back_to_the_head_of_the_queue():
+    scheduler = Scheduler(budget_tokens=2 * COLUMN_STEP, max_running=10)
+    old, young = group(COLUMN_STEP - 1), group(COLUMN_STEP - 1)
+    scheduler.add(old.members + young.members)
+    scheduler.admit()
+    for sequence in scheduler.running:
+        sequence.output += [1, 2]
+    scheduler.add(group(3).members)
+    assert scheduler.make_room() == []
+    assert scheduler.running == old.members
+    assert scheduler.waiting[0] is young.members[0]
+    assert scheduler.preemptions == 1
+
+
+def test_moves_keep_every_live_sequence_in_its_slot():
+    rng = random.Random(0)
+    for _ in range(200):
+        scheduler = Scheduler(budget_tokens=10**9, max_running=100)
+        members = [group(rng.randint(1, 9)).members[0] for _ in range(rng.randint(1, 20))]
+        scheduler.add(members)
+        scheduler.admit()
+        slots = {s.slot: s for s in members}
+        finished = rng.sample(members, rng.randint(0, len(members)))
+        for move in scheduler.remove(finished):
+            slots[move.target] = slots[move.source]
+            assert move.length == slots[move.target].length
+        live = [s for s in members if s not in finished]
+        assert sorted(s.slot for s in live) == list(range(len(live)))
+        assert all(slots[s.slot] is s and scheduler.running[s.slot] is s for s in live)
+        assert all(s.slot == -1 for s in finished)

@@ -1,0 +1,197 @@
+"""Optimizer steps against torch's own AdamW and hand-made cases."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from areno.engine.model.loading import prepare
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, clip_gradients, gradient_norm
+from areno.engine.train.schedule import LrSchedule
+from areno.engine.train.step import TrainStep
+from areno.errors import EngineError
+from areno.loss_fns import gspo_loss_fn, reduces_over, sft_loss_fn
+from areno.types import TrainSequence
+from tests.engine.test_model_families import random_rows
+from tests.support.tiny import tiny_module
+
+
+def make_step(dtype=torch.float32, family="llama", **optimizer):
+    model = prepare(tiny_module(family, sharpen=1.0).to(dtype), family)
+    return TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(**optimizer)))
+
+
+def weights(step):
+    return {name: p.detach().clone() for name, p in step.model.parameters()}
+
+
+@pytest.mark.parametrize("loss_fn", [sft_loss_fn, gspo_loss_fn])
+def test_three_microbatch_sizes_give_the_same_weights(loss_fn):
+    results = []
+    for mini_bs in (1, 4, 9):
+        step = make_step(lr=2e-4, eps=1e-6)
+        for seed in range(3):
+            step.run(random_rows(9, seed), loss_fn, mini_bs)
+        results.append(weights(step))
+    for other in results[1:]:
+        for name, value in results[0].items():
+            assert (other[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def test_accumulation_makes_steps_of_mini_bs_times_accumulation_rows():
+    rows = random_rows(8)
+    together, apart = (make_step(lr=2e-4, eps=1e-6) for _ in range(2))
+    stats = together.run(rows, sft_loss_fn, 2, accumulation=2)
+    assert together.optimizer.steps == 2
+    first, second = apart.run(rows[:4], sft_loss_fn, 4), apart.run(rows[4:], sft_loss_fn, 4)
+    assert stats["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-5)
+    for name, value in weights(apart).items():
+        assert (weights(together)[name] - value).abs().max() <= 1e-5 * value.abs().max()
+
+
+def test_an_undeclared_loss_is_weighted_by_tokens_and_a_declared_one_by_its_unit():
+    rows = random_rows(5)
+
+    def token_loss(pack, logprobs):
+        mask = pack["packed_response_mask"]
+        return -(logprobs * mask).sum() / mask.sum()
+
+    @reduces_over("sequence")
+    def sequence_loss(pack, logprobs):
+        return -logprobs.sum() / pack["packed_num_sequences"]
+
+    for loss_fn in (token_loss, sequence_loss, lambda pack, logprobs: token_loss(pack, logprobs)):
+        losses = [make_step().run(rows, loss_fn, mini_bs)["loss"] for mini_bs in (1, 2, 5)]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_pairs_are_never_split():
+    step = make_step()
+
+    @reduces_over("pair")
+    def pair_loss(pack, logprobs):
+        return -logprobs.sum()
+
+    with pytest.raises(ValueError, match="even"):
+        step.run(random_rows(4), pair_loss, 1)
+    with pytest.raises(ValueError, match="even"):
+        step.run(random_rows(3), pair_loss, 2)
+
+
+def test_the_step_equals_torch_adamw_with_clipping():
+    rows = random_rows(6)
+    config = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, grad_clip_norm=0.5, eps=1e-6)
+    model = prepare(tiny_module("llama"), "llama")
+    step = TrainStep(model, MasterAdamW(model.parameters(), config))
+    reference = copy.deepcopy(step)
+    adam = torch.optim.AdamW(
+        [p for _, p in reference.model.parameters()], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-6, foreach=False
+    )
+    for _ in range(3):
+        stats = step.run(rows, sft_loss_fn, 2)
+        reference._set_training(True)
+        adam.zero_grad()
+        reference.accumulate(rows, sft_loss_fn, 6)
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in reference.model.parameters()], 0.5)
+        adam.step()
+        assert stats["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert stats["grad_norm_clipped"] == pytest.approx(min(float(norm), 0.5), rel=1e-4)
+    for (name, a), (_, b) in zip(step.model.parameters(), reference.model.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max(), name
+
+
+def test_bf16_weights_learn_at_a_rate_that_rounding_would_swallow():
+    step = make_step(torch.bfloat16, lr=1e-6)
+    before = [m.detach().clone() for m in step.optimizer._masters]
+    for seed in range(4):
+        step.run(random_rows(4, seed), sft_loss_fn, 2)
+    moved = [float((m.detach() - b).abs().max()) for m, b in zip(step.optimizer._masters, before, strict=True)]
+    assert min(moved) > 1e-6, "masters move by about lr per step"
+    for (_, p), master in zip(step.model.parameters(), step.optimizer._masters, strict=True):
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(p, master.to(torch.bfloat16))
+
+
+def test_bf16_gradients_of_microbatches_are_summed_in_fp32():
+    rows = random_rows(8)
+    gradients = []
+    for mini_bs in (1, 8):
+        step = make_step(torch.bfloat16)
+        step._set_training(True)
+        step.accumulate(rows, sft_loss_fn, mini_bs)
+        gradients.append(step.optimizer.gradients())
+    for one, eight in zip(*gradients, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(one.flatten(), eight.flatten(), dim=0) > 0.99
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_many_end_the_run():
+    step = make_step(lr=1e-2)
+    before = weights(step)
+    broken = lambda pack, logprobs: logprobs.sum() * float("nan")  # noqa: E731
+    stats = step.run(random_rows(3), broken, 2)
+    assert stats["update_skipped"] == 1.0
+    assert all(torch.equal(before[name], value) for name, value in weights(step).items())
+    with pytest.raises(EngineError, match="not finite in 5 updates"):
+        for _ in range(5):
+            step.run(random_rows(3), broken, 2)
+
+
+def test_rows_without_a_trainable_token_change_nothing():
+    step = make_step(lr=1e-2, weight_decay=0.1)
+    before = weights(step)
+    row = TrainSequence(prompt_mask=[True] * 4, tokens=[1, 2, 3, 4])
+    stats = step.run([row, row], sft_loss_fn, 1)
+    assert stats["loss"] == 0.0
+    assert stats["update_skipped"] == 1.0
+    assert all(torch.equal(before[name], value) for name, value in weights(step).items())
+
+
+def test_full_logits_of_a_batch_never_exist(monkeypatch):
+    from areno.engine.model import causal_lm
+
+    rows = random_rows(6)
+    whole = make_step()
+    whole._set_training(True)
+    expected = whole.accumulate(rows, sft_loss_fn, 6)
+    monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 10 * whole.model.vocab_size)
+    chunked = make_step()
+    seen = []
+    head = type(chunked.model).logits
+    monkeypatch.setattr(type(chunked.model), "logits", lambda self, h: seen.append(len(h)) or head(self, h))
+    chunked._set_training(True)
+    got = chunked.accumulate(rows, sft_loss_fn, 6)
+    assert max(seen) == 10
+    assert len(seen) > 6, "each chunk is computed again in backward"
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for a, b in zip(whole.optimizer.gradients(), chunked.optimizer.gradients(), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(1, 0.1), (5, 0.5), (10, 1.0), (55, 0.55), (100, 0.1), (500, 0.1)],
+)
+def test_linear_decay_after_warm_up(step, expected):
+    schedule = LrSchedule(lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, style="linear")
+    assert schedule.at(step) == pytest.approx(expected)
+
+
+def test_cosine_decay_and_constant_rate():
+    cosine = LrSchedule(lr=1.0, min_lr=0.2, decay_steps=100, style="cosine")
+    assert cosine.at(50) == pytest.approx(0.2 + 0.8 * 0.5)
+    assert cosine.at(25) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert LrSchedule(lr=0.3, warmup_steps=2).at(1) == pytest.approx(0.15)
+    assert LrSchedule(lr=0.3).at(10**6) == 0.3
+
+
+def test_clipping_scales_to_the_limit():
+    gradients = [torch.full((3,), 2.0), torch.full((1,), 2.0)]
+    norm = float(gradient_norm(gradients))
+    assert norm == pytest.approx(4.0)
+    assert clip_gradients(gradients, norm, 1.0) == pytest.approx(1.0, rel=1e-5)
+    assert float(gradient_norm(gradients)) == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients(gradients, 1.0, None) == 1.0

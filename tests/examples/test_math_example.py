@@ -1,0 +1,98 @@
+"""The mathematics example: real rows, worked responses, and a reward that agrees with them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from areno.api.datasets import load_rows, load_training_dataset
+from areno.config.hooks import load_hook
+from areno.errors import UsageError
+from areno.rewards import RewardRunner
+from areno.types import RewardRecord
+
+FOLDER = Path(__file__).parents[2] / "examples" / "math"
+REWARD = str(FOLDER / "math_verify_reward.py")
+
+
+def _loader():
+    return load_hook(
+        str(FOLDER / "dataset_loader.py"),
+        option="--dataset-loader-fn",
+        default_name="load_training_dataset",
+        positional=1,
+        signature="dataset_path, *, default_loader, **_",
+        keywords=("default_loader", "load_dataset", "load_from_disk"),
+    )
+
+
+def _module():
+    spec = importlib.util.spec_from_file_location("math_dataset_loader", FOLDER / "dataset_loader.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load(tmp_path, line):
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    return load_training_dataset(str(tmp_path / "rows.jsonl"), _loader())
+
+
+def test_gsm8k_row_becomes_prompt_solutions_and_response(tmp_path):
+    (row,) = _load(tmp_path, '{"question": "2+1000?", "answer": "It is 2+1000=<<2+1000=1002>>1002.\\n#### 1,002"}')
+    assert row["prompt"].startswith("2+1000?\n")
+    assert "\\boxed{}" in row["prompt"]
+    assert row["solutions"] == ["1002"]
+    assert row["response"] == "It is 2+1000=1002.\nThe final answer is \\boxed{1002}."
+
+
+def test_numina_row_takes_its_last_box(tmp_path):
+    (row,) = _load(tmp_path, r'{"problem": "half?", "solution": "\\boxed{9}? No, \\boxed{\\frac{1}{2}}."}')
+    assert row["solutions"] == [r"\frac{1}{2}"]
+    assert row["response"].endswith(r"The final answer is \boxed{\frac{1}{2}}.")
+
+
+def test_row_with_a_prompt_passes_unchanged(tmp_path):
+    assert _load(tmp_path, '{"prompt": "x", "solutions": ["1"]}') == [{"prompt": "x", "solutions": ["1"]}]
+
+
+def test_unknown_row_is_refused_with_its_keys(tmp_path):
+    with pytest.raises(UsageError, match=r"KeyError.*this one has foo, text"):
+        _load(tmp_path, '{"text": "x", "foo": 1}')
+
+
+def test_problem_without_a_result_is_left_out(tmp_path):
+    rows = _load(tmp_path, '{"problem": "prove", "solution": "clear"}\n{"problem": "1", "solution": "\\\\boxed{1}"}')
+    assert [row["solutions"] for row in rows] == [["1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(r"a \boxed{x_{1}} b", "x_{1}"), ("none", ""), (r"\boxed{open", ""), (r"\boxed{ 3 }", "3")]
+)
+def test_last_box_respects_braces(text, expected):
+    assert _module().last_boxed(text) == expected
+
+
+def test_every_real_row_has_a_number_and_no_calculator_notes(gsm8k):
+    rows = load_training_dataset(str(gsm8k / "train.jsonl"), _loader())
+    assert len(rows) == len(load_rows(str(gsm8k / "train.jsonl"))) == 7473
+    for row in rows:
+        assert float(row["solutions"][0]) is not None
+        assert "<<" not in row["response"]
+        assert "####" not in row["response"]
+
+
+def test_reward_agrees_with_the_worked_solutions_of_real_rows(gsm8k):
+    rows = load_training_dataset(str(gsm8k / "train.jsonl"), _loader())[:100]
+    right = [RewardRecord(completion=row["response"], answer=row["solutions"]) for row in rows]
+    wrong = [RewardRecord(completion="The final answer is \\boxed{-12345}.", answer=row["solutions"]) for row in rows]
+    with RewardRunner(path=REWARD, timeout_s=60, workers=2) as runner:
+        values = [outcome.value for outcome in runner.run(right + wrong)]
+    assert values == [1.0] * 100 + [0.0] * 100
+
+
+def test_reward_without_a_reference_is_an_error():
+    with RewardRunner(path=REWARD, timeout_s=60, workers=1, on_error="drop") as runner:
+        (outcome,) = runner.run([RewardRecord(completion="\\boxed{1}")])
+    assert outcome.value is None
+    assert "KeyError" in outcome.error
