@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except SystemExit as done:  # argparse has printed the help of a command
+        return int(done.code or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

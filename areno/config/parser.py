@@ -50,8 +50,8 @@ class Problems:
             raise UsageError(f"{len(self.found)} problems:{lines}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises typed errors where argparse would print and exit."""
+class TypedParser(argparse.ArgumentParser):
+    """An argument parser that raises `UsageError` where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a usage error."""
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
             raise UsageError(
                 f"{flag} takes no value ({reason.rsplit(' ', 1)[-1]}); write {flag} alone, or its --no- form"
             )
-        raise UsageError(f"{flag} {reason}; see areno train --help".strip())
+        raise UsageError(f"{flag} {reason}; see {self.prog} --help".strip())
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
@@ -159,11 +159,11 @@ def train_help(argv: Sequence[str]) -> str:
     return parser.format_help()
 
 
-def _make_parser(entries: Sequence[Option]) -> _Parser:
+def _make_parser(entries: Sequence[Option]) -> TypedParser:
     def wide(prog: str) -> argparse.HelpFormatter:
         return argparse.HelpFormatter(prog, max_help_position=34, width=118)
 
-    parser = _Parser(
+    parser = TypedParser(
         "areno train", _USAGE, _DESCRIPTION, _EPILOG, allow_abbrev=False, add_help=False, formatter_class=wide
     )
     _add_arguments(parser, entries)

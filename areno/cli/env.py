@@ -1,0 +1,228 @@
+"""``areno env``: what this machine and its Python have, as text or JSON, for bug reports and for ``areno check``.
+
+Each part is probed on its own, and what fails is recorded in the report with its error, so that a broken installation
+still gives one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areno import __version__
+from areno.config.parser import TypedParser
+from areno.config.resume import RUNS_ROOT
+
+REQUIRED = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "tokenizers": "0.22",
+    "safetensors": "0.5",
+    "huggingface-hub": "1.0",
+    "datasets": "4.0",
+    "jinja2": "3.1",
+    "numpy": "1.26",
+    "pyyaml": "6.0",
+    "rich": "13.7",
+    "tensorboard": "2.16",
+}
+"""Distributions that areno needs, with the least version of each."""
+
+OPTIONAL = {"math-verify": "0.8", "flash-attn": "2.7"}
+"""Distributions behind an extra."""
+
+_MODULES = {
+    "huggingface-hub": "huggingface_hub",
+    "math-verify": "math_verify",
+    "flash-attn": "flash_attn",
+    "pyyaml": "yaml",
+}
+_VARIABLES = (
+    "ARENO_LOG_COMPLETIONS",
+    "ARENO_LOG_LEVEL",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "MAX_JOBS",
+    "OMP_NUM_THREADS",
+    "TORCH_CUDA_ARCH_LIST",
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``env``.
+
+    Returns:
+        0.
+    """
+    parser = TypedParser("areno env", description="Print a report about this machine, for bug reports.")
+    parser.add_argument("--json", action="store_true", help="Print JSON with sorted keys.")
+    arguments = parser.parse_args(argv)
+    report = collect()
+    print(json.dumps(report, indent=2, sort_keys=True) if arguments.json else format_report(report))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Probe the machine; imports torch and every dependency, which takes seconds.
+
+    Returns:
+        A report of JSON types with the keys areno, python, platform, cpu, torch, cuda, gpus, dependencies, env, paths.
+    """
+    torch_report, gpus = _torch()
+    return {
+        "areno": {"version": __version__},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "platform": {
+            "system": platform.system(),
+            "release": platform.release(),
+            "machine": platform.machine(),
+            "platform": platform.platform(),
+        },
+        "cpu": _cpu(torch_report["imported"]),
+        "torch": torch_report,
+        "cuda": {"cuda_home": _cuda_home(), "nvcc": _nvcc(), "driver": _driver()},
+        "gpus": gpus,
+        "dependencies": {name: dependency(name) for name in (*REQUIRED, *OPTIONAL)},
+        "env": {name: os.environ.get(name) for name in _VARIABLES},
+        "paths": {"runs": str(RUNS_ROOT.absolute()), "hf_cache": str(hf_cache())},
+    }
+
+
+def dependency(name: str) -> dict[str, Any]:
+    """Import a distribution's module.
+
+    Returns:
+        ``version`` (None when it is not installed), ``imported``, and ``error`` (None if it was).
+    """
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return {"version": None, "imported": False, "error": "not installed"}
+    try:
+        importlib.import_module(_MODULES.get(name, name))
+    except Exception as error:  # a broken native library may raise anything; the report carries it
+        return {"version": version, "imported": False, "error": f"{type(error).__name__}: {error}"}
+    return {"version": version, "imported": True, "error": None}
+
+
+def at_least(version: str | None, minimum: str) -> bool:
+    """Compare the leading numbers of two versions, so that ``2.13.0+cpu`` is at least ``2.11``."""
+    return version is not None and _numbers(version) >= _numbers(minimum)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in release[0].split(".")) if release else ()
+
+
+def hf_cache() -> Path:
+    """Folder where downloaded models are kept."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+
+
+def _cpu(with_torch: bool) -> dict[str, Any]:
+    report: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": _usable_cores()}
+    if with_torch:
+        import torch
+
+        from areno.engine.plan.memory import available_bytes
+
+        report |= {
+            "torch_threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "available_bytes": available_bytes(torch.device("cpu")),
+        }
+    return report
+
+
+def _usable_cores() -> int | None:
+    # Only Linux can say that a process is confined to some of the cores.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _torch() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    report: dict[str, Any] = dependency("torch") | {"cuda_build": None, "cuda_available": False, "device_count": 0}
+    if not report["imported"]:
+        return report, []
+    import torch
+
+    available = torch.cuda.is_available()
+    count = torch.cuda.device_count() if available else 0
+    report |= {"cuda_build": torch.version.cuda, "cuda_available": available, "device_count": count}
+    gpus = [
+        {
+            "index": index,
+            "name": torch.cuda.get_device_name(index),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+            "memory_bytes": torch.cuda.get_device_properties(index).total_memory,
+        }
+        for index in range(count)
+    ]
+    return report, gpus
+
+
+def _cuda_home() -> str | None:
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    return named or (str(Path(nvcc).resolve().parents[1]) if nvcc else None)
+
+
+def _nvcc() -> dict[str, str | None]:
+    path = shutil.which("nvcc")
+    text = _output([path, "--version"])[0] if path else ""
+    found = re.search(r"release (\S+?),", text)
+    return {"path": path, "version": found[1] if found else None}
+
+
+def _driver() -> dict[str, str | None]:
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return {"path": None, "driver_version": None, "cuda_version": None, "error": "nvidia-smi not found"}
+    text, error = _output([path])
+    driver, cuda = re.search(r"Driver Version: (\S+)", text), re.search(r"CUDA Version: (\S+)", text)
+    return {
+        "path": path,
+        "driver_version": driver[1] if driver else None,
+        "cuda_version": cuda[1] if cuda else None,
+        "error": error,
+    }
+
+
+def _output(command: list[str]) -> tuple[str, str | None]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"{type(error).__name__}: {error}"
+    return done.stdout, None if done.returncode == 0 else (done.stderr or done.stdout).strip()
+
+
+def format_report(report: dict[str, Any], indent: str = "") -> str:
+    """Lay the report out as indented ``key: value`` lines."""
+    lines: list[str] = []
+    for key, value in report.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", format_report(value, indent + "  ")]
+        elif isinstance(value, list):
+            lines.append(f"{indent}{key}:" + ("" if value else " none"))
+            lines += [format_report({str(item.pop("index")): item}, indent + "  ") for item in map(dict, value)]
+        else:
+            lines.append(f"{indent}{key}: {'-' if value is None else value}")
+    return "\n".join(lines)

@@ -1,0 +1,3 @@
+from tests.config.workspace import workspace
+
+__all__ = ["workspace"]

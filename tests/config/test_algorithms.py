@@ -1,0 +1,157 @@
+import functools
+import importlib
+import sys
+
+import pytest
+
+from areno.config import AlgorithmSpec, TrainOptions, get_algorithm, list_algorithms, register_algorithm
+from areno.config import algorithms as registry
+from areno.config.parser import parse_train, train_help
+from areno.config.validate import validate
+from areno.config.yaml_io import dump_config, load_config
+from areno.errors import UsageError
+from tests.config.workspace import GSPO
+
+ALGORITHM = """
+from __future__ import annotations
+from dataclasses import dataclass
+from areno.config import AlgorithmSpec, option
+
+@dataclass(kw_only=True)
+class MyOptions:
+    tau: float = option(0.5, above=0, maximum=1, help="Softness.")
+    deep: bool = option(False, help="Go deep.")
+    layers: tuple[int, ...] = option((), help="Which layers.")
+
+class MyTrainer:
+    pass
+
+def my_loss(data_pack, logprobs):
+    return logprobs.sum()
+
+mine = AlgorithmSpec("mine", MyTrainer, my_loss, True, options=MyOptions, uses=("grpo_clip_eps",))
+other = AlgorithmSpec("other", MyTrainer, None, True)
+number = 3
+"""
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+@pytest.fixture
+def algorithm_file(workspace):
+    (workspace / "algo.py").write_text(ALGORITHM)
+    return workspace / "algo.py"
+
+
+def test_available_algorithms_are_listed_sorted():
+    assert list_algorithms() == ["grpo", "gspo", "sft"]
+
+
+def test_names_are_found_in_any_case():
+    assert get_algorithm("SFT") is get_algorithm("sft")
+
+
+def test_a_taken_name_needs_replace(clean_registry):
+    spec = AlgorithmSpec("GSPO", object, None, True)
+    with pytest.raises(ValueError, match="'gspo' is already registered"):
+        register_algorithm(spec)
+    assert register_algorithm(spec, replace=True) is spec
+    assert get_algorithm("gspo") is spec
+
+
+def test_experimental_algorithms_can_be_left_out(clean_registry):
+    register_algorithm(AlgorithmSpec("trial", object, None, True, experimental=True))
+    assert "trial" in list_algorithms()
+    assert "trial" not in list_algorithms(include_experimental=False)
+
+
+def test_clip_eps_of_the_options_is_bound_into_the_loss():
+    loss = get_algorithm("grpo").make_loss_fn(TrainOptions(algo="grpo", grpo_clip_eps=0.3))
+    assert isinstance(loss, functools.partial)
+    assert loss.keywords == {"clip_eps": 0.3}
+    assert loss.func is get_algorithm("grpo").resolve_default_loss()
+
+
+def test_sft_uses_its_default_loss():
+    spec = get_algorithm("sft")
+    assert spec.make_loss_fn(TrainOptions(algo="sft")).__name__ == spec.default_loss_name == "sft_loss_fn"
+
+
+def test_an_algorithm_in_a_file_brings_its_own_flags(algorithm_file):
+    argv = [*GSPO, "--algo", "algo.py:mine", "--tau", "0.25", "--deep", "--layers", "1,2", "--grpo-clip-eps", "0.1"]
+    options = parse_train(argv)
+    assert options.extra == {"tau": 0.25, "deep": True, "layers": (1, 2)}
+    assert {"tau", "deep", "layers"} <= options.explicit
+    validate(options)
+    assert get_algorithm(options.algo).resolve_trainer_cls().__name__ == "MyTrainer"
+    assert get_algorithm(options.algo).make_loss_fn(options).__name__ == "my_loss"
+
+
+def test_own_flags_are_in_help_and_have_defaults(algorithm_file):
+    text = train_help(["--algo", "algo.py:mine", "--help"])
+    assert "Options of mine:" in text
+    assert "--tau FLOAT" in text
+    assert "Default: 0.5." in text
+    assert parse_train(["--algo", "algo.py:mine"]).extra == {"tau": 0.5, "deep": False, "layers": ()}
+
+
+def test_own_flags_obey_their_bounds(algorithm_file):
+    with pytest.raises(UsageError, match="--tau must be at most 1, got 2"):
+        validate(parse_train([*GSPO, "--algo", "algo.py:mine", "--tau", "2"]))
+
+
+def test_own_options_are_stored_and_read_from_yaml(algorithm_file, workspace):
+    text = dump_config(parse_train([*GSPO, "--algo", "algo.py:mine", "--tau", "0.75"]))
+    (workspace / "c.yaml").write_text(text)
+    assert load_config("c.yaml")["tau"] == 0.75
+    assert parse_train(["--config", "c.yaml"]).extra["tau"] == 0.75
+
+
+def test_own_flags_are_unknown_to_other_algorithms(workspace):
+    with pytest.raises(UsageError, match="--tau is not an option"):
+        parse_train(["--tau", "1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("algo.py", "names no object"),
+        ("algo.py:nope", "defines no nope; it has the specs: mine, other"),
+        ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
+        ("gone.py:x", "--algo file does not exist: gone.py"),
+        ("gsppo", r"did you mean gspo\?"),
+        ("zzz", "registered: grpo, gspo, sft"),
+    ],
+)
+def test_unusable_algorithms_say_why(algorithm_file, name, expected):
+    with pytest.raises(UsageError, match=expected):
+        get_algorithm(name)
+
+
+def test_own_options_may_not_take_a_builtin_name(workspace):
+    (workspace / "algo.py").write_text(ALGORITHM.replace("tau: float = option(0.5", "lr: float = option(0.5"))
+    with pytest.raises(UsageError, match="declares --lr, which areno train has already"):
+        parse_train(["--algo", "algo.py:mine"])
+
+
+def test_installed_packages_publish_algorithms(workspace, monkeypatch):
+    package = workspace / "site"
+    (package / "plug-1.0.dist-info").mkdir(parents=True)
+    (package / "plug-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
+    (package / "plug-1.0.dist-info" / "entry_points.txt").write_text(
+        "[areno.algorithms]\nplugged = areno_plug:spec\nbroken = areno_plug:gone\n"
+    )
+    (package / "areno_plug.py").write_text(
+        "from areno.config import AlgorithmSpec\nspec = AlgorithmSpec('plugged', object, None, False)\n"
+    )
+    monkeypatch.syspath_prepend(str(package))
+    importlib.invalidate_caches()
+    assert get_algorithm("Plugged").trainer is object
+    with pytest.raises(UsageError, match="--algo broken: loading areno_plug:gone raised AttributeError"):
+        get_algorithm("broken")
+    with pytest.raises(UsageError, match="plugged"):
+        get_algorithm("unheard-of")
+    sys.modules.pop("areno_plug")

@@ -1,0 +1,119 @@
+import sys
+
+import pytest
+
+from areno.config.hooks import load_hook, split_spec
+from areno.errors import UsageError
+
+
+def load(path, text=None, *, name="", positional=1, keywords=()):
+    if text is not None:
+        path.write_text(text)
+    return load_hook(
+        f"{path}:{name}" if name else str(path),
+        option="--reward-fn-path",
+        default_name="reward_fn",
+        positional=positional,
+        signature="record",
+        keywords=keywords,
+    )
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "hook.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def reward_fn(record):\n    return 1.0",
+        "async def reward_fn(record):\n    return 1.0",
+        "reward_fn = lambda record: 1.0",
+        "from operator import truth as reward_fn",
+        "def reward_fn(*args):\n    return 1.0",
+        "def reward_fn(record, scale=2):\n    return 1.0",
+        "class R:\n    def __call__(self, record):\n        return 1.0\nreward_fn = R()",
+        "from functools import partial\nreward_fn = partial(lambda scale, record: 1.0, 2)",
+    ],
+)
+def test_any_callable_with_the_right_arguments_works(file, text):
+    assert callable(load(file, text))
+
+
+def test_a_named_function_is_taken(file):
+    assert load(file, "def score(record):\n    return 7", name="score")(None) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1", r"hook\.py defines no reward_fn; define reward_fn\(record\)"),
+        ("reward_fn = 3", "reward_fn is a int; make it a function"),
+        ("def reward_fn():\n    pass", "takes 0 positional arguments but is called with 1"),
+        ("def reward_fn(a, b):\n    pass", "requires b, which it is not called with"),
+        ("def reward_fn(a, *, b):\n    pass", "requires b, which it is not called with"),
+        ("def reward_fn(record)\n    pass", r"hook\.py line 1: not valid Python: expected ':'"),
+        ("x = 1\nprint(1 / 0)\n", r"raised ZeroDivisionError: division by zero \(at hook\.py line 2: print\(1 / 0\)\)"),
+        ("import no_such_module_anywhere", "raised ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("import sys\nsys.exit(3)", "importing it raised SystemExit: 3"),
+        ("\0", "not valid Python"),
+    ],
+)
+def test_unusable_files_say_why_and_where(file, text, expected):
+    with pytest.raises(UsageError, match=expected) as caught:
+        load(file, text)
+    assert "--reward-fn-path" in str(caught.value)
+
+
+def test_missing_files_name_the_expected_callable(file):
+    with pytest.raises(UsageError, match=r"file does not exist: .*hook\.py; expected callable reward_fn\(record\)"):
+        load(file)
+
+
+def test_a_folder_is_not_a_hook(tmp_path):
+    with pytest.raises(UsageError, match="is not a file"):
+        load(tmp_path)
+
+
+def test_keywords_that_callers_pass_may_be_required(file):
+    text = "def reward_fn(path, *, default_loader):\n    return 1"
+    assert callable(load(file, text, keywords=("default_loader",)))
+
+
+def test_siblings_import_also_later_inside_the_function(file):
+    (file.parent / "sibling_of_hook.py").write_text("VALUE = 5")
+    assert load(file, "def reward_fn(record):\n    from sibling_of_hook import VALUE\n    return VALUE")(None) == 5
+
+
+def test_a_broken_sibling_is_named(file):
+    (file.parent / "broken_sibling.py").write_text("\n\nraise ValueError('bad table')")
+    with pytest.raises(UsageError, match=r"ValueError: bad table \(at broken_sibling\.py line 3"):
+        load(file, "import broken_sibling\ndef reward_fn(record):\n    return 1")
+
+
+def test_an_unchanged_file_is_imported_once_and_a_changed_one_again(file):
+    first = load(file, "calls = []\ndef reward_fn(record):\n    return calls")
+    assert load(file)(None) is first(None)
+    assert load(file, "def reward_fn(record):\n    return 'new'")(None) == "new"
+
+
+def test_files_of_one_name_do_not_meet(tmp_path):
+    hooks = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        hooks.append(load(tmp_path / folder / "hook.py", f"def reward_fn(record):\n    return {folder!r}"))
+    assert [hook(None) for hook in hooks] == ["a", "b"]
+
+
+def test_a_failed_import_leaves_no_module_behind(file):
+    before = {name for name in sys.modules if name.startswith("areno_user_hook")}
+    with pytest.raises(UsageError):
+        load(file, "raise ValueError")
+    assert {name for name in sys.modules if name.startswith("areno_user_hook")} == before
+
+
+@pytest.mark.parametrize("spec", ["", ":f", "a.py:", "a.py:1x", "a.py:f:g"])
+def test_malformed_specs_show_the_right_form(spec):
+    with pytest.raises(UsageError, match=r"write it as file\.py or file\.py:reward_fn"):
+        split_spec(spec, option="--reward-fn-path", default_name="reward_fn")

@@ -1,0 +1,57 @@
+import pytest
+
+from areno.config import get_algorithm
+from areno.config.parser import parse_train
+from areno.config.resume import apply_resume
+from areno.config.summary import format_summary
+from tests.config.workspace import GSPO, SFT
+
+
+def summary(argv, width=100):
+    options = apply_resume(parse_train([*argv, "--run-dir", "r"]))
+    return format_summary(options, get_algorithm(options.algo), width=width)
+
+
+def rows(text):
+    return dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  ") and len(line.split()) > 1)
+
+
+def test_sections_stand_in_their_order():
+    lines = summary(GSPO).splitlines()
+    titles = ["Algorithm", "Inputs", "Runtime", "Rollout", "Training", "Outputs"]
+    assert lines[0] == "AReno training config"
+    assert [line for line in lines if line in titles] == titles
+    assert all(lines[lines.index(title) + 1] == "-" * len(title) for title in titles)
+
+
+def test_values_and_placeholders_are_shown():
+    shown = rows(summary([*GSPO, "--stop", "END"]))
+    assert shown["name"] == "gspo"
+    assert shown["default_loss"] == "gspo_loss_fn"
+    assert shown["requires_rollout"] == "yes"
+    assert shown["dataset_loader"] == "none"
+    assert shown["max_context_len"] == "model limit"
+    assert shown["thinking"] == "tokenizer default"
+    assert shown["max_running_prompts"] == "256"
+    assert shown["sampling"] == "temperature=1.0 top_k=off top_p=1.0 stop='END'"
+    assert shown["save_path"] == "r/checkpoints"
+    assert shown["metrics_log_dir"] == "r/events"
+
+
+def test_what_an_algorithm_without_rollout_does_not_use_is_na():
+    shown = rows(summary(SFT))
+    assert {shown[name] for name in ("n_samples", "sampling", "reward_fn", "agent_fn", "max_running_prompts")} == {
+        "n/a"
+    }
+    assert shown["requires_rollout"] == "no"
+
+
+def test_greedy_replaces_the_sampling_values():
+    assert rows(summary([*GSPO, "--greedy"]))["sampling"] == "greedy"
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_long_values_wrap_at_the_width(width):
+    text = summary(GSPO, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "weight_decay=0.01" in " ".join(text.split())
