@@ -32,7 +32,7 @@ _HOMES = {
     "sft_loss_fn": "areno.loss_fns",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605  (one list of names, not two)
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

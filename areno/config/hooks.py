@@ -20,8 +20,6 @@ from typing import Any
 
 from areno.errors import UsageError
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
     """Split ``file.py`` or ``file.py:function`` into path and name.
@@ -134,7 +132,7 @@ def load_hook(
         default_name: function name when ``spec`` has none.
         positional: how many positional arguments it will be called with.
         signature: its parameters in words, for error messages.
-        keywords: keyword arguments that callers may pass; the callable need not take them, but may require no others.
+        keywords: keyword arguments it will be called with.
 
     Raises:
         UsageError: anything from a missing file to a callable that cannot take these arguments.
@@ -159,18 +157,9 @@ def load_hook(
 
 def _signature_mismatch(hook: Callable[..., Any], positional: int, keywords: Collection[str]) -> str:
     try:
-        parameters = inspect.signature(hook).parameters.values()
+        inspect.signature(hook).bind(*[None] * positional, **dict.fromkeys(keywords))
     except ValueError:
         return ""  # some C callables publish no signature; only calling them can tell
-    slots = [p for p in parameters if p.kind in _POSITIONAL]
-    required = [p.name for p in slots if p.default is p.empty]
-    unbounded = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(slots) < positional and not unbounded:
-        return f"takes {len(slots)} positional arguments but is called with {positional}"
-    missing = [name for name in required[positional:] if name not in keywords]
-    missing += [
-        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in keywords
-    ]
-    if missing:
-        return f"requires {', '.join(missing)}, which it is not called with"
+    except TypeError as error:
+        return f"does not fit the call it will get: {error}"
     return ""

@@ -126,7 +126,8 @@ class Option:
         low = low or (f"from {info.minimum:g}" if info.minimum is not None else "")
         high = f"below {info.below:g}" if info.below is not None else ""
         high = high or (f"up to {info.maximum:g}" if info.maximum is not None else "")
-        return f"give {_EXPECTED[self.kind]} " + " and ".join(part for part in (low, high) if part)
+        interval = " and ".join(part for part in (low, high) if part)
+        return f"give {_EXPECTED[self.kind]} {interval}".rstrip()
 
 
 def option(default: Any, **info: Any) -> Any:

@@ -130,12 +130,12 @@ def _newest_run(options: TrainOptions) -> _StoredRun:
         raise UsageError(
             f"--resume found no run in {root}/; name one with --resume PATH, or leave --resume out to start anew"
         )
-    given = {entry.name for entry in options_of(TrainOptions) if entry.info.changes_results} & options.explicit
+    # A command without --ckpt is not a whole configuration; then only what it does give is compared.
+    compared = None if "ckpt" in options.explicit else options.explicit
     for run in runs:
-        # With nothing but --resume there is no configuration to compare, and the newest run is meant.
-        if not given or not run.differences(options):
+        if not run.differences(options, compared):
             return run
-    name, (old, new) = next(iter(runs[0].differences(options).items()))
+    name, (old, new) = next(iter(runs[0].differences(options, compared).items()))
     raise UsageError(
         f"--resume found no run with the same configuration in {root}/ ({len(runs)} looked at; {runs[0].path} has "
         f"{flag_of(name)} {old}, given is {new}); name one with --resume PATH, or leave --resume out to start anew"

@@ -24,7 +24,7 @@ def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, width: int | N
     Returns:
         Lines under the title ``AReno training config``, without a newline at the end.
     """
-    width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {
         "Algorithm": _algorithm(options, spec),
         "Inputs": _inputs(options, spec),
@@ -45,7 +45,12 @@ def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, width: int | N
 def _row(name: str, value: str, column: int, width: int) -> list[str]:
     head = " " * _INDENT + name.ljust(column)
     return textwrap.wrap(
-        value, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+        value,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
     ) or [head.rstrip()]
 
 

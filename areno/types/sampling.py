@@ -45,7 +45,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; for the most likely token use greedy=True")
+            raise ValueError(
+                f"temperature must be above 0, got {self.temperature}; for the most likely token use greedy=True"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k == 0 or self.top_k < -1:

@@ -49,7 +49,9 @@ class TrainSequence:
         for name in ("prompt_mask", "logprobs", "advantages", "returns", "values", "ref_logprobs", "loss_mask"):
             values = getattr(self, name)
             if values and len(values) != len(self.tokens):
-                raise ValueError(f"TrainSequence.{name} has {len(values)} entries for {len(self.tokens)} tokens; they must align")
+                raise ValueError(
+                    f"TrainSequence.{name} has {len(values)} entries for {len(self.tokens)} tokens; they must align"
+                )
         if not self.prompt_mask:
             raise ValueError("TrainSequence.prompt_mask is missing: True marks prompt tokens, False response tokens")
 

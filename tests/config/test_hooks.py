@@ -50,9 +50,9 @@ def test_a_named_function_is_taken(file):
     [
         ("x = 1", r"hook\.py defines no reward_fn; define reward_fn\(record\)"),
         ("reward_fn = 3", "reward_fn is a int; make it a function"),
-        ("def reward_fn():\n    pass", "takes 0 positional arguments but is called with 1"),
-        ("def reward_fn(a, b):\n    pass", "requires b, which it is not called with"),
-        ("def reward_fn(a, *, b):\n    pass", "requires b, which it is not called with"),
+        ("def reward_fn():\n    pass", "does not fit the call it will get: too many positional arguments"),
+        ("def reward_fn(a, b):\n    pass", "missing a required argument: 'b'"),
+        ("def reward_fn(a, *, b):\n    pass", "missing a required (keyword-only )?argument: 'b'"),
         ("def reward_fn(record)\n    pass", r"hook\.py line 1: not valid Python: expected ':'"),
         ("x = 1\nprint(1 / 0)\n", r"raised ZeroDivisionError: division by zero \(at hook\.py line 2: print\(1 / 0\)\)"),
         ("import no_such_module_anywhere", "raised ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
@@ -76,9 +76,11 @@ def test_a_folder_is_not_a_hook(tmp_path):
         load(tmp_path)
 
 
-def test_keywords_that_callers_pass_may_be_required(file):
-    text = "def reward_fn(path, *, default_loader):\n    return 1"
-    assert callable(load(file, text, keywords=("default_loader",)))
+def test_keywords_of_the_call_must_be_taken(file):
+    keywords = ("default_loader", "load_dataset")
+    assert callable(load(file, "def reward_fn(path, *, default_loader, **_):\n    return 1", keywords=keywords))
+    with pytest.raises(UsageError, match="unexpected keyword argument 'load_dataset'"):
+        load(file, "def reward_fn(path, *, default_loader):\n    return 1", keywords=keywords)
 
 
 def test_siblings_import_also_later_inside_the_function(file):

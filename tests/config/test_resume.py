@@ -88,6 +88,14 @@ def test_resume_with_a_command_takes_the_newest_run_of_that_configuration(worksp
     assert resume(*GSPO, "--seed", "1", "--resume", "--max-steps", "8").run_dir == "runs/a"
 
 
+def test_resume_without_ckpt_compares_only_what_is_given(workspace):
+    for name, seed, seconds in (("a", "1", 50), ("b", "2", 10)):
+        age(stored_run(workspace / "runs" / name, config("--seed", seed, "--lr", "3e-5"), step=3), seconds)
+    assert resume("--seed", "1", "--resume").run_dir == "runs/a"
+    with pytest.raises(UsageError, match=r"runs/b has --seed 2, given is 9"):
+        resume("--seed", "9", "--resume")
+
+
 def test_a_run_with_a_checkpoint_is_preferred(workspace):
     age(stored_run(workspace / "runs" / "empty", config()), 1)
     age(stored_run(workspace / "runs" / "full", config(), step=2), 99)

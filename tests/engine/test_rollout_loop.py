@@ -24,7 +24,9 @@ def make_loop(tokenizer):
     loops = []
 
     def make(family="llama", eos=frozenset(), budget=8192, running=64, seed=0):
-        model = prepare(tiny_module(family, seed=seed, vocab=len(tokenizer), layers=2, hidden=32, heads=2, sharpen=1.5), family)
+        model = prepare(
+            tiny_module(family, seed=seed, vocab=len(tokenizer), layers=2, hidden=32, heads=2, sharpen=1.5), family
+        )
         loop = RolloutLoop(
             model,
             eos_ids=eos,
@@ -47,7 +49,10 @@ def run(loop, prompt, seeds=(1,), **sampling):
 def test_a_sample_depends_on_its_seed_and_not_on_its_company(make_loop):
     loop = make_loop()
     alone = run(loop, [5, 6, 7], max_new_tokens=30, seeds=[42])[0].resp_tokens
-    crowd = [Request([9, 8, 7, i], SamplingParams(temperature=0.5 + i / 9, max_new_tokens=10 + i), [i, i + 1]) for i in range(9)]
+    crowd = [
+        Request([9, 8, 7, i], SamplingParams(temperature=0.5 + i / 9, max_new_tokens=10 + i), [i, i + 1])
+        for i in range(9)
+    ]
     request = Request([5, 6, 7], SamplingParams(max_new_tokens=30), [41, 42, 43])
     futures = loop.submit([*crowd[:5], request, *crowd[5:]])
     assert futures[5].result(timeout=60).sequences[1].resp_tokens == alone
@@ -102,7 +107,9 @@ def test_a_stop_string_across_token_borders_stops_generation(make_loop, tokenize
     assert stopped.finish_reason == "stop"
     assert stopped.text == text[: text.index(stop)]
     assert stop in tokenizer.decode(stopped.resp_tokens)
-    assert stop not in tokenizer.decode(stopped.resp_tokens[:-1]), "it stopped at the first token that completed the string"
+    assert stop not in tokenizer.decode(stopped.resp_tokens[:-1]), (
+        "it stopped at the first token that completed the string"
+    )
 
 
 def test_requests_in_one_call_may_differ_in_everything(make_loop):

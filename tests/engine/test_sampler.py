@@ -44,7 +44,9 @@ def test_top_k_keeps_the_k_most_likely_and_reports_what_it_cut():
     assert observed[2:].sum() == 0
     assert chi_square(observed, expected / expected.sum()) < 15
     assert draw.cut_mass[0].item() == pytest.approx(float(1 - expected.sum()), abs=1e-5)
-    assert (draw.logprobs - probabilities.log()[draw.tokens]).abs().max() < 1e-5, "log-probs are of the unfiltered policy"
+    assert (draw.logprobs - probabilities.log()[draw.tokens]).abs().max() < 1e-5, (
+        "log-probs are of the unfiltered policy"
+    )
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.62, 0.9])
@@ -67,7 +69,12 @@ def test_top_k_applies_before_top_p():
 
 
 def test_rows_with_different_parameters_do_not_influence_each_other():
-    params = [SamplingParams(greedy=True), SamplingParams(temperature=0.7), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
+    params = [
+        SamplingParams(greedy=True),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.5),
+    ]
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     together = SamplingTable(params, [1, 2, 3, 4]).draw(logits, [5, 6, 7, 8])
     for row, param in enumerate(params):

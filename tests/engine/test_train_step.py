@@ -88,7 +88,12 @@ def test_the_step_equals_torch_adamw_with_clipping():
     step = TrainStep(model, MasterAdamW(model.parameters(), config))
     reference = copy.deepcopy(step)
     adam = torch.optim.AdamW(
-        [p for _, p in reference.model.parameters()], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-6, foreach=False
+        [p for _, p in reference.model.parameters()],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        eps=1e-6,
+        foreach=False,
     )
     for _ in range(3):
         stats = step.run(rows, sft_loss_fn, 2)

@@ -88,7 +88,9 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_targets():
     assert float(metrics["sft_loss"].total / metrics["sft_loss"].count) == pytest.approx(float(loss))
 
 
-@pytest.mark.parametrize("loss_fn", [sft_loss_fn, partial(grpo_loss_fn, clip_eps=0.1), partial(gspo_loss_fn, clip_eps=0.05)])
+@pytest.mark.parametrize(
+    "loss_fn", [sft_loss_fn, partial(grpo_loss_fn, clip_eps=0.1), partial(gspo_loss_fn, clip_eps=0.05)]
+)
 def test_gradients_equal_finite_differences(loss_fn):
     pack, logprobs, _ = make_pack([6, 2, 9], seed=3)
     logprobs.requires_grad_(True)

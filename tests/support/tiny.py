@@ -9,11 +9,26 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_5", "granite", "gpt2", "phi3")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_moe",
+    "qwen3_5",
+    "granite",
+    "gpt2",
+    "phi3",
+)
 VOCAB = 97
 
 
-def tiny_config(family: str, vocab: int = VOCAB, hidden: int = 64, layers: int = 4, heads: int = 4, **extra: Any) -> Any:
+def tiny_config(
+    family: str, vocab: int = VOCAB, hidden: int = 64, layers: int = 4, heads: int = 4, **extra: Any
+) -> Any:
     window = 8
     base: dict[str, Any] = {
         "vocab_size": vocab,
@@ -37,15 +52,24 @@ def tiny_config(family: str, vocab: int = VOCAB, hidden: int = 64, layers: int =
         return Qwen3_5TextConfig(**base, **heads_of, linear_key_head_dim=16, linear_value_head_dim=16)
     if family == "gpt2":
         return tf.GPT2Config(
-            vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=heads, bos_token_id=0, eos_token_id=base["eos_token_id"]
+            vocab_size=vocab,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            bos_token_id=0,
+            eos_token_id=base["eos_token_id"],
         )
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     makers = {
         "llama": lambda: tf.LlamaConfig(**base),
-        "qwen2": lambda: tf.Qwen2Config(**base, use_sliding_window=True, sliding_window=window, max_window_layers=layers // 2),
+        "qwen2": lambda: tf.Qwen2Config(
+            **base, use_sliding_window=True, sliding_window=window, max_window_layers=layers // 2
+        ),
         "qwen3": lambda: tf.Qwen3Config(**base),
         "mistral": lambda: tf.MistralConfig(**base, sliding_window=window),
-        "gemma2": lambda: tf.Gemma2Config(**base, sliding_window=window, layer_types=mixed, attn_logit_softcapping=20.0),
+        "gemma2": lambda: tf.Gemma2Config(
+            **base, sliding_window=window, layer_types=mixed, attn_logit_softcapping=20.0
+        ),
         "gemma3": lambda: tf.Gemma3TextConfig(**base, sliding_window=window, layer_types=mixed),
         "gpt_oss": lambda: tf.GptOssConfig(
             **base, sliding_window=window, layer_types=mixed, num_local_experts=4, num_experts_per_tok=2
@@ -85,7 +109,10 @@ def bpe_tokenizer(texts: list[str], vocab: int = 512) -> Any:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     raw.train_from_iterator(texts, trainer)
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<|pad|>", eos_token="<|end|>")
@@ -96,7 +123,9 @@ def bpe_tokenizer(texts: list[str], vocab: int = 512) -> Any:
 TEXTS = [f"What is {a} plus {b}? The answer is {a + b}." for a in range(30) for b in range(30)]
 
 
-def save_tiny_checkpoint(folder: Path, family: str = "llama", texts: list[str] | None = None, vocab: int = 512, **config: Any) -> Path:
+def save_tiny_checkpoint(
+    folder: Path, family: str = "llama", texts: list[str] | None = None, vocab: int = 512, **config: Any
+) -> Path:
     """Write a random model with its tokenizer; returns the folder."""
     tokenizer = bpe_tokenizer(texts or TEXTS, vocab)
     module = tiny_module(

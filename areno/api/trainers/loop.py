@@ -101,10 +101,10 @@ class TrainingLoop(ABC):
         """Rows of an epoch."""
         return len(self.dataset)
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027  (not every algorithm prepares anything)
         """Called once before the first step."""
 
-    def cleanup(self) -> None:
+    def cleanup(self) -> None:  # noqa: B027  (or holds anything)
         """Called once at the end, whatever happened."""
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -245,7 +245,9 @@ class TrainingLoop(ABC):
         if isinstance(error, KeyboardInterrupt):
             return
         if self._updating:
-            self.logger.error("ended inside an update; the newest checkpoint is the one after step %d", self._saved_step)
+            self.logger.error(
+                "ended inside an update; the newest checkpoint is the one after step %d", self._saved_step
+            )
             return
         if isinstance(error, StopRequested):
             self.logger.warning("%s: stopping after %d steps", error, self.state.step)

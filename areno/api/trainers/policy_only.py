@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from areno.api.datasets import iter_prompt_batches
 from areno.api.trainers.loop import StepOutcome, TrainingLoop
@@ -19,6 +19,7 @@ from areno.loss_fns.advantages import compute_group_advantages
 from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
+from areno.rewards.runner import OnError
 from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence, SamplingParams, TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
@@ -62,7 +63,7 @@ class PolicyOnlyTrainer(TrainingLoop):
             path=path,
             timeout_s=config.reward_timeout_s,
             workers=config.reward_workers,
-            on_error=config.on_reward_error,
+            on_error=cast(OnError, config.on_reward_error),
         )
         self._rewards.start()
 
@@ -174,9 +175,7 @@ class PolicyOnlyTrainer(TrainingLoop):
         for sample in samples:
             groups.setdefault(sample.prompt_index, []).append(sample)
         for members in groups.values():
-            for sample, advantage in zip(
-                members, compute_group_advantages([m.reward for m in members]), strict=True
-            ):
+            for sample, advantage in zip(members, compute_group_advantages([m.reward for m in members]), strict=True):
                 sample.advantage = advantage
         eos = min(self.instance.backend.eos_token_ids(), default=0)
         temperature = 1.0 if self.sampling.greedy else self.sampling.temperature

@@ -32,6 +32,7 @@ class SFTTrainer(TrainingLoop):
                 max_new_tokens=self.config.max_new_tokens,
                 eos_token_ids=self.instance.backend.eos_token_ids(),
                 source=str(self.config.dataset_path),
+                disable_thinking=self.config.disable_thinking,
             )
             lifecycle.sft_dataset_filter(logger, skipped)
         return self._rows

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class StopRequested(BaseException):  # noqa: N818  (it is a request and no error; `except Exception` must let it pass)
+class StopRequested(BaseException):
     """The user or the system asked the run to stop; ``signum`` says how."""
 
     def __init__(self, signum: int) -> None:

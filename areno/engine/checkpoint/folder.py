@@ -46,7 +46,9 @@ class CheckpointFolder:
         if not self.root.is_dir():
             return []
         found = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir())
-        return sorted(int(match[1]) for match, entry in found if match and (entry / STATE_FOLDER / STATE_FILE).is_file())
+        return sorted(
+            int(match[1]) for match, entry in found if match and (entry / STATE_FOLDER / STATE_FILE).is_file()
+        )
 
     def latest(self) -> Path | None:
         """Newest complete checkpoint."""

@@ -44,7 +44,7 @@ def estimate_memory(options: TrainOptions) -> MemoryEstimate:
         UsageError: the model's configuration cannot be read.
     """
     try:
-        config = AutoConfig.from_pretrained(options.ckpt, trust_remote_code=options.trust_remote_code)
+        config = AutoConfig.from_pretrained(str(options.ckpt), trust_remote_code=options.trust_remote_code)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

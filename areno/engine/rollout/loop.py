@@ -219,7 +219,9 @@ class RolloutLoop:
         table = SamplingTable([s.group.sampling for s in members], [s.seed for s in members], self.model.device)
         self.counters.prefilled += len(tokens)
         self._table = None
-        self._take(members, table.draw(logits[torch.tensor(owner, device=logits.device)], [len(s.output) for s in members]))
+        self._take(
+            members, table.draw(logits[torch.tensor(owner, device=logits.device)], [len(s.output) for s in members])
+        )
 
     def _decode(self) -> None:
         running = self.scheduler.running
@@ -249,7 +251,9 @@ class RolloutLoop:
         done = []
         for sequence, token, logprob, cut in zip(sequences, tokens, logprobs, cuts, strict=True):
             if not logprob > -float("inf"):
-                raise EngineError("the model produced logits that are not finite; the weights have diverged or are broken")
+                raise EngineError(
+                    "the model produced logits that are not finite; the weights have diverged or are broken"
+                )
             if sequence.push(token, logprob, cut, self.version):
                 done.append(sequence)
         self.counters.generated += len(tokens)

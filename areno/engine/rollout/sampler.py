@@ -18,6 +18,7 @@ from areno.engine.model.causal_lm import scale_logits
 from areno.engine.rollout.counter_rng import uniforms
 from areno.types import SamplingParams
 
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Result of one sampling pass over B rows.

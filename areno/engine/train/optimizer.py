@@ -78,7 +78,12 @@ class MasterAdamW:
         self._parameters = [p for _, p in parameters]
         self._masters = [p if p.dtype == torch.float32 else self._master_of(p) for p in self._parameters]
         self._adam = torch.optim.AdamW(
-            self._masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+            self._masters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     @staticmethod

@@ -164,7 +164,9 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
 
 def _refuse_unknown(section: str, given: dict[str, Any], known: set[str]) -> None:
     if unknown := sorted(set(given) - known):
-        raise UsageError(f"ArenoConfig.{section} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        raise UsageError(
+            f"ArenoConfig.{section} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}"
+        )
 
 
 def _device(name: str, devices: list[int] | None) -> torch.device:
@@ -172,7 +174,9 @@ def _device(name: str, devices: list[int] | None) -> torch.device:
     if name == "auto":
         name = f"cuda:{devices[0] if devices else 0}" if available else "cpu"
     if name.startswith("cuda") and not available:
-        raise UsageError(f"--device {name}: PyTorch sees no GPU here; use --device cpu, or run `areno check` for the reason")
+        raise UsageError(
+            f"--device {name}: PyTorch sees no GPU here; use --device cpu, or run `areno check` for the reason"
+        )
     return torch.device(name)
 
 

@@ -1,0 +1,71 @@
+# The two commands of the README, and what developers need besides. Each target sets up what it needs.
+#   make demo        teach a tiny model in minutes, from nothing
+#   make test        lint, types and tests (CI runs this)
+#   make test-all    also the long tests
+#   make bench       measure against peers
+# Variables: PYTHON (python3), VENV (.venv), TORCH_INDEX_URL (for example PyTorch's CPU index, to avoid CUDA packages).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: demo test test-all lint types bench setup clean help
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.run-ready
+	@$(BIN)/areno quickstart $(ARGS)
+
+test: lint types
+	@echo "== tests"
+	@$(PYTEST) -m "not long"
+
+test-all: lint types
+	@echo "== tests, the long ones too"
+	@$(PYTEST)
+
+lint: $(VENV)/.dev-ready
+	@echo "== lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+
+format: $(VENV)/.dev-ready
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+
+types: $(VENV)/.dev-ready
+	@echo "== types"
+	@$(BIN)/mypy
+
+bench: $(VENV)/.run-ready
+	@bash benchmarks/peers.sh trl
+	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+setup: $(VENV)/.dev-ready
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areno needs Python 3.11 or newer; set PYTHON=...")'
+	@echo "== virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch alone comes from TORCH_INDEX_URL: that index has nothing else of what is needed.
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "== PyTorch (the largest download)"
+	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL),) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.run-ready: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "== areno and what it needs"
+	@$(PIP) --constraint constraints.txt --editable ".[math]"
+	@touch $@
+
+$(VENV)/.dev-ready: $(VENV)/.run-ready pyproject.toml constraints.txt
+	@echo "== test tools"
+	@$(PIP) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,102 @@
+"""What every benchmark shares: the tiny model, the prompts, running a peer in its own environment, and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".peers"
+
+
+def problems(count: int) -> list[dict[str, Any]]:
+    """Arithmetic prompts with a response of about a hundred tokens for a small BPE vocabulary."""
+    rows = []
+    for i in range(count):
+        a, b = 17 * i % 101, 29 * i % 97
+        steps = " ".join(f"Adding {a} and {b + k} gives {a + b + k}." for k in range(4 + i % 5))
+        rows.append(
+            {
+                "prompt": f"What is {a} plus {b}? ",
+                "response": f"{steps} The answer is {a + b}.",
+                "solutions": [str(a + b)],
+            }
+        )
+    return rows
+
+
+def make_checkpoint(folder: Path, *, hidden: int = 128, layers: int = 4, vocab: int = 600) -> int:
+    """A random Qwen3 with a BPE tokenizer and no chat template, so that both sides see the same tokens; returns its size."""
+    import torch
+    import transformers as tf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    texts = (row["prompt"] + row["response"] for row in problems(500))
+    raw.train_from_iterator(texts, trainer)
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    config = tf.Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        intermediate_size=3 * hidden,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    model = tf.Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def run_worker(python: str | Path, script: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run one side in a fresh process; its last line of output is its result."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TERM": "dumb"}
+    done = subprocess.run(
+        [str(python), str(script), json.dumps(settings)], capture_output=True, text=True, env=env, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"{script.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were measured."""
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def median(values: list[float]) -> float:
+    """Median, rounded to what a timer on a busy machine can tell."""
+    return round(statistics.median(values), 4)

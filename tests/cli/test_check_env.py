@@ -1,0 +1,129 @@
+import copy
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from areno import __version__
+from areno.cli.check import checks, format_checks
+from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect, format_report
+from areno.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def report():
+    return collect()
+
+
+@pytest.fixture
+def altered(report):
+    return copy.deepcopy(report)
+
+
+def by_name(report):
+    return {check.name: check for check in checks(report)}
+
+
+def test_this_machine_is_ready(workspace, capsys):
+    assert main(["check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "AReno check: ready"
+    assert re.fullmatch(r"OK   Python >= 3\.11", lines[2])
+    assert lines[3].startswith("     3.")
+    assert lines[-1].endswith("areno quickstart")
+    assert "Next:" in lines
+
+
+def test_each_result_is_a_status_line_and_an_indented_detail(report):
+    body = format_checks(checks(report)).split("\n\n")[1].splitlines()
+    assert all(re.match(r"(OK  |INFO|WARN|FAIL) \S", line) for line in body[::2])
+    assert all(line.startswith("     ") for line in body[1::2])
+
+
+def test_whatever_fails_or_warns_has_a_remedy(altered):
+    altered["python"]["version"] = "3.10.4"
+    altered["platform"]["system"] = "Windows"
+    altered["dependencies"]["torch"] |= {"version": "2.6.0"}
+    altered["dependencies"]["datasets"] = {"version": None, "imported": False, "error": "not installed"}
+    altered["dependencies"]["numpy"] |= {"imported": False, "error": "ImportError: libopenblas"}
+    altered["cpu"]["available_bytes"] = 2**29
+    results = by_name(altered)
+    assert results["Python >= 3.11"].status == results["torch >= 2.11"].status == "FAIL"
+    assert results["datasets >= 4.0"].remedy.endswith('pip install --upgrade "datasets>=4.0"')
+    assert "ImportError: libopenblas" in results["numpy >= 1.26"].detail
+    assert results["memory"].status == results["platform"].status == "WARN"
+    assert all(check.remedy for check in results.values() if check.status in ("FAIL", "WARN"))
+    text = format_checks(list(results.values()))
+    assert text.startswith("AReno check: not ready")
+    assert text.endswith("areno check")
+
+
+@pytest.mark.parametrize(
+    ("build", "driver_cuda", "status", "part"),
+    [
+        (None, "13.0", "WARN", "but PyTorch is a CPU build"),
+        ("13.0", "12.4", "WARN", "built for CUDA 13.0, the driver offers 12.4"),
+        ("12.6", "12.4", "WARN", "sees no GPU"),
+        ("12.6", None, "INFO", "no NVIDIA driver found; training runs on the CPU"),
+    ],
+)
+def test_cuda_mismatches_are_told_apart(altered, build, driver_cuda, status, part):
+    altered["torch"] |= {"cuda_build": build, "cuda_available": False}
+    altered["gpus"] = []
+    driver = {
+        "path": "x",
+        "driver_version": "550.1" if driver_cuda else None,
+        "cuda_version": driver_cuda,
+        "error": None,
+    }
+    altered["cuda"]["driver"] = driver
+    check = by_name(altered)["CUDA"]
+    assert check.status == status
+    assert part in check.detail
+
+
+def test_gpus_are_listed_with_capability_and_memory(altered):
+    altered["gpus"] = [{"index": 0, "name": "H", "capability": "9.0", "memory_bytes": 80 * 2**30}]
+    assert by_name(altered)["device cuda:0"].detail == "H, capability 9.0, 80.0 GiB"
+    assert "flash" in by_name(altered)["flash-attn (optional)"].remedy
+
+
+def test_a_place_in_the_way_is_reported(altered, tmp_path):
+    (tmp_path / "runs").touch()
+    altered["paths"]["runs"] = str(tmp_path / "runs")
+    assert by_name(altered)["run folder"].status == "WARN"
+
+
+def test_env_json_has_sorted_keys_and_every_part(capsys):
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    loaded = json.loads(text)
+    assert text == json.dumps(loaded, indent=2, sort_keys=True) + "\n"
+    parts = {"areno", "python", "platform", "cpu", "torch", "cuda", "gpus", "dependencies", "env", "paths"}
+    assert loaded.keys() == parts
+    assert loaded["areno"]["version"] == __version__
+    assert loaded["dependencies"]["torch"]["imported"] is True
+
+
+def test_env_as_text_shows_the_same(report):
+    text = format_report(report)
+    assert f"  version: {__version__}" in text
+    assert "gpus:" in text
+    gpu = {"gpus": [{"index": 0, "name": "H"}]}
+    assert format_report(gpu) == "gpus:\n  0:\n    name: H"
+
+
+def test_versions_compare_by_their_numbers():
+    assert at_least("2.13.0+cpu", "2.11")
+    assert at_least("2.11.0rc1", "2.11")
+    assert not at_least("2.9.1", "2.11")
+    assert not at_least(None, "1.0")
+
+
+def test_the_least_versions_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert {f"{name}>={least}" for name, least in REQUIRED.items()} == set(project["dependencies"])
+    extras = {item for extra in ("math", "flash") for item in project["optional-dependencies"][extra]}
+    assert {f"{name}>={least}" for name, least in OPTIONAL.items()} == extras

@@ -1,0 +1,135 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areno import __version__
+from areno.cli.main import main
+
+REPO = Path(__file__).parents[2]
+
+GROUPS = {
+    "Basic": (
+        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size seed shuffle no-shuffle "
+        "config dry-run device dtype trust-remote-code"
+    ),
+    "Rollout": (
+        "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "
+        "top-k top-p greedy eager-decode drop-rollout-state attn-backend disable-thinking agent-fn "
+        "agent-timeout-s train-tool-results reward-fn-path reward-ckpt reward-timeout-s reward-workers "
+        "on-reward-error kv-cache-tokens stop stop-token-ids ignore-eos"
+    ),
+    "Parameter tuning": "tune-params mem-frac tune-max-samples",
+    "Train": (
+        "mini-bs gradient-accumulation-steps activation-checkpointing no-activation-checkpointing lr min-lr "
+        "lr-warmup-steps lr-decay-steps lr-decay-style adam-beta1 adam-beta2 adam-eps adam-8bit weight-decay "
+        "grad-clip-norm ref-ckpt critic-ckpt critic-lr critic-warmup-steps gspo-clip-eps grpo-clip-eps dpo-beta "
+        "use-kl-loss no-use-kl-loss kl-loss-coef kl-loss-type clip-eps clip-ratio-c value-clip-eps "
+        "value-loss-coef gamma lam"
+    ),
+    "Checkpoint": "save-path save-interval keep-checkpoints run-dir resume",
+    "Observability": "metrics-log-dir",
+}
+
+
+def train_help(capsys):
+    assert main(["train", "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def sections(text):
+    """Flags by section title of a help text."""
+    found, title = {}, ""
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            title = line[:-1]
+        elif line.startswith("  --"):
+            flags = line.strip().split("  ")[0].replace(",", " ").split()
+            found.setdefault(title, []).extend(flag for flag in flags if flag.startswith("--"))
+    return found
+
+
+def test_every_option_stands_in_its_group_once(capsys):
+    expected = {title: sorted("--" + name for name in names.split()) for title, names in GROUPS.items()}
+    assert {title: sorted(flags) for title, flags in sections(train_help(capsys)).items()} == expected
+
+
+def test_groups_follow_the_training_loop(capsys):
+    assert list(sections(train_help(capsys))) == list(GROUPS)
+
+
+def test_defaults_and_later_options_are_shown(capsys):
+    text = " ".join(train_help(capsys).split())
+    for part in ("Default: gspo.", "Default: 8 on a node with 8 GPUs; here 1.", "Default: 3071.", "Default: 1e-06."):
+        assert part in text
+    assert "agentic rollout. [not in this version]" in text
+    assert "GAE lambda). Default: 0.95. (ppo)" in text
+
+
+def test_commands_are_listed_sorted_with_their_texts(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    texts = [
+        "check       Check whether this machine is ready to run AReno.",
+        "env         Print an AReno environment/support report.",
+        "quickstart  ",
+        "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",
+    ]
+    places = [out.index(text) for text in texts]
+    assert places == sorted(places)
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: areno COMMAND")
+
+
+def test_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"areno {__version__}\n"
+
+
+def test_help_of_check_and_env_exits_with_0(capsys):
+    assert [main(["check", "-h"]), main(["env", "--help"])] == [0, 0]
+
+
+def run(*argv, cwd, **kwargs):
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, **kwargs
+    )
+
+
+def test_help_loads_no_torch_and_is_quick(tmp_path):
+    code = (
+        "import sys; from areno.cli.main import main; assert main(sys.argv[1:]) == 0\n"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    for argv in (["--help"], ["train", "--help"]):
+        assert run("-c", code, *argv, cwd=tmp_path).stdout.splitlines()[-1] == "[]"
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run("-m", "areno", "--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5
+
+
+def test_a_closed_pipe_is_quiet(tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m areno train --help | head -1",
+        shell=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("usage: areno train")
+    assert done.stderr == ""
+
+
+def test_wrong_use_as_a_process_is_one_message_in_two_seconds(tmp_path):
+    for argv in (["train"], ["train", "--epochs", "0"], ["trian"], ["train", "--config", "gone.yaml"]):
+        began = time.perf_counter()
+        done = run("-m", "areno", *argv, cwd=tmp_path)
+        assert time.perf_counter() - began < 2
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr

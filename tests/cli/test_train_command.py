@@ -1,0 +1,82 @@
+"""``areno train`` up to the point where it hands over to the engine."""
+
+import importlib
+import shutil
+
+import pytest
+import yaml
+
+from areno.cli.main import main
+from areno.cli.train import load_hooks
+from areno.config import TrainOptions
+from areno.errors import ArenoError
+from tests.config.workspace import GSPO, SFT
+
+
+@pytest.fixture
+def real_model(workspace, tiny_checkpoint):
+    """The workspace with a model that transformers can read."""
+    shutil.rmtree(workspace / "model")
+    shutil.copytree(tiny_checkpoint, workspace / "model")
+    return workspace
+
+
+def config_part(out):
+    return out.split("----------------------\n")[1].split("\nMemory\n")[0]
+
+
+def printed_config(capsys):
+    return config_part(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("argv", [GSPO, SFT])
+def test_dry_run_prints_summary_config_and_memory_and_runs_nothing(real_model, capsys, argv):
+    before = sorted(path.name for path in real_model.iterdir())
+    assert main(["train", *argv, "--dry-run", "--lr", "3e-5", "--run-dir", "out"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("AReno training config\n")
+    config = yaml.safe_load(config_part(out))
+    assert config["lr"] == 3e-5
+    assert config["ckpt"] == "model"
+    assert out.split("\nMemory\n------\n")[1].strip()
+    assert sorted(path.name for path in real_model.iterdir() if path.name != "__pycache__") == before
+
+
+def test_the_printed_config_runs_again(real_model, capsys):
+    main(["train", *GSPO, "--dry-run", "--seed", "3"])
+    first = printed_config(capsys)
+    (real_model / "again.yaml").write_text(first)
+    assert main(["train", "--config", "again.yaml", "--dry-run"]) == 0
+    assert printed_config(capsys) == first
+
+
+def test_hooks_are_loaded_only_where_given(workspace):
+    loader, reward = load_hooks(TrainOptions(reward_fn_path="reward.py"))
+    assert loader is None
+    assert reward(None) == 1.0
+    loader, reward = load_hooks(TrainOptions(dataset_loader_fn="loader.py"))
+    assert loader("x", default_loader=str.upper) == "X"
+    assert reward is None
+
+
+def raising(error):
+    def run(argv):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(ArenoError("disk full"), 1, "error: disk full\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_failures_and_interrupts_have_their_own_exit_codes(monkeypatch, capsys, error, code, message):
+    monkeypatch.setattr(importlib.import_module("areno.cli.train"), "run", raising(error))
+    assert main(["train"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("areno.cli.train"), "run", raising(RuntimeError("defect")))
+    with pytest.raises(RuntimeError, match="defect"):
+        main(["train"])

@@ -1,0 +1,144 @@
+"""Wrong input through the real command line: exit code 2, one message on stderr, no traceback, nothing left behind."""
+
+import pytest
+
+from areno.cli.main import main
+from tests.config.workspace import BASE, GSPO, SFT, stored_run
+
+TRAIN = [
+    ([], "--ckpt is required"),
+    (["--ckpt", "model"], "--dataset-path is required"),
+    ([*BASE, "--algo", "sft"], "--dataset-loader-fn is required for --algo sft"),
+    (BASE, "--reward-fn-path or --reward-ckpt is required"),
+    ([*GSPO, "--epoch", "3"], "--epoch is not an option (did you mean --epochs?)"),
+    ([*GSPO, "stray"], "unexpected argument 'stray'"),
+    ([*GSPO, "--epochs"], "--epochs needs a value"),
+    ([*GSPO, "--greedy=yes"], "--greedy takes no value"),
+    ([*GSPO, "--epochs", "ten"], "--epochs 'ten': expected a whole number"),
+    ([*GSPO, "--epochs", "2.5"], "--epochs '2.5': expected a whole number"),
+    ([*GSPO, "--lr", "fast"], "--lr 'fast': expected a number"),
+    ([*GSPO, "--stop-token-ids", "1,x"], "--stop-token-ids 'x': expected a whole number"),
+    ([*GSPO, "--epochs", "0"], "--epochs must be positive, got 0"),
+    ([*GSPO, "--max-steps", "-1"], "--max-steps must be positive, got -1"),
+    ([*GSPO, "--batch-size", "0"], "--batch-size must be positive"),
+    ([*GSPO, "--mini-bs", "0"], "--mini-bs must be positive"),
+    ([*GSPO, "--n-samples", "1"], "--n-samples 1: gspo compares the samples of a prompt"),
+    ([*GSPO, "--temperature", "0"], "--temperature must be positive, got 0.0; for the most likely token use --greedy"),
+    ([*GSPO, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
+    ([*GSPO, "--top-p", "0"], "--top-p must be positive"),
+    ([*GSPO, "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
+    ([*GSPO, "--top-k", "-5"], "--top-k must be at least -1, got -5"),
+    ([*GSPO, "--lr", "nan"], "--lr nan is not a finite number"),
+    ([*GSPO, "--lr", "-1e-6"], "--lr must be positive, got -1e-06"),
+    ([*GSPO, "--weight-decay", "-inf"], "--weight-decay -inf is not a finite number"),
+    ([*GSPO, "--adam-beta1", "1"], "--adam-beta1 must be below 1, got 1.0"),
+    ([*GSPO, "--adam-beta2", "-0.1"], "--adam-beta2 must be non-negative"),
+    ([*GSPO, "--min-lr", "1"], "--min-lr 1.0 is above --lr 1e-06"),
+    ([*GSPO, "--lr-decay-style", "cosin"], "--lr-decay-style 'cosin' is unknown; choose constant, linear, cosine"),
+    ([*GSPO, "--kl-loss-type", "k9"], "--kl-loss-type 'k9' is unknown"),
+    ([*GSPO, "--attn-backend", "fast"], "--attn-backend 'fast' is unknown; choose flash, native"),
+    ([*GSPO, "--device", "tpu"], "--device 'tpu' is unknown"),
+    ([*GSPO, "--dtype", "fp16"], "--dtype 'fp16' is unknown"),
+    ([*GSPO, "--seed", "-1"], "--seed must be non-negative, got -1"),
+    ([*GSPO, "--save-interval", "0"], "--save-interval must be positive"),
+    ([*GSPO, "--keep-checkpoints", "0"], "--keep-checkpoints must be positive"),
+    ([*GSPO, "--reward-timeout-s", "0"], "--reward-timeout-s must be positive"),
+    ([*GSPO, "--on-reward-error", "skip"], "--on-reward-error 'skip' is unknown; choose stop, drop"),
+    ([*GSPO, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is less than one sequence may need"),
+    ([*GSPO, "--stop", ""], "--stop must not be empty"),
+    ([*GSPO, "--greedy"], "--greedy with --n-samples 8: all samples of a prompt would be equal"),
+    ([*GSPO, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
+    ([*GSPO, "--greedy", "--top-k", "4"], "--top-k 4 has no effect with --greedy"),
+    (
+        [*GSPO, "--lr-decay-style", "constant", "--min-lr", "0"],
+        "--min-lr 0.0 has no effect with --lr-decay-style constant",
+    ),
+    ([*GSPO, "--world-size", "3", "--tp-size", "2"], "--world-size must be divisible by --tp-size, got 3 and 2"),
+    ([*GSPO, "--world-size", "8", "--tp-size", "4"], "this version runs on one device"),
+    ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),
+    ([*GSPO, "--algo", "ppo"], "--algo ppo is not in this version yet; available: grpo, gspo, sft"),
+    ([*GSPO, "--algo", "dpo"], "--algo dpo is not in this version yet"),
+    ([*GSPO, "--algo", "gone.py:spec"], "--algo file does not exist: gone.py"),
+    ([*GSPO, "--grpo-clip-eps", "0.1"], "--grpo-clip-eps 0.1 applies to --algo grpo only, not to gspo"),
+    ([*GSPO, "--no-use-kl-loss"], "--no-use-kl-loss applies to --algo ppo only"),
+    ([*SFT, "--n-samples", "4"], "--n-samples 4 has no effect with --algo sft"),
+    ([*SFT, "--reward-fn-path", "reward.py"], "--reward-fn-path reward.py has no effect with --algo sft"),
+    ([*SFT, "--greedy"], "--greedy has no effect with --algo sft"),
+    ([*GSPO, "--agent-fn", "agent.py"], "--agent-fn agent.py is not in this version yet: agentic rollout comes later"),
+    ([*GSPO, "--max-context-len", "99"], "--max-context-len 99 is not in this version yet"),
+    ([*GSPO, "--train-tool-results"], "--train-tool-results is not in this version yet"),
+    ([*GSPO, "--tune-params"], "--tune-params is not in this version yet: automatic tuning comes later"),
+    ([*GSPO, "--adam-8bit"], "--adam-8bit is not in this version yet"),
+    (["--ckpt", "./gone", *GSPO[2:]], "--ckpt folder does not exist: ./gone"),
+    (["--ckpt", "empty", *GSPO[2:]], "has no config.json"),
+    (["--ckpt", "data.jsonl", *GSPO[2:]], "is a file; give the folder"),
+    ([*GSPO, "--dataset-path", "dta.jsonl"], "--dataset-path does not exist: dta.jsonl"),
+    ([*GSPO, "--dataset-path", "a:b:c:d"], "has 4 parts"),
+    ([*GSPO, "--dataset-path", "empty"], "is an empty folder"),
+    ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
+    ([*BASE, "--reward-fn-path", "empty"], "--reward-fn-path is not a file: empty"),
+    ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
+    ([*BASE, "--reward-fn-path", "reward.py:"], "write it as file.py or file.py:reward_fn"),
+    ([*BASE, "--reward-fn-path", "two.py"], "missing a required argument: 'completions'"),
+    ([*BASE, "--reward-fn-path", "syntax.py"], "line 2: not valid Python"),
+    ([*BASE, "--reward-fn-path", "raises.py"], "raised KeyError: 'rate' (at raises.py line 1: {}['rate'])"),
+    ([*GSPO, "--dataset-loader-fn", "narrow.py"], "unexpected keyword argument 'default_loader'"),
+    ([*GSPO, "--dataset-loader-fn", "reward.py"], "reward.py defines no load_training_dataset"),
+    ([*GSPO, "--run-dir", "runs/old"], "--run-dir runs/old already holds a run"),
+    ([*GSPO, "--run-dir", "data.jsonl/run"], "is a file; choose a directory"),
+    ([*GSPO, "--save-path", ""], "--save-path must not be empty"),
+    ([*GSPO, "--metrics-log-dir", "data.jsonl"], "--metrics-log-dir data.jsonl"),
+    (["--resume", "runs/none"], "--resume directory does not exist: runs/none"),
+    (["--resume", "runs/old", "--lr", "1"], "--lr 1.0 differs from 1e-06 in runs/old"),
+    ([*GSPO, "--resume", "--seed", "9"], "found no run with the same configuration in runs/"),
+    (["--config", "gone.yaml"], "--config file does not exist: gone.yaml"),
+    (["--config", "typo.yaml"], "typo.yaml: learnrate is not an option"),
+    (["--config", "list.yaml"], "list.yaml: expected a mapping"),
+]
+
+OTHER = [
+    (["trian"], "'trian' is not a command (did you mean train?)"),
+    (["serve"], "'serve' is not a command"),
+    (["--verbose"], "'--verbose' is not a command"),
+    (["check", "--gpu"], "unrecognized arguments: --gpu; see areno check --help"),
+    (["env", "--jsn"], "unrecognized arguments: --jsn; see areno env --help"),
+]
+
+
+@pytest.fixture
+def crowded(workspace):
+    """The workspace with further files, each wrong in one way."""
+    (workspace / "empty").mkdir()
+    (workspace / "two.py").write_text("def reward_fn(row, completions):\n    return [0.0]\n")
+    (workspace / "narrow.py").write_text("def load_training_dataset(dataset_path):\n    return []\n")
+    (workspace / "syntax.py").write_text("x = 1\ndef reward_fn(record:\n")
+    (workspace / "raises.py").write_text("{}['rate']\n")
+    (workspace / "typo.yaml").write_text("learnrate: 1.0e-5\n")
+    (workspace / "list.yaml").write_text("- lr\n")
+    stored_run(workspace / "runs" / "old", "algo: gspo\nckpt: model\nlr: 1.0e-06\n", step=1)
+    return workspace
+
+
+@pytest.mark.parametrize(("argv", "message"), TRAIN, ids=[message[:50] for _, message in TRAIN])
+def test_wrong_training_input_is_refused(crowded, capsys, argv, message):
+    before = sorted(crowded.rglob("*"))
+    refused(["train", *argv], message, capsys)
+    assert sorted(path for path in crowded.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+@pytest.mark.parametrize(("argv", "message"), OTHER, ids=[message[:50] for _, message in OTHER])
+def test_wrong_commands_are_refused(workspace, capsys, argv, message):
+    refused(argv, message, capsys)
+
+
+def refused(argv, message, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_at_least_thirty_kinds_are_covered():
+    assert len({message for _, message in TRAIN + OTHER}) >= 30

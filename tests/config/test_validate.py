@@ -1,0 +1,166 @@
+"""Rules that need no command line of their own; wrong input through the command line is in tests/cli."""
+
+import os
+
+import pytest
+
+from areno.config.parser import parse_train
+from areno.config.paths import ckpt_problem, dataset_problem, looks_like_path, unwritable
+from areno.config.resume import apply_resume
+from areno.config.validate import validate
+from areno.config.yaml_io import dump_config
+from areno.errors import UsageError
+from tests.config.workspace import BASE, GSPO, SFT, stored_run
+
+
+def check(*argv):
+    validate(apply_resume(parse_train([*argv])))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        GSPO,
+        SFT,
+        [*GSPO, "--algo", "grpo", "--grpo-clip-eps", "0.1", "--n-samples", "2"],
+        [*GSPO, "--world-size", "1", "--tp-size", "1"],
+        [*GSPO, "--lr-warmup-steps", "2000", "--lr-decay-steps", "10"],
+        [*GSPO, "--top-k", "1", "--top-p", "1", "--temperature", "0.01"],
+        [*GSPO, "--lr", "5e-8", "--lr-decay-style", "constant"],
+        [*GSPO, "--device", "cuda:1", "--dtype", "bfloat16"],
+        [*GSPO, "--max-prompt-tokens", "8", "--max-new-tokens", "8", "--kv-cache-tokens", "16"],
+        ["--ckpt", "Qwen/Qwen3-0.6B", "--dataset-path", "gsm8k:main", "--reward-fn-path", "reward.py"],
+        [
+            "--ckpt",
+            "gpt2",
+            "--dataset-path",
+            "AI-MO/NuminaMath-TIR:default:train",
+            "--reward-fn-path",
+            "reward.py:reward_fn",
+        ],
+    ],
+)
+def test_runs_that_work_are_accepted(workspace, argv):
+    check(*argv)
+
+
+def test_the_documented_smoke_test_is_accepted(workspace):
+    check(
+        "--ckpt", "Qwen/Qwen3-0.6B", "--dataset-path", "gsm8k:main", "--dataset-loader-fn", "loader.py",
+        "--reward-fn-path", "reward.py", "--algo", "gspo", "--tp-size", "1", "--world-size", "1", "--batch-size", "1",
+    )  # fmt: skip
+
+
+def test_every_problem_is_reported_at_once(workspace):
+    with pytest.raises(UsageError) as caught:
+        check("--epochs", "0", "--top-p", "2", "--dpo-beta", "1", "--ckpt", "./gone")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "6 problems:"
+    assert [line.split(".")[0].strip() for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_one_problem_is_not_numbered(workspace):
+    with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give a whole number from 1$"):
+        check(*GSPO, "--epochs", "0")
+
+
+def test_a_stored_config_is_valid_input_for_the_next_run(workspace):
+    for argv in (SFT, [*GSPO, "--lr-decay-style", "constant"]):
+        (workspace / "again.yaml").write_text(dump_config(parse_train(argv)))
+        check("--config", "again.yaml")
+
+
+def test_resuming_a_run_does_not_trip_over_its_own_directory(workspace):
+    run = stored_run(workspace / "runs" / "old", dump_config(parse_train([*GSPO, "--save-path", "saved"])), step=1)
+    (run / "checkpoints").rename(workspace / "saved")
+    check("--resume", str(run), "--max-steps", "9")
+
+
+def test_a_save_path_with_foreign_checkpoints_is_refused(workspace):
+    run = stored_run(workspace / "runs" / "old", "", step=1)
+    with pytest.raises(UsageError, match="already holds checkpoints of another run"):
+        check(*GSPO, "--save-path", str(run / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    "text", ["./x", "../x", "/x", "~/x", "a\\b", "data.jsonl", "data/train.TSV", "a/b/c", "model/", "x.safetensors"]
+)
+def test_paths_are_recognised(text):
+    assert looks_like_path(text)
+
+
+@pytest.mark.parametrize("text", ["gpt2", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "gsm8k"])
+def test_repo_ids_are_not_paths(text):
+    assert not looks_like_path(text)
+    assert ckpt_problem(text) == dataset_problem(text, has_loader=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gone.jsonl", "does not exist: gone.jsonl"),
+        ("data/gone.tsv:main", "does not exist"),
+        ("a:b:c:d", "has 4 parts"),
+        ("a::train", "neither a path nor a hub reference"),
+        ("my data", "neither a path nor a hub reference"),
+        ("empty", "is an empty folder"),
+        ("empty.csv", "is empty; give a file with at least one row"),
+        ("notes.md", "has no known format"),
+    ],
+)
+def test_unusable_data_says_why(workspace, text, expected):
+    (workspace / "empty").mkdir()
+    (workspace / "empty.csv").touch()
+    (workspace / "notes.md").write_text("x")
+    assert expected in dataset_problem(text, has_loader=False)
+
+
+def test_a_loader_may_give_other_references_a_meaning(workspace):
+    (workspace / "rows.md").write_text("x")
+    assert dataset_problem("db://host/table x", has_loader=True) != ""  # several slashes: looks like a path
+    assert dataset_problem("table x", has_loader=True) == ""
+    assert dataset_problem("rows.md", has_loader=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("./gone", "folder does not exist: ./gone"),
+        ("model/config.json", "is a file; give the folder"),
+        ("bare", "has no config.json"),
+        ("torn", "is not readable JSON"),
+        ("my model", "neither a folder nor a repo id"),
+    ],
+)
+def test_unusable_models_say_why(workspace, text, expected):
+    (workspace / "bare").mkdir()
+    (workspace / "torn").mkdir()
+    (workspace / "torn" / "config.json").write_text("{")
+    assert expected in ckpt_problem(text)
+
+
+def test_a_file_in_the_way_makes_a_place_unwritable(workspace):
+    assert unwritable(workspace / "new" / "deep", "--run-dir") == ""
+    assert not (workspace / "new").exists()
+    assert "is a file; choose a directory" in unwritable(workspace / "data.jsonl" / "run", "--run-dir")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_unwritable(workspace):
+    (workspace / "locked").mkdir(mode=0o500)
+    assert "cannot be written" in unwritable(workspace / "locked" / "run", "--run-dir")
+
+
+def test_options_of_other_algorithms_are_named_with_theirs(workspace):
+    with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; leave it out"):
+        check(*GSPO, "--critic-lr", "0.1")
+    with pytest.raises(UsageError, match=r"--ref-ckpt x applies to --algo dpo and ppo only"):
+        check(*GSPO, "--ref-ckpt", "x")
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo", "DPO"])
+def test_algorithms_of_a_later_version_name_the_available_ones(workspace, algo):
+    with pytest.raises(
+        UsageError, match=f"--algo {algo.lower()} is not in this version yet; available: grpo, gspo, sft"
+    ):
+        check(*BASE, "--algo", algo)
