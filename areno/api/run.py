@@ -12,11 +12,13 @@ from typing import Any
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
 from areno.api.trainer import Trainer
+from areno.api.trainers.loop import TrainingLoop
 from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
 from areno.observability.run_dir import RunDirectory
 
@@ -28,6 +30,8 @@ def run_training(
     *,
     reward_fn: Callable[..., Any] | None = None,
     loader_fn: Callable[..., Any] | None = None,
+    progress: Progress | None = None,
+    console_level: str | None = None,
 ) -> int:
     """Train as the options say.
 
@@ -35,6 +39,8 @@ def run_training(
         options: validated and resolved options.
         reward_fn: loaded reward function; where ``options.reward_fn_path`` is set it runs from that file in workers.
         loader_fn: loaded data set loader.
+        progress: shows the run; None suits the terminal or pipe.
+        console_level: least level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has them all.
 
     Returns:
         Exit code: 0, or 128 plus the signal that stopped the run.
@@ -43,25 +49,29 @@ def run_training(
         ArenoError: the run cannot go on; what was complete is saved.
     """
     run_dir = RunDirectory(options.run_path).create()
-    with setup_logging(run_dir):
+    with setup_logging(run_dir, level=console_level):
         began = time.perf_counter()
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         run_dir.write_config(dump_config(options))
         trainer = _trainer(options)
         try:
             trainer.init()
-            return _fit(options, trainer, dataset, reward_fn, run_dir, began)
+            loop = _loop(options, trainer, dataset, reward_fn)
+            if progress is not None:
+                loop.display = progress
+            return _fit(options, loop, run_dir, began)
         finally:
             trainer.close()
 
 
-def _fit(
-    options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any, run_dir: RunDirectory, began: float
-) -> int:
+def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> TrainingLoop:
     spec = get_algorithm(options.algo)
-    loop = spec.resolve_trainer_cls()(
+    return spec.resolve_trainer_cls()(
         options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=spec.make_loss_fn(options)
     )
+
+
+def _fit(options: TrainOptions, loop: TrainingLoop, run_dir: RunDirectory, began: float) -> int:
     with loop.stop.signals():
         try:
             state = loop.fit()

@@ -1,20 +1,15 @@
-"""``areno train``: parse, merge with the resumed run, validate, load the hooks, print the summary, train."""
+"""``areno train``: prepare the run, print its summary, train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from areno.config.algorithms import get_algorithm
-from areno.config.hooks import load_hook
-from areno.config.parser import parse_train, train_help
-from areno.config.resume import apply_resume
+from areno.config.parser import train_help
+from areno.config.prepare import prepare_run
 from areno.config.summary import format_summary
 from areno.config.train_options import TrainOptions
-from areno.config.validate import LOADER_HOOK, REWARD_HOOK, validate
 from areno.config.yaml_io import dump_config
-
-_LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,31 +27,13 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(train_help(argv), end="")
         return 0
-    options = apply_resume(parse_train(argv))
-    validate(options)
-    loader_fn, reward_fn = load_hooks(options)
-    print(format_summary(options, get_algorithm(options.algo)), flush=True)
-    if options.dry_run:
-        return _dry_run(options)
+    prepared = prepare_run(argv)
+    print(format_summary(prepared.options, get_algorithm(prepared.options.algo)), flush=True)
+    if prepared.options.dry_run:
+        return _dry_run(prepared.options)
     from areno.api.run import run_training
 
-    return run_training(options, reward_fn=reward_fn, loader_fn=loader_fn)
-
-
-def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Import the user's data set loader and reward function, where given, and check their signatures.
-
-    Returns:
-        Loader and reward function.
-
-    Raises:
-        UsageError: a file or its function cannot be used.
-    """
-    loader = options.dataset_loader_fn and load_hook(
-        options.dataset_loader_fn, positional=1, keywords=_LOADER_KEYWORDS, **LOADER_HOOK
-    )
-    reward = options.reward_fn_path and load_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
-    return loader or None, reward or None
+    return run_training(prepared.options, reward_fn=prepared.reward_fn, loader_fn=prepared.loader_fn)
 
 
 def _dry_run(options: TrainOptions) -> int:

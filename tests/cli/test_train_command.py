@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from areno.cli.main import main
-from areno.cli.train import load_hooks
+from areno.config.prepare import load_hooks
 from areno.config import TrainOptions
 from areno.errors import ArenoError
 from tests.config.workspace import GSPO, SFT

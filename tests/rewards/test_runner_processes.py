@@ -235,7 +235,7 @@ def test_module_beside_the_reward_file_can_be_imported(reward_file, records):
         ("x = 1\n1 / 0\n", "ZeroDivisionError"),
         ("def reward_fn(record)\n", "line 1"),
         ("def other(record): return 1\n", "defines no reward_fn"),
-        ("def reward_fn(): return 1\n", "takes 0 positional arguments"),
+        ("def reward_fn(): return 1\n", "too many positional arguments"),
         ("import os\nos._exit(4)\n", "exit code 4"),
     ],
 )

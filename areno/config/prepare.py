@@ -1,0 +1,52 @@
+"""From arguments to a run that may start: everything that can be refused is refused here, before anything expensive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.hooks import load_hook
+from areno.config.parser import parse_train
+from areno.config.resume import apply_resume
+from areno.config.train_options import TrainOptions
+from areno.config.validate import LOADER_HOOK, REWARD_HOOK, validate
+
+_LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """Resolved options with the user's hooks, imported and checked."""
+
+    options: TrainOptions
+    loader_fn: Callable[..., Any] | None
+    reward_fn: Callable[..., Any] | None
+
+
+def prepare_run(argv: Sequence[str]) -> PreparedRun:
+    """Parse the arguments of ``areno train``, merge them with a resumed run, validate, and load the hooks.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options = apply_resume(parse_train(argv))
+    validate(options)
+    return PreparedRun(options, *load_hooks(options))
+
+
+def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Import the user's data set loader and reward function, where given, and check their signatures.
+
+    Returns:
+        Loader and reward function.
+
+    Raises:
+        UsageError: a file or its function cannot be used.
+    """
+    loader = reward = None
+    if options.dataset_loader_fn:
+        loader = load_hook(options.dataset_loader_fn, positional=1, keywords=_LOADER_KEYWORDS, **LOADER_HOOK)
+    if options.reward_fn_path:
+        reward = load_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
+    return loader, reward

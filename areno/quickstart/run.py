@@ -1,0 +1,198 @@
+"""``areno quickstart``: data and model from nothing, SFT to a weak start, GSPO until it is good, and the proof.
+
+Both trainings go through the very code path of ``areno train``; the commands that would do the same are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from areno.config.prepare import prepare_run
+from areno.errors import UsageError
+from areno.observability.chart import text_chart
+from areno.observability.display import PlainProgress, Progress, create_progress
+from areno.observability.run_dir import RunDirectory
+from areno.quickstart.evaluate import accuracy, answers
+from areno.quickstart.model import make_checkpoint
+from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, problem_count, write_rows
+
+SFT_STEPS, SFT_BATCH = 350, 32
+RL_STEPS, RL_BATCH = 40, 32
+HELD_OUT = 400
+# The held-out problems are the same for every seed, so that runs can be compared.
+_HELD_OUT_SEED = 12345
+_LINE_EVERY_S = 5.0
+
+_SFT = {
+    "--batch-size": SFT_BATCH,
+    "--mini-bs": SFT_BATCH,
+    "--epochs": 1,
+    "--max-steps": SFT_STEPS,
+    "--lr": 4e-3,
+    "--min-lr": 0,
+    "--lr-warmup-steps": 20,
+    "--lr-decay-steps": SFT_STEPS,
+    "--lr-decay-style": "linear",
+    "--adam-beta2": 0.95,
+}
+_GSPO = {
+    "--batch-size": RL_BATCH,
+    "--n-samples": 8,
+    "--mini-bs": RL_BATCH * 8,
+    "--epochs": 1,
+    "--max-steps": RL_STEPS,
+    "--max-new-tokens": 40,
+    "--lr": 1e-4,
+    "--lr-warmup-steps": 5,
+    "--lr-decay-style": "constant",
+    "--adam-beta2": 0.95,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the quickstart achieved; the keys of its ``summary.json``."""
+
+    accuracy_before: float
+    accuracy_after: float
+    seconds: float
+    seed: int
+    steps: int
+    checkpoint: str
+
+
+class _BriefLines(PlainProgress):
+    """Piped output: a line every few seconds instead of one per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed = 0.0
+
+    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+        """Print now and then, and always at the last step."""
+        super().step_done(step, stats, sample)
+        now = time.monotonic()
+        if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
+            return
+        self._printed = now
+        reward = f"  reward {stats['reward_mean']:.2f}" if "reward_mean" in stats else ""
+        length = f"  tokens per answer {stats['response_len']:.0f}" if "response_len" in stats else ""
+        loss = "" if reward else f"  loss {stats['loss']:.3f}"
+        print(f"     step {step + 1:3d}/{self.total_steps}{loss}{reward}{length}", flush=True)
+
+
+def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
+    """Run everything, print it, and write ``<run>/summary.json``.
+
+    Args:
+        seed: fixes data, weights and samples.
+        run_dir: where everything goes; None is ``runs/quickstart-<time>``.
+
+    Raises:
+        UsageError: the folder holds something already.
+    """
+    began = time.perf_counter()
+    root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
+    if root.exists() and any(root.iterdir()):
+        raise UsageError(f"--run-dir {root}: the folder is not empty; choose another or delete it")
+    print(f"Everything of this run goes to {root}\n")
+    held_out = draw_problems(_HELD_OUT_SEED, HELD_OUT, held_out=True)
+    parameters = _write_inputs(root, seed)
+    print(f"1/4  A task and a model, made just now: {problem_count():,} sums like {held_out[0].question!r},")
+    print(f"     1 in 20 of them never trained on; a Llama with {parameters:,} random parameters.\n")
+
+    print(f"2/4  SFT: imitate {SFT_STEPS * SFT_BATCH:,} correct answers. Some show the work, most do not.")
+    sft = _train("sft", root, root / "model", seed, _SFT)
+    before_texts = answers(sft, held_out)
+    before = accuracy(held_out, before_texts)
+    print(f"     held-out accuracy {before:.1%}\n")
+
+    print(f"3/4  GSPO: {RL_STEPS} steps of trial and error. The reward looks at the final answer only.")
+    checkpoint = _train("gspo", root, sft, seed, _GSPO)
+
+    print("4/4  Load the checkpoint in plain transformers and ask what it has never seen.")
+    after_texts = answers(checkpoint, held_out)
+    after = accuracy(held_out, after_texts)
+    seconds = time.perf_counter() - began
+    outcome = Outcome(before, after, round(seconds, 1), seed, SFT_STEPS + RL_STEPS, str(checkpoint))
+    (root / "summary.json").write_text(json.dumps(_as_json(outcome), indent=2) + "\n", encoding="utf-8")
+    _report(root, outcome, held_out, before_texts, after_texts)
+    return outcome
+
+
+def _as_json(outcome: Outcome) -> dict[str, object]:
+    return {name: getattr(outcome, name) for name in outcome.__slots__}
+
+
+def _write_inputs(root: Path, seed: int) -> int:
+    """Data, hook files and the random model; returns the model's size."""
+    data = root / "data"
+    data.mkdir(parents=True)
+    write_rows(data / "sft.jsonl", draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False), seed)
+    write_rows(data / "gspo.jsonl", draw_problems(seed + 1000, RL_STEPS * RL_BATCH, held_out=False), seed)
+    (data / "loader.py").write_text(LOADER_FILE, encoding="utf-8")
+    (data / "reward.py").write_text(REWARD_FILE, encoding="utf-8")
+    return make_checkpoint(root / "model", seed)
+
+
+def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str, object]) -> Path:
+    """Print the equivalent command and run it in this process; returns the checkpoint."""
+    from areno.api.run import run_training
+
+    data = root / "data"
+    hook = ("--dataset-loader-fn", data / "loader.py") if algo == "sft" else ("--reward-fn-path", data / "reward.py")
+    inputs = {"--algo": algo, "--ckpt": model, "--dataset-path": data / f"{algo}.jsonl", hook[0]: hook[1]}
+    outputs = {"--seed": seed, "--run-dir": root / algo}
+    argv = [str(part) for pair in (inputs | dict(settings) | outputs).items() for part in pair]
+    _print_command(argv)
+    run = prepare_run(argv)
+    live = create_progress()
+    progress: Progress = _BriefLines() if isinstance(live, PlainProgress) else live
+    logging.getLogger("areno.quickstart").debug("running %s", argv)
+    run_training(
+        run.options, reward_fn=run.reward_fn, loader_fn=run.loader_fn, progress=progress, console_level="WARNING"
+    )
+    checkpoint = run.options.checkpoint_path
+    return sorted(checkpoint.glob("step_*"))[-1]
+
+
+def _print_command(argv: Sequence[str]) -> None:
+    """The command, wrapped so that it can be pasted."""
+    line = "     $ areno train"
+    for flag, value in zip(argv[::2], argv[1::2], strict=True):
+        part = f" {flag} {shlex.quote(value)}"
+        if len(line) + len(part) > 110:
+            print(line + " \\")
+            line = "        "
+        line += part
+    print(line)
+
+
+def _report(root: Path, outcome: Outcome, held_out: list[Problem], before: list[str], after: list[str]) -> None:
+    rewards = [m["rollout/rewards_mean"] for m in RunDirectory(root / "gspo").read_metrics()]
+    print()
+    print(text_chart(rewards, width=60, height=8, title="     mean reward of each GSPO step"))
+    print("\nThe same questions, before and after GSPO:")
+    changed = [i for i, p in enumerate(held_out) if before[i] != after[i] and not p.wording.startswith("Step")]
+    for index in changed[:3]:
+        problem = held_out[index]
+        print(f"  {problem.question}   (right: {problem.a + problem.b})")
+        print(f"    before  {before[index]}")
+        print(f"    after   {after[index]}")
+    print(
+        f"\nHeld-out accuracy: {outcome.accuracy_before:.1%} after SFT, {outcome.accuracy_after:.1%} after GSPO, "
+        f"on {len(held_out)} problems never trained on, in {outcome.seconds:.0f} s."
+    )
+    print(f"\n  checkpoint   {outcome.checkpoint}   (Hugging Face format)")
+    print(f"  metrics      {root / 'gspo' / 'metrics.jsonl'}, samples.jsonl and log.txt beside it")
+    print(f"  curves       tensorboard --logdir {root}")
+    print(
+        "\nNext: train a model of yours on a task of yours; `areno train --help` shows how, docs/first-run.md step by step."
+    )

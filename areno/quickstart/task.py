@@ -1,0 +1,111 @@
+"""The toy task: three-digit sums, in words, with a reward that anybody can check.
+
+The demonstrations are all correct, but they come in two styles, as people's do. Asked "Step by step, what is 347 + 182?"
+they always show the work; asked plainly they mostly just state the answer. Supervised training copies that habit: the
+model *can* add with a scratchpad, cannot do it in its head, and mostly tries in its head. Rewarded for the right answer
+alone, GSPO finds out that showing the work pays, whatever the wording. Problems are split by a hash, so no held-out sum
+is ever seen in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOW, HIGH = 100, 499  # so that every sum has three digits, too
+HELD_OUT_ONE_IN = 20
+# Wording -> share of its demonstrations that show the work.
+WORDINGS = {
+    "What is {a} + {b}?": 0.35,
+    "Calculate {a} + {b}.": 0.35,
+    "Step by step, what is {a} + {b}?": 1.0,
+}
+
+# These become files of their own beside the data, so that the printed `areno train` commands run as they stand.
+REWARD_FILE = '''"""1.0 if the completion ends in the right `Answer: N`, else 0.0; the steps before it are not looked at."""
+
+import re
+
+
+def reward_fn(record):
+    match = re.search(r"Answer: (\\d+)$", record.completion.strip())
+    return float(match is not None and match.group(1) == record.answer[0])
+'''
+LOADER_FILE = '''"""The rows have `prompt`, `response` and `solutions` already."""
+
+
+def load_training_dataset(dataset_path, *, default_loader, **_):
+    return default_loader(dataset_path)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One sum, in one wording."""
+
+    a: int
+    b: int
+    wording: str
+
+    @property
+    def question(self) -> str:
+        """What the user asks."""
+        return self.wording.format(a=self.a, b=self.b)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the sum belongs to the side of the split that is never trained on; a function of the numbers alone."""
+        digest = hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+
+    def row(self, rng: random.Random) -> dict[str, Any]:
+        """A data row with a demonstration in one of the two styles."""
+        shows_work = rng.random() < WORDINGS[self.wording]
+        response = worked_answer(self.a, self.b) if shows_work else f"Answer: {self.a + self.b}"
+        return {"prompt": self.question, "response": response, "solutions": [str(self.a + self.b)]}
+
+
+def problem_count() -> int:
+    """Distinct sums, over all wordings counted once."""
+    return (HIGH - LOW + 1) ** 2
+
+
+def draw_problems(seed: int, count: int, *, held_out: bool) -> list[Problem]:
+    """``count`` distinct sums from one side of the split, each in a random wording."""
+    rng = random.Random(seed)
+    wordings = list(WORDINGS)
+    seen: set[tuple[int, int]] = set()
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = Problem(rng.randint(LOW, HIGH), rng.randint(LOW, HIGH), rng.choice(wordings))
+        if (problem.a, problem.b) not in seen and problem.held_out == held_out:
+            seen.add((problem.a, problem.b))
+            problems.append(problem)
+    return problems
+
+
+def worked_answer(a: int, b: int) -> str:
+    """Addition digit by digit: 347, 182 -> ``7+2=9 carry 0, 4+8+0=2 carry 1, 3+1+1=5. Answer: 529``."""
+    (a1, b1), (a2, b2), (a3, b3) = ((int(x), int(y)) for x, y in zip(str(a)[::-1], str(b)[::-1], strict=True))
+    carry1, ones = divmod(a1 + b1, 10)
+    carry2, tens = divmod(a2 + b2 + carry1, 10)
+    return (
+        f"{a1}+{b1}={ones} carry {carry1}, {a2}+{b2}+{carry1}={tens} carry {carry2}, "
+        f"{a3}+{b3}+{carry2}={a3 + b3 + carry2}. Answer: {a + b}"
+    )
+
+
+def is_right(problem: Problem, completion: str) -> bool:
+    """Whether a completion ends in the right answer; the rule of the reward file."""
+    return completion.strip().endswith(f"Answer: {problem.a + problem.b}")
+
+
+def write_rows(path: Path, problems: Iterable[Problem], seed: int) -> None:
+    """Write problems with their demonstrations as JSON lines."""
+    rng = random.Random(seed)
+    path.write_text("".join(json.dumps(p.row(rng)) + "\n" for p in problems), encoding="utf-8")
