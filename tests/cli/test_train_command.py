@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from areno.cli.main import main
-from areno.config.prepare import load_hooks
 from areno.config import TrainOptions
+from areno.config.prepare import load_hooks
 from areno.errors import ArenoError
 from tests.config.workspace import GSPO, SFT
 
