@@ -99,8 +99,21 @@ class HealthMonitor:
             "reward_errors": _reward_errors(stats),
         }
         warnings = [text for name, finding in findings.items() for text in self._follow(name, finding)]
-        warnings += self._explain_loss(stats, rewards)
         return [f"step {step}: {text}" for text in warnings]
+
+    def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
+        """Once in a run, why a loss near 0 is no problem; else an empty text. Arguments as for :meth:`observe`."""
+        loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
+        if self._loss_explained or not rewards or loss is None or grad_norm is None:
+            return ""
+        if not (abs(loss) < _LOSS_IS_ZERO and 0 < grad_norm < math.inf):
+            return ""
+        self._loss_explained = True
+        return (
+            f"step {step}: the loss is near 0, and this is normal for group-normalised policy gradients: advantages of "
+            f"a group sum to zero, so the value cancels and the gradient does not (norm {grad_norm:.3g}). Watch the "
+            "reward instead"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
@@ -152,18 +165,6 @@ class HealthMonitor:
             "the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) or a "
             "lower learning rate; if it is so from the first step, try --dtype float32",
         )
-
-    def _explain_loss(self, stats: Mapping[str, float], rewards: Sequence[float]) -> list[str]:
-        loss, grad_norm = stats.get("loss"), stats.get("grad_norm")
-        if self._loss_explained or not rewards or loss is None or grad_norm is None:
-            return []
-        if not (abs(loss) < _LOSS_IS_ZERO and 0 < grad_norm < math.inf):
-            return []
-        self._loss_explained = True
-        return [
-            "the loss is near 0, and this is normal for group-normalised policy gradients: advantages of a group sum "
-            f"to zero, so the value cancels and the gradient does not (norm {grad_norm:.3g}). Watch the reward instead"
-        ]
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:

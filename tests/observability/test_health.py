@@ -95,9 +95,24 @@ def test_the_gap_limit_is_tighter_in_fp32():
 
 def test_a_loss_near_zero_is_explained_once_in_a_run():
     monitor = HealthMonitor()
-    (text,) = observe(monitor, 0, loss=1e-9)
-    assert "this is normal" in text
-    assert not any(observe(monitor, step, loss=1e-9 if step % 20 else 1.0) for step in range(1, 100))
+    stats = {"loss": 1e-9, "grad_norm": 0.5}
+    assert "this is normal" in monitor.explain(3, stats, [0.0, 1.0])
+    assert [monitor.explain(step, stats, [0.0, 1.0]) for step in range(4, 50)] == [""] * 46
+    resumed = HealthMonitor()
+    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert resumed.explain(51, stats, [0.0, 1.0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("stats", "rewards"),
+    [
+        ({"loss": 0.5, "grad_norm": 0.5}, [0.0]),
+        ({"loss": 0.0, "grad_norm": 0.0}, [0.0]),
+        ({"loss": 0.0, "grad_norm": 1.0}, []),
+    ],
+)
+def test_only_a_vanishing_policy_loss_with_a_gradient_is_explained(stats, rewards):
+    assert HealthMonitor().explain(0, stats, rewards) == ""
 
 
 def test_supervised_steps_are_judged_by_what_they_have():

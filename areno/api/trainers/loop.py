@@ -193,6 +193,8 @@ class TrainingLoop(ABC):
         )
         for warning in warnings:
             self.display.warn(warning)
+        if note := self.health.explain(step, outcome.stats, outcome.rewards or []):
+            self.logger.info(note)
 
     def _record(self, step: int, outcome: StepOutcome) -> None:
         if self._recorder is None:

@@ -151,12 +151,20 @@ class TrainStep:
 
     def _set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
-        module: Any = self.model.module
-        if training and self.activation_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
-        elif not training and module.is_gradient_checkpointing:
-            module.gradient_checkpointing_disable()
-        module.train(training)
+        if self.activation_checkpointing:
+            _recompute_layers(self.model.module, training)
+        self.model.module.train(training)
+
+
+def _recompute_layers(module: Any, enabled: bool) -> None:
+    """Switch activation recomputation, under the name that this release of ``transformers`` gives it."""
+    name = (
+        "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
+    )
+    if enabled:
+        getattr(module, f"{name}_enable")({"use_reentrant": False})
+    else:
+        getattr(module, f"{name}_disable")()
 
 
 def _chunks(rows: Sequence[TrainSequence], size: int) -> Iterator[Sequence[TrainSequence]]:
