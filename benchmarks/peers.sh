@@ -11,7 +11,7 @@ trl() {
   [ -x "$env/bin/python" ] || "$python" -m venv "$env"
   # shellcheck disable=SC2086
   "$env/bin/python" -m pip install -q $index "torch==2.13.0"
-  "$env/bin/python" -m pip install -q "trl==1.16.0" "transformers==5.23.0" "datasets==5.2.0" "accelerate==1.15.0"
+  "$env/bin/python" -m pip install -q "trl==1.16.0" "transformers==5.23.0" "datasets==5.2.0" "accelerate==1.15.0" "tensorboard==2.21.0"
   "$env/bin/python" -c "import trl, torch; print('trl', trl.__version__, 'torch', torch.__version__)"
 }
 

@@ -53,7 +53,12 @@ class Trainer:
         self.seed = 0
 
     def init(self) -> None:
-        """Load tokenizer and model. Call it once, before anything else."""
+        """Load tokenizer and model. Call it once, before anything else.
+
+        Raises:
+            EngineError: it was called before.
+            UsageError: there is no usable checkpoint.
+        """
         self.backend.initialize()
 
     def __enter__(self) -> Trainer:
@@ -124,7 +129,13 @@ class Trainer:
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session by hand; the outermost one aborts what is still pending."""
+        """Leave a session by hand; the outermost one aborts what is still pending.
+
+        Raises:
+            EngineError: no session is open.
+        """
+        if self._depth == 0:
+            raise EngineError("no rollout session is open: each end_rollout_session() needs a begin_rollout_session()")
         self._depth -= 1
         if self._depth == 0:
             self.backend.end_rollout()
@@ -200,13 +211,15 @@ class Trainer:
         return [derive_seed(self.seed, self._requests, index) for index in range(n_samples)]
 
     def _with_text(self, results: list[RolloutResult], sampling: SamplingParams) -> list[RolloutResult]:
-        """Decode what has no text yet; requests with stop strings come decoded."""
-        bare = [s for result in results for s in result.sequences if not s.text]
+        """Decode the responses; those of requests with stop strings come decoded, cut before the stop string."""
+        sequences = [sequence for result in results for sequence in result.sequences]
+        if sampling.stop or not sequences:
+            return results
         texts = self.get_tokenizer().batch_decode(
-            [s.resp_tokens for s in bare], skip_special_tokens=sampling.skip_special_tokens
+            [sequence.resp_tokens for sequence in sequences], skip_special_tokens=sampling.skip_special_tokens
         )
-        for sequence, text in zip(bare, texts, strict=True):
-            sequence.text = text if not sampling.stop else ""
+        for sequence, text in zip(sequences, texts, strict=True):
+            sequence.text = text
         return results
 
     def train(

@@ -46,7 +46,7 @@ def main() -> None:
         "use_cpu": True,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": "none",
+        "report_to": "tensorboard",
         "disable_tqdm": True,
         "gradient_checkpointing": settings["checkpointing"],
         "per_device_train_batch_size": settings["rows"],

@@ -114,10 +114,28 @@ class CausalLM:
         return token_logprobs(self.logits(hidden), targets, temperatures)
 
 
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-softmax at one index per row; backward fills one buffer where autograd would make five of the logits' size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
+        scaled = scale_logits(logits, temperatures)
+        normaliser = scaled.logsumexp(-1)
+        ctx.save_for_backward(scaled, normaliser, tokens, temperatures)
+        ctx.dtype = logits.dtype
+        return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        scaled, normaliser, tokens, temperatures = ctx.saved_tensors
+        weight = (grad / temperatures)[:, None]
+        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
+        return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
     """Log-probs [N] of ``tokens`` [N] under softmax(logits [N, V] / temperatures [N]), in fp32."""
-    scaled = scale_logits(logits, temperatures)
-    return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+    return _TokenLogprobs.apply(logits, tokens, temperatures)
 
 
 def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -72,7 +72,16 @@ class ArenoBackend(Backend):
         return self._engine
 
     def initialize(self) -> None:
-        """Load tokenizer and model."""
+        """Load tokenizer and model.
+
+        Raises:
+            EngineError: they are loaded already.
+        """
+        if self._engine is not None:
+            raise EngineError(
+                "the trainer is initialized already; loading the model again would drop what it has learned. "
+                "Call close() first, or make a new Trainer"
+            )
         self._engine = Engine(self._path, self._config)
 
     def tokenizer(self) -> Any:

@@ -1,0 +1,67 @@
+"""Writes ``docs/options.md`` from the option declarations in ``areno.config``.
+
+    python docs/make_options.py
+
+A test compares the file with `render`, so the page cannot drift from the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from areno.config import Option, TrainOptions, options_of
+from areno.config.options import GROUPS
+
+PAGE = Path(__file__).with_name("options.md")
+
+_HEAD = """\
+# Options of `areno train`
+
+<!-- Written by docs/make_options.py from the declarations in areno/config; do not edit by hand. -->
+
+Every option may be a flag or a line of the `--config` file; [train.md](train.md) explains the command. An on/off option
+also has a `--no-` form. "Only" names the algorithms that read an option: given to another one, it is an error. "Resume"
+says whether `--resume` may change it. "Later" marks options that are known but not in this version; giving one says so.
+"""
+_COLUMNS = "| Option | Default | Only | Resume | Meaning |\n|---|---|---|---|---|"
+
+
+def render() -> str:
+    """Return the whole page as Markdown."""
+    entries = options_of(TrainOptions)
+    sections = (_section(group, [e for e in entries if e.info.group == group]) for group in GROUPS)
+    return "\n".join([_HEAD, *sections])
+
+
+def _section(title: str, entries: Iterable[Option]) -> str:
+    return "\n".join([f"## {title}\n", _COLUMNS, *map(_row, entries), ""])
+
+
+def _row(entry: Option) -> str:
+    info = entry.info
+    value = "" if entry.kind is bool else " " + entry.metavar
+    cells = (
+        f"`{entry.flag}{value}`",
+        entry.default_text or ("off" if entry.kind is bool else ""),
+        ", ".join(info.algorithms),
+        "" if info.changes_results else "may change",
+        " ".join(part for part in (info.help, _availability(entry)) if part),
+    )
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _availability(entry: Option) -> str:
+    if not entry.info.later:
+        return ""
+    above = f" above {entry.info.later_above}" if entry.info.later_above is not None else ""
+    return f"**Later{above}**: {entry.info.later}."
+
+
+def _cell(text: str) -> str:
+    # A bar would end the cell; angle brackets outside code would be taken for HTML.
+    return text.replace("|", "\\|") if text.startswith("`") else text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

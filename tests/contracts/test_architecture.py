@@ -1,0 +1,151 @@
+"""The rules of the house: who may import whom, how long files and functions may be, what loads without torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+ROOMS = (
+    "cli quickstart experiments api rewards serving engine observability loss_fns text types config".split()
+)  # a room may import itself and those to its right
+HEAVY = ("torch", "transformers", "datasets")
+# Files that name a higher room as "module:attribute" text, with the reason.
+NAMED_AS_TEXT = {
+    "areno/config/algorithms.py": "the registry names trainers and losses, so that looking one up imports no torch",
+}
+
+
+def sources() -> list[Path]:
+    return sorted((REPO / "areno").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPO).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(path: Path) -> str | None:
+    """Room of a file; None for the package's own top-level files."""
+    parts = path.relative_to(REPO / "areno").parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Absolute dotted names that a tree imports, each with the imported attribute where there is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import at line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run on import, those under ``if TYPE_CHECKING`` left out."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Public classes and functions of a module, and the public methods of its public classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield f"{prefix}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node.body, f"{prefix}{node.name}.")
+
+
+def test_every_room_is_known():
+    assert {room_of(path) for path in sources()} - {None} <= set(ROOMS)
+
+
+def test_imports_go_downward_only():
+    upward = []
+    for path in sources():
+        room = room_of(path)
+        for name in imports(tree_of(path)) if room else ():
+            target = name.split(".")[1] if name.startswith("areno.") else None
+            if target in ROOMS and ROOMS.index(target) < ROOMS.index(str(room)):
+                upward.append(f"{name_of(path)} imports {name}")
+    assert upward == []
+
+
+def test_higher_rooms_are_named_as_text_only_where_listed():
+    naming = set()
+    for path in sources():
+        room = room_of(path)
+        texts = [n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        targets = [match[1] for text in texts if (match := re.fullmatch(r"areno\.(\w+)[\w.]*:\w+", text))]
+        if room and any(ROOMS.index(target) < ROOMS.index(room) for target in targets):
+            naming.add(name_of(path))
+    assert naming == set(NAMED_AS_TEXT)
+
+
+@pytest.mark.parametrize("room", ["config", "types", "errors"])
+def test_the_lowest_rooms_import_nothing_heavy(room):
+    files = [path for path in sources() if room in (room_of(path), path.stem)]
+    assert files
+    for path in files:
+        names = [name for statement in module_level(tree_of(path)) for name in imports(statement)]
+        assert not [name for name in names if name.split(".")[0] in HEAVY], path
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["areno", "areno.api", "areno.api.trainer", "areno.api.backend.base", "areno.config", "areno.types", "areno.cli.main"],
+)
+def test_importing_the_public_modules_loads_neither_torch_nor_a_model(module):
+    code = (
+        f"import sys, {module}\n"
+        f"heavy = [name for name in {(*HEAVY, 'areno.engine.model', 'areno.engine.engine')!r} if name in sys.modules]\n"
+        "print(heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_files_have_fewer_than_500_lines():
+    assert [name_of(p) for p in sources() if len(p.read_text(encoding="utf-8").splitlines()) >= 500] == []
+
+
+def test_functions_have_fewer_than_80_lines_and_nine_in_ten_fewer_than_30():
+    lengths = {
+        f"{name_of(path)}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in sources()
+        for node in functions(tree_of(path))
+    }
+    assert [name for name, length in lengths.items() if length >= 80] == []
+    assert sum(length < 30 for length in lengths.values()) >= 0.9 * len(lengths)
+
+
+def test_everything_public_has_a_docstring():
+    missing = [name_of(path) for path in sources() if not ast.get_docstring(tree_of(path))]
+    for path in sources():
+        for name, node in public_definitions(tree_of(path).body):
+            if not ast.get_docstring(node):  # type: ignore[arg-type]
+                missing.append(f"{name_of(path)}: {name}")
+    assert missing == []
+
+
+def test_no_code_is_left_for_later():
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b")
+    assert [name_of(path) for path in sources() if marks.search(path.read_text(encoding="utf-8"))] == []

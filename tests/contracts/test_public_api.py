@@ -1,0 +1,238 @@
+"""The names, signatures, field orders and defaults that user programs rely on; a change here is a breaking change."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import areno
+import areno.api
+from areno.config import TrainOptions, options_of
+
+PUBLIC = """
+AlgorithmSpec Areno ArenoConfig Backend BackendType ModelRole PromptBatch PromptItem RewardEvent RewardRecord
+RolloutResult RolloutSequence RolloutSession SamplingParams TrainSequence Trainer compute_group_advantages
+get_algorithm grpo_loss_fn gspo_loss_fn list_algorithms register_algorithm register_backend sft_loss_fn
+""".split()
+NEEDED = inspect.Parameter.empty
+
+# Documented parameters in order, with their defaults; `*` starts those that are given by keyword.
+SIGNATURES = {
+    "__init__": {
+        "world_size": NEEDED,
+        "model_path": NEEDED,
+        "backend_type": None,
+        "custom_config": None,
+        "metrics_log_dir": None,
+    },
+    "init": {},
+    "get_tokenizer": {},
+    "load_prompt_batches": {
+        "dataset": NEEDED,
+        "*": None,
+        "batch_size": NEEDED,
+        "max_prompt_tokens": NEEDED,
+        "prompt_key": "prompt",
+        "solutions_key": "solutions",
+    },
+    "rollout_batch": {"prompts": NEEDED, "n_samples": NEEDED, "sampling_params": NEEDED},
+    "rollout_token_batch": {"prompt_tokens": NEEDED, "n_samples": NEEDED, "sampling_params": NEEDED},
+    "rollout_session": {
+        "*": None,
+        "sampling_params": NEEDED,
+        "loss_mask_policy": None,
+        "max_running_prompts": None,
+        "timeout_s": 300.0,
+        "proxy": True,
+    },
+    "train": {"batch_data": NEEDED, "loss_fn": NEEDED, "mini_bs": 8, "gradient_accumulation_steps": None},
+    "save_checkpoint": {"path": NEEDED},
+    "close": {},
+}
+
+# Fields in the documented order with their defaults. Lists are fresh for each object; the page writes them as None.
+FIELDS = {
+    "SamplingParams": {
+        "greedy": False,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 16,
+        "max_context_len": None,
+        "temperature": 1.0,
+        "stop": None,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "max_prompt_len": None,
+    },
+    "TrainSequence": {
+        "prompt_mask": [],
+        "tokens": [],
+        "logprobs": [],
+        "advantages": [],
+        "returns": [],
+        "values": [],
+        "ref_logprobs": [],
+        "reward": 0.0,
+        "eos_token_id": 0,
+    },
+    "ModelRole": {"name": NEEDED, "path": NEEDED, "trainable": NEEDED, "optimizer_lr": None},
+    "ArenoConfig": {
+        "model_path": None,
+        "tp_size": 1,
+        "dp_size": None,
+        "devices": None,
+        "dummy_load": False,
+        "optimizer": None,
+        "runtime": None,
+        "max_running_prompts": 64,
+        "decode_progress_interval_s": 10.0,
+    },
+}
+LOSSES = {
+    "sft_loss_fn": {},
+    "gspo_loss_fn": {"clip_eps": 3.0e-4},
+    "grpo_loss_fn": {"clip_eps": 0.2},
+}
+
+OPTIONS = {
+    "ckpt": None,
+    "dataset_path": None,
+    "dataset_loader_fn": None,
+    "algo": "gspo",
+    "epochs": 10,
+    "max_steps": None,
+    "world_size": 1,
+    "tp_size": 1,
+    "seed": 0,
+    "shuffle": True,
+    "device": "auto",
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "config": None,
+    "dry_run": False,
+    "batch_size": 32,
+    "n_samples": 8,
+    "max_running_prompts": None,
+    "max_prompt_tokens": 1024,
+    "max_new_tokens": 3071,
+    "max_context_len": None,
+    "temperature": 1.0,
+    "top_k": -1,
+    "top_p": 1.0,
+    "greedy": False,
+    "stop": (),
+    "stop_token_ids": (),
+    "ignore_eos": False,
+    "kv_cache_tokens": None,
+    "eager_decode": False,
+    "drop_rollout_state": False,
+    "attn_backend": "flash",
+    "disable_thinking": False,
+    "agent_fn": None,
+    "agent_timeout_s": 300.0,
+    "train_tool_results": False,
+    "reward_fn_path": None,
+    "reward_ckpt": None,
+    "reward_timeout_s": 60.0,
+    "reward_workers": None,
+    "on_reward_error": "stop",
+    "tune_params": False,
+    "mem_frac": 0.9,
+    "tune_max_samples": 256,
+    "mini_bs": 16,
+    "gradient_accumulation_steps": None,
+    "activation_checkpointing": True,
+    "lr": 1e-6,
+    "min_lr": 1e-7,
+    "lr_warmup_steps": 0,
+    "lr_decay_steps": 1000,
+    "lr_decay_style": "cosine",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "adam_8bit": False,
+    "weight_decay": 0.01,
+    "grad_clip_norm": 1.0,
+    "ref_ckpt": None,
+    "critic_ckpt": None,
+    "critic_lr": 1e-5,
+    "critic_warmup_steps": 20,
+    "gspo_clip_eps": 3e-4,
+    "grpo_clip_eps": 0.2,
+    "dpo_beta": 0.1,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.001,
+    "kl_loss_type": "low_var_kl",
+    "clip_eps": 0.2,
+    "clip_ratio_c": 3.0,
+    "value_clip_eps": 0.5,
+    "value_loss_coef": 0.5,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "run_dir": None,
+    "save_path": None,
+    "save_interval": 100,
+    "keep_checkpoints": None,
+    "resume": None,
+    "metrics_log_dir": None,
+}
+
+
+def test_the_public_names_are_these():
+    assert sorted(areno.api.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_name_is_the_same_object_in_areno_and_in_its_api(name):
+    assert getattr(areno, name) is getattr(areno.api, name)
+    assert name in dir(areno)
+    assert name in dir(areno.api)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        areno.Trainr  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        areno.api.Trainr  # noqa: B018
+
+
+@pytest.mark.parametrize(("method", "documented"), SIGNATURES.items(), ids=SIGNATURES)
+def test_trainer_methods_keep_their_parameters_and_defaults(method, documented):
+    found = list(inspect.signature(getattr(areno.Trainer, method)).parameters.values())[1:]
+    names = list(documented)
+    positional = names[: names.index("*")] if "*" in names else names
+    assert [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    by_name = {p.name: p for p in found}
+    assert {name: by_name[name].default for name in names if name != "*"} == {
+        name: default for name, default in documented.items() if name != "*"
+    }
+    further = [p for p in found if p.name not in documented]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not NEEDED for p in further)
+
+
+@pytest.mark.parametrize(("cls", "documented"), FIELDS.items(), ids=FIELDS)
+def test_data_classes_keep_field_order_and_defaults(cls, documented):
+    fields = dataclasses.fields(getattr(areno, cls))
+    assert [field.name for field in fields][: len(documented)] == list(documented)
+    defaults = {
+        f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields[: len(documented)]
+    }
+    wanted = {name: dataclasses.MISSING if value is NEEDED else value for name, value in documented.items()}
+    assert defaults == wanted
+    # What follows the documented fields has a default, so that positional calls keep working.
+    rest = fields[len(documented) :]
+    assert all(f.default is not dataclasses.MISSING or callable(f.default_factory) for f in rest)
+
+
+@pytest.mark.parametrize(("loss", "further"), LOSSES.items(), ids=LOSSES)
+def test_losses_take_the_pack_and_the_logprobs_first(loss, further):
+    parameters = inspect.signature(getattr(areno.loss_fns, loss)).parameters
+    assert list(parameters)[:2] == ["data_pack", "logprobs"]
+    assert {name: p.default for name, p in list(parameters.items())[2:]} == further
+
+
+def test_the_options_of_training_and_their_defaults_are_these():
+    assert {option.name: option.default for option in options_of(TrainOptions)} == OPTIONS
