@@ -23,24 +23,26 @@ from areno.quickstart.evaluate import accuracy, answers
 from areno.quickstart.model import make_checkpoint
 from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, problem_count, write_rows
 
-SFT_STEPS, SFT_BATCH = 350, 32
+SFT_STEPS, SFT_BATCH = 400, 32
 RL_STEPS, RL_BATCH = 40, 32
 HELD_OUT = 400
 # The held-out problems are the same for every seed, so that runs can be compared.
 _HELD_OUT_SEED = 12345
 _LINE_EVERY_S = 5.0
+# Wordings of the demonstrations: "step by step" as often as the two plain ones together.
+_SFT_WORDINGS = (1, 1, 2)
 
 _SFT = {
     "--batch-size": SFT_BATCH,
     "--mini-bs": SFT_BATCH,
     "--epochs": 1,
     "--max-steps": SFT_STEPS,
-    "--lr": 4e-3,
+    "--lr": 3e-3,
     "--min-lr": 0,
     "--lr-warmup-steps": 20,
     "--lr-decay-steps": SFT_STEPS,
     "--lr-decay-style": "linear",
-    "--adam-beta2": 0.95,
+    "--adam-beta2": 0.98,
 }
 _GSPO = {
     "--batch-size": RL_BATCH,
@@ -49,10 +51,10 @@ _GSPO = {
     "--epochs": 1,
     "--max-steps": RL_STEPS,
     "--max-new-tokens": 40,
-    "--lr": 1e-4,
+    "--lr": 2e-4,
     "--lr-warmup-steps": 5,
     "--lr-decay-style": "constant",
-    "--adam-beta2": 0.95,
+    "--adam-beta2": 0.98,
 }
 
 
@@ -135,7 +137,8 @@ def _write_inputs(root: Path, seed: int) -> int:
     """Data, hook files and the random model; returns the model's size."""
     data = root / "data"
     data.mkdir(parents=True)
-    write_rows(data / "sft.jsonl", draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False), seed)
+    demonstrations = draw_problems(seed, SFT_STEPS * SFT_BATCH, held_out=False, weights=_SFT_WORDINGS)
+    write_rows(data / "sft.jsonl", demonstrations, seed)
     write_rows(data / "gspo.jsonl", draw_problems(seed + 1000, RL_STEPS * RL_BATCH, held_out=False), seed)
     (data / "loader.py").write_text(LOADER_FILE, encoding="utf-8")
     (data / "reward.py").write_text(REWARD_FILE, encoding="utf-8")

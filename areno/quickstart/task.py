@@ -21,8 +21,8 @@ LOW, HIGH = 100, 499  # so that every sum has three digits, too
 HELD_OUT_ONE_IN = 20
 # Wording -> share of its demonstrations that show the work.
 WORDINGS = {
-    "What is {a} + {b}?": 0.35,
-    "Calculate {a} + {b}.": 0.35,
+    "What is {a} + {b}?": 0.2,
+    "Calculate {a} + {b}.": 0.2,
     "Step by step, what is {a} + {b}?": 1.0,
 }
 
@@ -75,10 +75,10 @@ def problem_count() -> int:
     return (HIGH - LOW + 1) ** 2
 
 
-def draw_problems(seed: int, count: int, *, held_out: bool) -> list[Problem]:
-    """``count`` distinct sums from one side of the split, each in a random wording."""
+def draw_problems(seed: int, count: int, *, held_out: bool, weights: tuple[int, ...] = (1, 1, 1)) -> list[Problem]:
+    """``count`` distinct sums from one side of the split, each in a wording drawn with ``weights``."""
     rng = random.Random(seed)
-    wordings = list(WORDINGS)
+    wordings = [wording for wording, weight in zip(WORDINGS, weights, strict=True) for _ in range(weight)]
     seen: set[tuple[int, int]] = set()
     problems: list[Problem] = []
     while len(problems) < count:

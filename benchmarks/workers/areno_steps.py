@@ -8,14 +8,17 @@ import resource
 import sys
 from pathlib import Path
 
+import areno  # noqa: F401  (before torch, as the command line does: it sets how OpenMP threads wait)
+
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     import torch
 
-    torch.set_num_threads(settings["threads"])
     from areno.api.run import run_training
     from areno.config.train_options import TrainOptions
+
+    torch.set_num_threads(settings["threads"])
 
     algo, folder = settings["algo"], Path(settings["folder"])
     shared = {
