@@ -172,3 +172,23 @@ def test_the_price_of_a_cached_token_is_measured(family):
         assert size == 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, fp32
     else:
         assert size > 0
+
+
+def test_an_error_anywhere_in_the_loop_answers_every_request(make_loop, monkeypatch):
+    loop = make_loop()
+
+    def broken(moves):
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(loop.cache, "move", broken)
+    requests = [Request([5, i], SamplingParams(max_new_tokens=3 + i), [0]) for i in range(6)]
+    for future in loop.submit(requests):
+        with pytest.raises(EngineError, match="no memory for the copy"):
+            future.result(timeout=20)
+
+
+def test_a_caller_who_cancels_his_future_does_not_hurt_the_loop(make_loop):
+    loop = make_loop()
+    future = loop.submit([Request([5], SamplingParams(max_new_tokens=30), [0])])[0]
+    assert not future.cancel()
+    assert len(future.result(timeout=20).sequences[0].resp_tokens) == 30

@@ -124,6 +124,10 @@ class PolicyOnlyTrainer(TrainingLoop):
 
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config
+        if batch.skipped_long:
+            logger.info(
+                "skipped %d prompts of more than --max-prompt-tokens=%d tokens", batch.skipped_long, config.max_prompt_tokens
+            )
         lifecycle.rollout_start(logger, epoch, step)
         seeds = [
             [derive_seed(config.seed, step, prompt, sample) for sample in range(config.n_samples)]

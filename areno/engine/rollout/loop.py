@@ -69,6 +69,7 @@ class RolloutLoop:
         self._table: SamplingTable | None = None
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
+        self._open: set[Group] = set()  # every group that is not answered, wherever its sequences are
         self._closing = False
         self._failure: BaseException | None = None
         self._busy = False
@@ -93,6 +94,7 @@ class RolloutLoop:
                 self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
                 self._thread.start()
             self._incoming += groups
+            self._open.update(groups)
             self._wake.notify()
         return [group.future for group in groups]
 
@@ -135,12 +137,10 @@ class RolloutLoop:
             watcher = self._make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
             group.members.append(Sequence(group, seed, watcher))
         group.unfinished = len(group.members)
+        group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
         return group
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
-
-    def _groups(self) -> list[Group]:
-        return list({id(s.group): s.group for s in [*self.scheduler.waiting, *self.scheduler.running]}.values())
 
     def _pending(self) -> bool:
         return bool(self._incoming or self._busy)
@@ -178,13 +178,12 @@ class RolloutLoop:
     def _fail(self, error: BaseException) -> None:
         with self._wake:
             self._failure = error
-            groups = [*self._incoming, *self._groups()]
+            groups, self._open = self._open, set()
             self._wake.notify_all()
         for group in groups:
-            if not group.future.done():
-                failure = EngineError(f"generation failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                group.future.set_exception(failure)
+            failure = EngineError(f"generation failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            group.future.set_exception(failure)
 
     def _turn(self) -> None:
         """Admit and prefill what fits, then decode one token for every live sequence."""
@@ -272,4 +271,5 @@ class RolloutLoop:
         group = sequence.group
         group.unfinished -= 1
         if group.unfinished == 0:
+            self._open.discard(group)
             group.future.set_result(group.result())
