@@ -16,7 +16,6 @@ from areno.api.trainers.loop import TrainingLoop
 from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
-from areno.config.yaml_io import dump_config
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
@@ -52,7 +51,6 @@ def run_training(
     with setup_logging(run_dir, level=console_level):
         began = time.perf_counter()
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
-        run_dir.write_config(dump_config(options))
         trainer = _trainer(options)
         try:
             trainer.init()

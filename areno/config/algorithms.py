@@ -67,12 +67,13 @@ class AlgorithmSpec:
 
     @property
     def default_loss_name(self) -> str:
-        """Name of the default loss, found without importing it."""
-        if self.default_loss is None:
+        """Name of the default loss, or of what makes it; found without importing it."""
+        source = self.default_loss or self.loss_fn_factory
+        if source is None:
             return "none"
-        if isinstance(self.default_loss, str):
-            return self.default_loss.rpartition(":")[2]
-        return getattr(self.default_loss, "__name__", type(self.default_loss).__name__)
+        if isinstance(source, str):
+            return source.rpartition(":")[2]
+        return getattr(source, "__name__", type(source).__name__)
 
 
 def resolve_reference(reference: Any) -> Any:

@@ -30,7 +30,7 @@ class RewardRecord:
         completion: the model's text; turns of an agent are joined by newlines.
         rendered_completion: the same, rendered through the chat template where there is one.
         final_answer: text of the last assistant turn.
-        answer: reference answer of the data row (``answer``, else ``solutions``).
+        answer: reference answer of the data row (``solutions``, else ``answer``).
         messages: full message list, tool results included.
         trace: events in order.
         tool_calls: parsed calls, ``{"name", "arguments"}`` with arguments as a JSON string.

@@ -61,7 +61,9 @@ def row(prompt, response, advantage=1.0):
 
 
 def test_a_rollout_outside_a_session_says_how_to_open_one(shared):
-    with pytest.raises(EngineError, match=r"async with trainer\.rollout_session\(sampling_params=\.\.\., proxy=False\)"):
+    with pytest.raises(
+        EngineError, match=r"async with trainer\.rollout_session\(sampling_params=\.\.\., proxy=False\)"
+    ):
         shared.rollout_batch(PROMPTS, 1, SAMPLING)
     with pytest.raises(EngineError, match="outside a session"):
         shared.rollout_token_batch([[1, 2]], 1, SAMPLING)

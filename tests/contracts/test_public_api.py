@@ -11,11 +11,32 @@ import areno
 import areno.api
 from areno.config import TrainOptions, options_of
 
-PUBLIC = """
-AlgorithmSpec Areno ArenoConfig Backend BackendType ModelRole PromptBatch PromptItem RewardEvent RewardRecord
-RolloutResult RolloutSequence RolloutSession SamplingParams TrainSequence Trainer compute_group_advantages
-get_algorithm grpo_loss_fn gspo_loss_fn list_algorithms register_algorithm register_backend sft_loss_fn
-""".split()
+PUBLIC = [
+    "AlgorithmSpec",
+    "Areno",
+    "ArenoConfig",
+    "Backend",
+    "BackendType",
+    "ModelRole",
+    "PromptBatch",
+    "PromptItem",
+    "RewardEvent",
+    "RewardRecord",
+    "RolloutResult",
+    "RolloutSequence",
+    "RolloutSession",
+    "SamplingParams",
+    "TrainSequence",
+    "Trainer",
+    "compute_group_advantages",
+    "get_algorithm",
+    "grpo_loss_fn",
+    "gspo_loss_fn",
+    "list_algorithms",
+    "register_algorithm",
+    "register_backend",
+    "sft_loss_fn",
+]
 NEEDED = inspect.Parameter.empty
 
 # Documented parameters in order, with their defaults; `*` starts those that are given by keyword.

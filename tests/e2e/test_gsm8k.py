@@ -22,16 +22,43 @@ from tests.support.tiny import save_tiny_checkpoint
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 RL_STEPS, SFT_STEPS = 3, 4
 TEMPERATURES = {"gspo": 1.0, "grpo": 0.7}
-ROLLOUT_TAGS = (
-    "rewards_mean rewards_std rewards_max rewards_min accuracy advantages_mean advantages_std logprobs_mean "
-    "seq_len_mean prompt_len_mean response_len_mean num_sequences skipped_long total_skipped_long"
-).split()
-TRAIN_TAGS = (
-    "loss policy_loss total_loss ratio_mean ratio_std grad_norm lr rollout_logprobs_mean train_logprobs_mean "
-    "advantage_mean response_len logp_diff_mean logp_abs_diff_mean grad_zero_ratio grad_nonzero_ratio "
-    "step_rollout_time_s step_train_time_s step_e2e_time_s"
-).split()
-TIME_TAGS = "rollout reward advantage train".split()
+ROLLOUT_TAGS = [
+    "rewards_mean",
+    "rewards_std",
+    "rewards_max",
+    "rewards_min",
+    "accuracy",
+    "advantages_mean",
+    "advantages_std",
+    "logprobs_mean",
+    "seq_len_mean",
+    "prompt_len_mean",
+    "response_len_mean",
+    "num_sequences",
+    "skipped_long",
+    "total_skipped_long",
+]
+TRAIN_TAGS = [
+    "loss",
+    "policy_loss",
+    "total_loss",
+    "ratio_mean",
+    "ratio_std",
+    "grad_norm",
+    "lr",
+    "rollout_logprobs_mean",
+    "train_logprobs_mean",
+    "advantage_mean",
+    "response_len",
+    "logp_diff_mean",
+    "logp_abs_diff_mean",
+    "grad_zero_ratio",
+    "grad_nonzero_ratio",
+    "step_rollout_time_s",
+    "step_train_time_s",
+    "step_e2e_time_s",
+]
+TIME_TAGS = ["rollout", "reward", "advantage", "train"]
 
 
 def train(algo, checkpoint, data, run_dir, *further):

@@ -19,6 +19,7 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.state import Progress
 from areno.api.trainers.stopping import StopController, StopRequested
 from areno.config.train_options import TrainOptions
+from areno.config.yaml_io import dump_config
 from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import ArenoError
@@ -121,6 +122,7 @@ class TrainingLoop(ABC):
         try:
             self._restore()
             self.prepare()
+            self.run_dir.write_config(dump_config(self.config))
             self.state.rng = capture_rng()
             self.display.start(self.total_steps(), self.state.step)
             self._epochs()

@@ -208,7 +208,7 @@ def _reward_record(item: PromptItem, prompt_index: int, sample_index: int, seque
         completion=sequence.text,
         rendered_completion=sequence.text,
         final_answer=sequence.text,
-        answer=item.record.get("answer", item.solutions) if item.solutions is None else item.solutions,
+        answer=item.solutions if item.solutions is not None else item.record.get("answer"),
         tokens=sequence.resp_tokens,
         logprobs=sequence.resp_logprobs,
         loss_mask=[True] * len(sequence.resp_tokens),

@@ -82,7 +82,7 @@ class TrainStep:
             accumulation: microbatches of one optimizer step; None makes one step of all rows.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps.
+            Scalar statistics: means over the call's optimizer steps, ``logp_*`` of its first.
 
         Raises:
             ValueError: no rows, or a pair loss with an odd number of rows or an odd ``mini_bs``.
@@ -101,7 +101,9 @@ class TrainStep:
             ]
         finally:
             self._set_training(False)
-        return {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
+        return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
     def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         """Add the gradient of the loss over all rows, and return its statistics; no update."""

@@ -1,0 +1,141 @@
+"""What the documentation says is there: links, commands, options, metrics, and programs that run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areno.cli.main import COMMANDS, main
+from areno.config import TrainOptions, options_of
+from areno.quickstart.run import RL_STEPS, SFT_STEPS
+from tests.support.cli import environment, task_arguments, write_task
+
+REPO = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(REPO / "docs").glob("*.md"),
+        *(REPO / "examples").rglob("*.md"),
+    ]
+)
+# Flags in the pages that are not options of `areno train`, with whose they are.
+OTHER_FLAGS = {
+    "--help": "every command",
+    "--version": "areno",
+    "--json": "areno env",
+    "--logdir": "tensorboard",
+    "--positive-weight": "the algorithm in CONTRIBUTING.md",
+    "--batchsize": "a typing error, in docs/troubleshooting.md",
+}
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, made as GitHub does."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pages
+def test_relative_links_lead_to_files_and_headings_that_exist(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in links:
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@pages
+def test_options_that_a_page_names_exist(page):
+    entries = options_of(TrainOptions)
+    known = {entry.flag for entry in entries} | OTHER_FLAGS.keys()
+    known |= {"--no-" + entry.flag.removeprefix("--") for entry in entries if entry.kind is bool}
+    named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9](?![\w-])", page.read_text(encoding="utf-8")))
+    assert named - known == set()
+
+
+@pages
+def test_commands_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    code = [*code_blocks(page, "bash"), *code_blocks(page, "text"), *inline]
+    named = [
+        word for part in code for word in re.findall(r"^(?:\$ )?(?:\.venv/bin/)?areno ([a-z]+)", part, re.MULTILINE)
+    ]
+    assert set(named) - COMMANDS.keys() == set()
+
+
+@pages
+def test_python_code_of_a_page_compiles(page):
+    for number, block in enumerate(code_blocks(page, "python")):
+        compile(block, f"{page.name} block {number}", "exec")
+
+
+@pages
+def test_checkpoints_that_a_page_names_are_those_of_the_quickstart(page):
+    named = re.findall(r"runs/demo/(\w+)/checkpoints/step_(\d+)", page.read_text(encoding="utf-8"))
+    assert set(named) <= {("sft", f"{SFT_STEPS:06d}"), ("gspo", f"{RL_STEPS:06d}")}
+
+
+def test_options_page_is_what_make_options_writes():
+    spec = importlib.util.spec_from_file_location("make_options", REPO / "docs" / "make_options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = module.PAGE.read_text(encoding="utf-8")
+    assert written == module.render(), "run: python docs/make_options.py"
+    assert all(f"`{entry.flag}" in written for entry in options_of(TrainOptions))
+
+
+def test_sdk_program_runs_as_it_stands(tmp_path, tiny_checkpoint):
+    program = tmp_path / "own_loop.py"
+    program.write_text(code_blocks(REPO / "docs" / "sdk.md", "python")[0], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, program, tiny_checkpoint],
+        **{"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 240},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^step \d: reward \d\.\d+, log-prob gap \d\.\de-\d\d$", done.stdout, re.MULTILINE)) == 10
+    assert (tmp_path / "own-checkpoint" / "model.safetensors").is_file()
+
+
+def test_the_algorithm_of_the_contributing_page_trains_with_its_own_option(tmp_path, tiny_checkpoint):
+    file = tmp_path / "reinforce.py"
+    file.write_text(code_blocks(REPO / "CONTRIBUTING.md", "python")[0], encoding="utf-8")
+    run = tmp_path / "run"
+    arguments = task_arguments(f"{file}:REINFORCE", tiny_checkpoint, write_task(tmp_path / "task"), run)
+    assert main([*map(str, arguments), "--positive-weight", "2", "--max-steps", "2"]) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1]
+    assert all("train/policy_loss" in record for record in records)
+    assert "positive_weight: 2.0" in (run / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("algo", ["sft", "grpo"])
+def test_every_metric_and_file_of_a_run_is_explained(algo, tmp_path, tiny_checkpoint):
+    run = tmp_path / "run"
+    arguments = task_arguments(algo, tiny_checkpoint, write_task(tmp_path / "task"), run)
+    assert main([*map(str, arguments), "--max-steps", "1"]) == 0
+    text = (REPO / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    names = {name if name.startswith("time/") else name.rpartition("/")[2] for name in recorded}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+    written = {entry.name + ("/" if entry.is_dir() else "") for entry in run.iterdir()} - {"checkpoints/"}
+    assert {name for name in written if f"`{name}`" not in text} == set()
+    assert "`checkpoints/step_000100/`" in text

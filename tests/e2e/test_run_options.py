@@ -1,0 +1,125 @@
+"""Further options of ``areno train`` in whole runs: restricted sampling with stop strings, and an algorithm of one's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from areno.cli.main import main
+from tests.support.cli import areno, task_arguments, write_task
+
+ALGORITHM = '''
+"""REINFORCE with a length penalty of its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from areno.config import AlgorithmSpec, option
+from areno.loss_fns import reduces_over
+
+
+@dataclass(kw_only=True)
+class Options:
+    sharpness: float = option(1.0, above=0, help="Scales every advantage.")
+
+
+@reduces_over("token")
+def reinforce(data_pack, logprobs, sharpness=1.0):
+    mask = data_pack["packed_response_mask"]
+    gain = sharpness * data_pack["packed_advantages"] * logprobs
+    return -(gain * mask).sum() / mask.sum().clamp(min=1), {"sharpness": sharpness, "own_loss_calls": 1.0}
+
+
+def make_loss(options):
+    return functools.partial(reinforce, sharpness=options.extra["sharpness"])
+
+
+reinforce_spec = AlgorithmSpec(
+    "reinforce",
+    "areno.api.trainers.policy_only:PolicyOnlyTrainer",
+    reinforce,
+    True,
+    loss_fn_factory=make_loss,
+    options=Options,
+)
+'''
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(run_dir):
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def test_an_algorithm_in_a_file_trains_with_its_own_loss_and_option(tmp_path, tiny_checkpoint):
+    task, run_dir = write_task(tmp_path / "task"), tmp_path / "run"
+    (tmp_path / "own.py").write_text(ALGORITHM)
+    arguments = task_arguments(f"{tmp_path / 'own.py'}:reinforce_spec", tiny_checkpoint, task, run_dir)
+    done = areno(*arguments, "--sharpness", "2.5", "--max-steps", 3)
+    assert done.returncode == 0, done.stderr
+    for record in metrics(run_dir):
+        assert record["train/sharpness"] == pytest.approx(2.5)
+        assert record["train/own_loss_calls"] == pytest.approx(1.0)
+        assert record["train/grad_norm"] > 0
+    stored = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert stored["sharpness"] == 2.5
+    assert "reinforce" in done.stdout
+    assert main(["train", "--resume", str(run_dir), "--max-steps", "4"]) == 0
+    assert [record["step"] for record in metrics(run_dir)] == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def train(tmp_path, tiny_checkpoint, capsys):
+    """Runs ``areno train`` in this process; returns the run directory."""
+
+    def run(algo, *further):
+        arguments = task_arguments(algo, tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run")
+        code = main([*map(str, arguments), "--reward-workers", "1", *map(str, further)])
+        assert code == 0, capsys.readouterr().err
+        return tmp_path / "run"
+
+    return run
+
+
+def test_restricted_sampling_and_stop_strings_hold_in_a_run(train, tiny_checkpoint):
+    restricted = ("--temperature", 0.7, "--top-k", 5, "--top-p", 0.9, "--stop", "e", "--stop", "a")
+    run_dir = train("gspo", *restricted, "--max-new-tokens", 40, "--max-steps", 3)
+    for record in metrics(run_dir):
+        # The log-probs are those of the whole scaled policy, so training can recompute them in spite of the cut.
+        assert record["train/logp_abs_diff_mean"] < 1e-5
+        assert 0 < record["train/sampling_cut_mass"] < 1
+    found = samples(run_dir)
+    assert {sample["finish_reason"] for sample in found} == {"stop", "length"}
+    assert not any(stop in sample["completion"] for sample in found for stop in "ea")
+    assert AutoTokenizer.from_pretrained(tiny_checkpoint).eos_token not in "".join(s["completion"] for s in found)
+
+
+def test_ignoring_eos_generates_to_the_limit(train):
+    run_dir = train("grpo", "--ignore-eos", "--max-steps", 2)
+    assert {sample["response_len"] for sample in samples(run_dir)} == {12}
+    assert [record["train/truncated_ratio"] for record in metrics(run_dir)] == [1.0, 1.0]
+
+
+def test_a_small_cache_and_few_running_sequences_change_no_result(train, tmp_path):
+    whole = metrics(train("grpo", "--max-steps", 2, "--run-dir", tmp_path / "whole").parent / "whole")
+    tight = ("--max-prompt-tokens", 30, "--kv-cache-tokens", 100, "--max-running-prompts", 3, "--drop-rollout-state")
+    narrow = metrics(train("grpo", "--max-steps", 2, "--run-dir", tmp_path / "tight", *tight).parent / "tight")
+    for key in ("rollout/rewards_mean", "train/response_len", "train/rollout_logprobs_mean", "train/grad_norm"):
+        assert [record[key] for record in narrow] == pytest.approx([record[key] for record in whole], rel=1e-4)
+
+
+def test_accumulation_takes_several_optimizer_steps_from_one_batch(train):
+    run_dir = train("grpo", "--mini-bs", 4, "--gradient-accumulation-steps", 2, "--max-steps", 2)
+    records = metrics(run_dir)
+    # 24 rows in steps of 8: the second and third see a policy that has moved.
+    assert all(record["train/ratio_std"] > 1e-4 for record in records)
+    state = sorted((run_dir / "checkpoints").iterdir())[-1] / "trainer_state" / "optimizer.pt"
+    assert torch.load(state, weights_only=True)["steps"] == 6
