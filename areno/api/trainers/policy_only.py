@@ -126,7 +126,9 @@ class PolicyOnlyTrainer(TrainingLoop):
         epoch, step, config = self.state.epoch, self.state.step, self.config
         if batch.skipped_long:
             logger.info(
-                "skipped %d prompts of more than --max-prompt-tokens=%d tokens", batch.skipped_long, config.max_prompt_tokens
+                "skipped %d prompts of more than --max-prompt-tokens=%d tokens",
+                batch.skipped_long,
+                config.max_prompt_tokens,
             )
         lifecycle.rollout_start(logger, epoch, step)
         seeds = [
