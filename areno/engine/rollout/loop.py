@@ -21,8 +21,12 @@ from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, Slo
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
 from areno.engine.rollout.sequence import Group, Sequence, StopText
+from areno.engine.rollout.threads import ThreadRule
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
+
+# Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
+READ_STEP = 16
 
 StopTextFactory = Callable[[list[str], bool], StopText]
 
@@ -67,6 +71,7 @@ class RolloutLoop:
         self._make_stop_text = make_stop_text
         self._progress = progress
         self._table: SamplingTable | None = None
+        self._threads = ThreadRule(model)
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
         self._open: set[Group] = set()  # every group that is not answered, wherever its sequences are
@@ -162,6 +167,7 @@ class RolloutLoop:
                 self._abort_all()
             self._busy = bool(self.scheduler.waiting or self.scheduler.running)
             if not self._busy:
+                self._threads.reset()
                 if self._progress is not None:
                     self._progress.idle()
                 self._wake.notify_all()
@@ -209,6 +215,7 @@ class RolloutLoop:
         self.cache.reserve(len(running), max(self.cache.columns, self.scheduler.columns()))
         plan = PrefillPlan(self.cache, [len(c) for c in contexts], [[s.slot for s in members] for members in shared])
         tokens = torch.tensor([token for context in contexts for token in context], device=self.model.device)
+        self._threads.apply(len(tokens))
         hidden = self.model.body(tokens, plan.position_ids, plan)
         plan.finish()
         last = torch.tensor(plan.starts[1:], device=hidden.device) - 1
@@ -225,14 +232,15 @@ class RolloutLoop:
     def _decode(self) -> None:
         running = self.scheduler.running
         rows = round_up(len(running), ROW_STEP)
-        columns = self.scheduler.columns()
-        self.cache.reserve(rows, columns)
+        self.cache.reserve(rows, self.scheduler.columns())
+        columns = round_up(max(s.length for s in running), READ_STEP)
         if self._table is None:
             sampling = [s.group.sampling for s in running]
             self._table = SamplingTable(sampling, [s.seed for s in running], self.model.device)
         padding = [0] * (rows - len(running))
         tokens = self._upload([s.last_token for s in running] + padding)
         plan = DecodePlan(self.cache, self._upload([s.length - 1 for s in running] + padding), columns)
+        self._threads.apply(rows)
         hidden = self.model.body(tokens, plan.position_ids, plan)
         logits = self.model.logits(hidden[: len(running)])
         self.counters.decode_steps += 1
