@@ -62,9 +62,18 @@ def reduces_over(unit: Reduction) -> Callable[[F], F]:
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
     """The declared unit of a loss, also through ``functools.partial``; ``token`` where none is declared."""
+    return getattr(_unwrapped(loss_fn), "reduction", "token")
+
+
+def declares_reduction(loss_fn: LossFn) -> bool:
+    """Whether a loss says what it averages over, so that its rows may be split at will."""
+    return hasattr(_unwrapped(loss_fn), "reduction")
+
+
+def _unwrapped(loss_fn: LossFn) -> LossFn:
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
-    return getattr(loss_fn, "reduction", "token")
+    return loss_fn
 
 
 def sequence_sums(values: Tensor, pack: DataPack) -> Tensor:

@@ -200,3 +200,27 @@ def test_clipping_scales_to_the_limit():
     assert clip_gradients(gradients, norm, 1.0) == pytest.approx(1.0, rel=1e-5)
     assert float(gradient_norm(gradients)) == pytest.approx(1.0, rel=1e-5)
     assert clip_gradients(gradients, 1.0, None) == 1.0
+
+
+def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeypatch):
+    from areno.engine.train import step as step_module
+
+    rows = random_rows(9)
+    expected = make_step()
+    expected._set_training(True)
+    stats = expected.accumulate(rows, gspo_loss_fn, 9)
+    monkeypatch.setattr(step_module, "MAX_TOKENS", 60)
+    seen = []
+    pack = step_module.pack_rows
+    monkeypatch.setattr(step_module, "pack_rows", lambda rows, device: seen.append(rows) or pack(rows, device))
+    split = make_step()
+    split._set_training(True)
+    assert split.accumulate(rows, gspo_loss_fn, 9)["loss"] == pytest.approx(stats["loss"], abs=1e-6)
+    assert len(seen) > 2
+    assert all(len(part) == 1 or sum(len(r.tokens) for r in part) <= 60 for part in seen)
+    assert [r for part in seen for r in part] == rows
+    for a, b in zip(expected.optimizer.gradients(), split.optimizer.gradients(), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-4)
+    seen.clear()
+    split.accumulate(rows, lambda pack, logprobs: logprobs.sum(), 9)
+    assert len(seen) == 1

@@ -18,9 +18,12 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.train.batch import count_units, pack_rows
 from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, reduction_of
+from areno.loss_fns.pack import LossFn, declares_reduction, reduction_of
 from areno.loss_fns.stats import Mean, Spread
 from areno.types import TrainSequence
+
+# Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
+MAX_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ class TrainStep:
         Args:
             rows: at least one; with a pair loss, chosen and rejected alternate.
             loss_fn: see :mod:`areno.loss_fns.pack`.
-            mini_bs: rows of one forward and backward pass.
+            mini_bs: most rows of one forward and backward pass.
             accumulation: microbatches of one optimizer step; None makes one step of all rows.
 
         Returns:
@@ -110,7 +113,8 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         totals, loss_sum = _Totals(), 0.0
-        for chunk in _chunks(rows, mini_bs):
+        declared = declares_reduction(loss_fn) and unit != "pair"
+        for chunk in _chunks(rows, mini_bs, MAX_TOKENS if declared else math.inf):
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics = self._loss(chunk, loss_fn)
             if weight and loss.requires_grad:
@@ -169,9 +173,16 @@ def _recompute_layers(module: Any, enabled: bool) -> None:
         getattr(module, f"{name}_disable")()
 
 
-def _chunks(rows: Sequence[TrainSequence], size: int) -> Iterator[Sequence[TrainSequence]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+def _chunks(rows: Sequence[TrainSequence], size: int, most_tokens: float) -> Iterator[Sequence[TrainSequence]]:
+    """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens; a longer row is alone."""
+    start, tokens = 0, 0
+    for index, row in enumerate(rows):
+        full = index - start == size or tokens + len(row.tokens) > most_tokens
+        if full and index > start:
+            yield rows[start:index]
+            start, tokens = index, 0
+        tokens += len(row.tokens)
+    yield rows[start:]
 
 
 @torch.no_grad()
