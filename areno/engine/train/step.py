@@ -23,7 +23,7 @@ from areno.loss_fns.stats import Mean, Spread
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
-MAX_TOKENS = 2048
+MAX_TOKENS = 3072
 
 
 @dataclass(slots=True)
