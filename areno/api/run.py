@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from areno.api.backend.base import ArenoConfig
@@ -85,17 +83,11 @@ def _fit(options: TrainOptions, loop: TrainingLoop, run_dir: RunDirectory, began
             "seed": options.seed,
             "seconds": round(time.perf_counter() - began, 3),
             "checkpoint": str(latest) if latest else None,
-            "last": _last_metrics(run_dir.metrics_path),
+            "last": (run_dir.read_metrics() or [{}])[-1],
         }
     )
     logger.info("run finished: steps=%d checkpoint=%s metrics=%s", state.step, latest, run_dir.metrics_path)
     return 0
-
-
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """Last line of ``metrics.jsonl``; empty when no step was run."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def _trainer(options: TrainOptions) -> Trainer:

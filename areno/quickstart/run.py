@@ -10,7 +10,7 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -124,13 +124,9 @@ def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
     after = accuracy(held_out, after_texts)
     seconds = time.perf_counter() - began
     outcome = Outcome(before, after, round(seconds, 1), seed, SFT_STEPS + RL_STEPS, str(checkpoint))
-    (root / "summary.json").write_text(json.dumps(_as_json(outcome), indent=2) + "\n", encoding="utf-8")
+    (root / "summary.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     _report(root, outcome, held_out, before_texts, after_texts)
     return outcome
-
-
-def _as_json(outcome: Outcome) -> dict[str, object]:
-    return {name: getattr(outcome, name) for name in outcome.__slots__}
 
 
 def _write_inputs(root: Path, seed: int) -> int:

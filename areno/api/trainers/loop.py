@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from areno.api.datasets import epoch_order
@@ -27,7 +27,7 @@ from areno.observability import lifecycle
 from areno.observability.display import create_progress
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.observability.run_dir import RunDirectory
-from areno.types import RewardRecord, TrainSequence
+from areno.types import TrainSequence
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class StepOutcome:
         stats: scalar statistics.
         timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, where they apply.
         rewards: one per kept sample; None without rewards.
-        records: reward records of the kept samples.
         sample: one completion to show.
         skipped_long: over-long prompts passed over for this step.
     """
@@ -48,7 +47,6 @@ class StepOutcome:
     stats: dict[str, float]
     timings: dict[str, float]
     rewards: list[float] | None = None
-    records: list[RewardRecord] = field(default_factory=list)
     sample: str | None = None
     skipped_long: int = 0
 

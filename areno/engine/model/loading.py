@@ -26,8 +26,12 @@ from areno.errors import UnsupportedModelError, UsageError
 logger = logging.getLogger(__name__)
 
 _PROBE_LENGTHS = (7, 12)
-# Largest difference of logits relative to their largest entry; rounding stays two orders of magnitude below.
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+
+
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """Largest difference of logits relative to their largest entry; rounding stays two orders of magnitude below."""
+    return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
 def load_causal_lm(
@@ -138,7 +142,7 @@ def _prove(model: CausalLM, expected: Tensor, name: str) -> None:
         ) from error
     scale = expected.abs().max().clamp(min=1e-6)
     gap = float((got - expected).abs().max() / scale)
-    if not gap <= _PROBE_TOLERANCE.get(model.dtype, 1e-1):
+    if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
             f"{name}: packed sequences of {type(model.module).__name__} differ from the same sequences alone "
             f"(relative gap {gap:.1e}), so a layer ignores the attention plan; this architecture is not supported"

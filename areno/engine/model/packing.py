@@ -83,7 +83,7 @@ class PackedPlan:
         self.position_ids = torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
         members = _group_by_length(self.lengths)
         self.groups = [self._group(group) for group in members]
-        self._inverse = self._inverse_order(members) if len(self.groups) > 1 else None
+        self._inverse = self._inverse_order() if len(self.groups) > 1 else None
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @property
@@ -97,7 +97,7 @@ class PackedPlan:
         cells = torch.cat([torch.arange(self.lengths[i]) + row * longest for row, i in enumerate(members)])
         return _Group(len(members), longest, rows.to(self.device), cells.to(self.device))
 
-    def _inverse_order(self, members: list[list[int]]) -> Tensor:
+    def _inverse_order(self) -> Tensor:
         order = torch.cat([group.rows for group in self.groups])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)

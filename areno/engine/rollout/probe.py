@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
 from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.errors import UnsupportedModelError
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def prove_decoding(model: CausalLM, name: str) -> int:
         fed = torch.where(rows > 0, tokens[position], tokens[0])
         got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
-    if not gap <= _TOLERANCE.get(model.dtype, 1e-1):
+    if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
             f"{float(gap):.1e}); {type(model.module).__name__} keeps a state that areno does not know"
