@@ -1,9 +1,14 @@
-"""``areno.Trainer``: the SDK's entry point for custom training loops."""
+"""``areno.Trainer``: the SDK's entry point for custom training loops.
+
+One step, in the order of the methods: prompts are generated from inside a rollout session, rows are scored by auxiliary
+roles (reference, critic, reward), the critic trains, the policy trains, a checkpoint is saved.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ from areno.api.session import RolloutSession
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, UsageError
 from areno.text.chat import encode_generation_prompt
-from areno.types import PromptBatch, Request, RolloutResult, SamplingParams, TrainSequence
+from areno.types import ModelRole, PromptBatch, Request, RolloutResult, SamplingParams, TrainSequence
 
 
 class Trainer:
@@ -48,18 +53,20 @@ class Trainer:
         self.backend: Backend = kind.create(model_path, world_size, config)
         self._recorder = MetricsRecorder(metrics_log_dir) if metrics_log_dir else None
         self._depth = 0
+        self._closed = False
         self._requests = 0
         self._steps = 0
         self.seed = 0
 
     def init(self) -> None:
-        """Load tokenizer and model. Call it once, before anything else.
+        """Load tokenizer and model. Call it once, before anything else; after :meth:`close` it opens the trainer anew.
 
         Raises:
             EngineError: it was called before.
             UsageError: there is no usable checkpoint.
         """
         self.backend.initialize()
+        self._closed = False
 
     def __enter__(self) -> Trainer:
         return self
@@ -70,6 +77,10 @@ class Trainer:
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.backend.tokenizer()
+
+    def dp_size(self) -> int:
+        """Number of model replicas that share the work: ``world_size`` divided by the tensor-parallel size."""
+        return self.backend.dp_size()
 
     def model_context_len(self) -> int | None:
         """Most tokens of one sequence, where the model states a limit."""
@@ -129,11 +140,13 @@ class Trainer:
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session by hand; the outermost one aborts what is still pending.
+        """Leave a session by hand; the outermost one aborts what is still pending. After :meth:`close` it does nothing.
 
         Raises:
             EngineError: no session is open.
         """
+        if self._closed:
+            return
         if self._depth == 0:
             raise EngineError("no rollout session is open: each end_rollout_session() needs a begin_rollout_session()")
         self._depth -= 1
@@ -143,10 +156,21 @@ class Trainer:
     def rollout_batch(
         self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
     ) -> list[RolloutResult]:
-        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one."""
+        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one.
+
+        Arguments, result and errors are those of :meth:`rollout_token_batch`, with text in place of token ids.
+        """
+        return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
+
+    async def rollout_batch_async(
+        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """:meth:`rollout_batch` without blocking the event loop."""
+        return await self.rollout_token_batch_async(self._encode(prompts), n_samples, sampling_params)
+
+    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
         tokenizer = self.get_tokenizer()
-        tokens = [encode_generation_prompt(tokenizer, prompt) for prompt in prompts]
-        return self.rollout_token_batch(tokens, n_samples, sampling_params)
+        return [encode_generation_prompt(tokenizer, prompt) for prompt in prompts]
 
     def rollout_token_batch(
         self,
@@ -246,8 +270,7 @@ class Trainer:
         """
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
-        if mini_bs < 1:
-            raise ValueError(f"mini_bs must be at least 1, got {mini_bs}")
+        mini_bs = _positive("mini_bs", mini_bs)
         stats = self.backend.train(batch_data, loss_fn, mini_bs, gradient_accumulation_steps)
         if self._recorder is not None:
             rewards = [row.reward for row in batch_data]
@@ -258,6 +281,154 @@ class Trainer:
         self._steps += 1
         return stats
 
+    def finish_step(self) -> dict[str, float]:
+        """Close a step that trains no policy, such as a critic's warm-up; returns its times in seconds."""
+        self._steps += 1
+        return self.backend.finish_step()
+
+    # -- auxiliary roles -------------------------------------------------------------------------------------------
+
+    def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
+        """Load auxiliary models: references, critics, reward models. A role that is there already is kept.
+
+        Frozen roles of the same checkpoint share their weights. A critic takes the scalar head of its checkpoint, or
+        starts with one of zeros; a reward model that is not trained needs a head.
+
+        Args:
+            roles: role name to its configuration.
+
+        Raises:
+            EngineError: a role of that name is loaded from another checkpoint.
+            UsageError: a checkpoint cannot serve as its role.
+        """
+        for name, role in roles.items():
+            if role.name != name:
+                raise UsageError(f"ensure_roles: key {name!r} holds ModelRole(name={role.name!r}); the two must agree")
+        self.backend.ensure_roles(roles)
+
+    def drop_role(self, role: str) -> None:
+        """Free an auxiliary role.
+
+        Raises:
+            EngineError: there is no such role.
+        """
+        self.backend.drop_role(role)
+
+    def score_logprobs(
+        self,
+        role: str,
+        token_rows: Sequence[Sequence[int]],
+        *,
+        temperatures: float | Sequence[float] = 1.0,
+        micro_bs: int = 8,
+    ) -> list[list[float]]:
+        """Log-probs of fixed rows under a role; ``actor`` is the policy that is trained.
+
+        Args:
+            role: ``actor``, ``ref`` or another role of kind ``policy``.
+            token_rows: token ids; rows need not be of one length.
+            temperatures: softmax temperature of all rows, or one per row.
+            micro_bs: rows of one forward pass; it does not change the result.
+
+        Returns:
+            Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
+
+        Raises:
+            EngineError: there is no such role, or it predicts something else.
+        """
+        return self.backend.score_logprobs(role, token_rows, temperatures, _positive("micro_bs", micro_bs))
+
+    def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
+        """Values of fixed rows under a critic.
+
+        Args:
+            role: ``critic`` or another role of kind ``value``.
+            token_rows: token ids.
+            micro_bs: rows of one forward pass.
+
+        Returns:
+            Per row one value per token: entry i is the value after reading tokens 0 to i. The value before response
+            token i, its baseline, is therefore entry i - 1.
+
+        Raises:
+            EngineError: there is no such role, or it predicts something else.
+        """
+        return self.backend.score_values(role, token_rows, _positive("micro_bs", micro_bs))
+
+    def score_rewards(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[float]:
+        """Scores of whole rows under a reward model, read at the last token of each row.
+
+        Args:
+            role: ``reward`` or another role of kind ``reward`` or ``value``; ``actor`` in reward-model training.
+            token_rows: token ids of prompt and response.
+            micro_bs: rows of one forward pass.
+
+        Returns:
+            One score per row, as the model gives it: not squashed, not centred.
+
+        Raises:
+            EngineError: there is no such role, or it predicts something else.
+        """
+        return self.backend.score_rewards(role, token_rows, _positive("micro_bs", micro_bs))
+
+    def train_values(
+        self,
+        role: str,
+        batch_data: Sequence[TrainSequence],
+        mini_bs: int,
+        gradient_accumulation_steps: int | None = None,
+        *,
+        cliprange_value: float = 0.5,
+        value_loss_coef: float = 0.5,
+    ) -> dict[str, float]:
+        """Train a critic on rows that carry ``values`` (old predictions) and ``returns`` (targets).
+
+        Args:
+            role: a trainable role of kind ``value``.
+            batch_data: at least one row; lists align with tokens, so the entry of response token i is the value before
+                it, ``score_values(...)[i - 1]``.
+            mini_bs: rows of one forward and backward pass.
+            gradient_accumulation_steps: microbatches per optimizer step; None makes one step of all rows.
+            cliprange_value: how far a prediction may count to have moved.
+            value_loss_coef: factor on the loss.
+
+        Returns:
+            Scalar statistics; the step's times come from :meth:`train` or :meth:`finish_step`.
+
+        Raises:
+            EngineError: there is no such role, or it is frozen.
+            ValueError: no rows, or rows without ``returns``.
+        """
+        from areno.loss_fns import value_loss_fn  # here, so that importing the SDK imports no torch
+
+        missing = [index for index, row in enumerate(batch_data) if not row.returns or not row.values]
+        if missing:
+            raise ValueError(f"train_values: row {missing[0]} has no returns or no values; a critic learns from both")
+        loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
+        mini_bs = _positive("mini_bs", mini_bs)
+        return self.backend.train_role(role, batch_data, loss_fn, mini_bs, gradient_accumulation_steps)
+
+    def learning_rate(self, role: str = "actor") -> float:
+        """Learning rate of a role's next optimizer step.
+
+        Raises:
+            EngineError: there is no such role, or it is frozen.
+        """
+        return self.backend.learning_rate(role)
+
+    def set_learning_rate(self, value: float, role: str = "actor") -> None:
+        """Replace a role's schedule by a constant rate, from its next optimizer step on.
+
+        Raises:
+            EngineError: there is no such role, or it is frozen.
+            ValueError: the rate is negative or not finite.
+        """
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"the learning rate must be finite and not negative, got {value}")
+        self.backend.set_learning_rate(role, value)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
     def save_checkpoint(self, path: str) -> str:
         """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -265,11 +436,18 @@ class Trainer:
         return str(path)
 
     def close(self) -> None:
-        """Release the model and the metric writer; a second call does nothing."""
+        """Release the models and the metric writer, also inside a session; a second call does nothing."""
+        self._closed, self._depth = True, 0
         self.backend.close()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
 
 
 def _token_ids(prompt: Any) -> list[int]:

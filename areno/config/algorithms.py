@@ -6,13 +6,12 @@ that installed packages publish in the entry-point group ``areno.algorithms``.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areno.config.hooks import import_user_file, split_spec
 from areno.config.options import nearest
@@ -38,6 +37,7 @@ class AlgorithmSpec:
         options: dataclass of further options (declared with ``areno.config.option``); they become flags of the run.
         available: False for names that are known but not part of this version.
         uses: options of built-in algorithms that this one reads as well, such as ``grpo_clip_eps``.
+        trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: least ``--n-samples`` from which it can learn; 2 if it compares the samples of a prompt.
     """
 
@@ -51,6 +51,7 @@ class AlgorithmSpec:
     available: bool = True
     uses: tuple[str, ...] = ()
     min_samples: int = 1
+    trains: Literal["policy", "reward"] = "policy"
 
     def resolve_trainer_cls(self) -> type:
         """Import and return the trainer class."""
@@ -82,13 +83,6 @@ def resolve_reference(reference: Any) -> Any:
         return reference
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _clipped(loss: str, option: str) -> Callable[[TrainOptions], LossFn]:
-    def make(options: TrainOptions) -> LossFn:
-        return functools.partial(resolve_reference(loss), clip_eps=getattr(options, option))
-
-    return make
 
 
 _REGISTRY: dict[str, AlgorithmSpec] = {}
@@ -180,7 +174,7 @@ for _spec in (
         _POLICY_TRAINER,
         "areno.loss_fns:gspo_loss_fn",
         True,
-        loss_fn_factory=_clipped("areno.loss_fns:gspo_loss_fn", "gspo_clip_eps"),
+        loss_fn_factory="areno.api.losses:gspo_loss",
         min_samples=2,
     ),
     AlgorithmSpec(
@@ -188,10 +182,29 @@ for _spec in (
         _POLICY_TRAINER,
         "areno.loss_fns:grpo_loss_fn",
         True,
-        loss_fn_factory=_clipped("areno.loss_fns:grpo_loss_fn", "grpo_clip_eps"),
+        loss_fn_factory="areno.api.losses:grpo_loss",
         min_samples=2,
     ),
-    AlgorithmSpec("dpo", "areno.api.trainers.dpo:DPOTrainer", "areno.loss_fns:dpo_loss_fn", False, available=False),
-    AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPOTrainer", "areno.loss_fns:ppo_loss_fn", True, available=False),
+    AlgorithmSpec(
+        "ppo",
+        "areno.api.trainers.ppo:PPOTrainer",
+        "areno.loss_fns:ppo_loss_fn",
+        True,
+        loss_fn_factory="areno.api.losses:ppo_loss",
+    ),
+    AlgorithmSpec(
+        "dpo",
+        "areno.api.trainers.dpo:DPOTrainer",
+        "areno.loss_fns:dpo_loss_fn",
+        False,
+        loss_fn_factory="areno.api.losses:dpo_loss",
+    ),
+    AlgorithmSpec(
+        "rm",
+        "areno.api.trainers.reward_model:RewardModelTrainer",
+        "areno.loss_fns:reward_model_loss_fn",
+        False,
+        trains="reward",
+    ),
 ):
     register_algorithm(_spec)

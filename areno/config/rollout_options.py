@@ -91,7 +91,8 @@ class RolloutOptions:
         help="Python function that scores one completion; reward_fn(record) unless named.",
     )
     reward_ckpt: str | None = _rollout(
-        None, algorithms=("ppo",), help="Reward model: a folder in Hugging Face format or a repo id."
+        None,
+        help="Reward model in place of a function: a sequence classifier in Hugging Face format, or a repo id.",
     )
     reward_timeout_s: float = _rollout(
         60.0, above=0, changes_results=False, help="Seconds that one call of the reward function may take."

@@ -1,4 +1,4 @@
-"""Options of the groups Basic, Checkpoint and Observability: what to run, on what, and where its files go."""
+"""Options of the groups Basic, Checkpoint, Evaluation and Observability: what to run, where its files go, how it is judged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from areno.config.options import option
 
 _basic = partial(option, group="Basic")
 _checkpoint = partial(option, group="Checkpoint", changes_results=False)
+
+_evaluation = partial(option, group="Evaluation", changes_results=False)
 
 _ONE_DEVICE = "this version runs on one device; leave it out or set it to 1"
 
@@ -33,8 +35,8 @@ class BasicOptions:
     )
     algo: str = _basic(
         "gspo",
-        help="Training algorithm: gspo, grpo, sft, dpo, ppo (the last two are not in this version), one that an "
-        "installed package registers, or your own as file.py:NAME.",
+        help="Training algorithm: gspo, grpo, ppo, sft, dpo, rm (a reward model), one that an installed package "
+        "registers, or your own as file.py:NAME.",
     )
     epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the data set.")
     max_steps: int | None = _basic(
@@ -115,6 +117,9 @@ class CheckpointOptions:
     keep_checkpoints: int | None = _checkpoint(
         None, minimum=1, unset="keep all", help="Keep only the newest N checkpoints."
     )
+    keep_best: bool = _checkpoint(
+        False, help="Also keep the checkpoint with the best evaluation, as the folder best beside the others."
+    )
     resume: str | None = _checkpoint(
         None,
         metavar="PATH",
@@ -122,6 +127,34 @@ class CheckpointOptions:
         bare="auto",
         unset="start anew",
         help="Continue the run in this directory; without a PATH, the newest run with the same configuration.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Measuring the model on rows that it is not trained on."""
+
+    eval_dataset_path: str | None = _evaluation(
+        None, unset="no evaluation", help="Held-out data, in any form that --dataset-path takes."
+    )
+    eval_dataset_loader_fn: str | None = _evaluation(
+        None,
+        metavar="FILE.PY[:FUNCTION]",
+        unset="--dataset-loader-fn",
+        help="Loader of the held-out data where it needs another one.",
+    )
+    eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
+    eval_before_train: bool = _evaluation(True, help="Evaluate once before the first step, to know where it starts.")
+    eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
+    eval_n_samples: int = _evaluation(
+        1, minimum=1, rollout_only=True, help="Completions per held-out prompt; pass@k is reported up to this k."
+    )
+    eval_temperature: float | None = _evaluation(
+        None,
+        above=0,
+        rollout_only=True,
+        unset="--temperature, greedy for one sample",
+        help="Sampling temperature of the evaluation.",
     )
 
 

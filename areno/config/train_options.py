@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.rollout_options import RolloutOptions, TuningOptions
-from areno.config.run_options import BasicOptions, CheckpointOptions, ObservabilityOptions
+from areno.config.run_options import BasicOptions, CheckpointOptions, EvaluationOptions, ObservabilityOptions
 from areno.config.update_options import UpdateOptions
 from areno.errors import ArenoError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(ObservabilityOptions, CheckpointOptions, UpdateOptions, TuningOptions, RolloutOptions, BasicOptions):
+class TrainOptions(
+    ObservabilityOptions,
+    EvaluationOptions,
+    CheckpointOptions,
+    UpdateOptions,
+    TuningOptions,
+    RolloutOptions,
+    BasicOptions,
+):
     """All options of ``areno train``; change a copy with ``dataclasses.replace``.
 
     Attributes:

@@ -9,6 +9,9 @@ from areno.config.options import option
 
 _train = partial(option, group="Train")
 _ppo = partial(option, group="Train", algorithms=("ppo",))
+_dpo = partial(option, group="Train", algorithms=("dpo",))
+_groups = partial(option, group="Train", algorithms=("gspo", "grpo"))
+_policy = partial(option, group="Train", algorithms=("gspo", "grpo", "ppo"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +40,34 @@ class UpdateOptions:
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")
-    ref_ckpt: str | None = _train(
-        None, algorithms=("dpo", "ppo"), unset="--ckpt", help="Reference model: a folder or a repo id."
+    score_micro_bs: int = option(
+        8,
+        group="Train",
+        minimum=1,
+        algorithms=("dpo", "gspo", "grpo", "ppo"),
+        changes_results=False,
+        help="Rows that a reference, critic or reward model scores at once.",
+    )
+    update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
+    update_minibatches: int = _policy(
+        1, minimum=1, help="Optimizer steps that one such pass is cut into, each on its own share of the prompts."
+    )
+    ref_ckpt: str | None = option(
+        None,
+        group="Train",
+        algorithms=("dpo", "gspo", "grpo", "ppo"),
+        unset="--ckpt",
+        help="Reference model of the KL term or of DPO: a folder or a repo id.",
     )
     critic_ckpt: str | None = _ppo(None, unset="--ckpt", help="Critic to start from: a folder or a repo id.")
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
+    critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
+    critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps over which its learning rate rises from 0.")
+    critic_lr_decay_steps: int = _ppo(1000, minimum=1, help="Critic step at which it reaches --critic-min-lr.")
+    critic_lr_decay_style: str = _ppo(
+        "constant", choices=("constant", "linear", "cosine"), help="Shape of the critic's decay."
+    )
+    critic_grad_clip_norm: float = _ppo(1.0, above=0, help="Scale the critic's gradients down to this global norm.")
     critic_warmup_steps: int = _ppo(20, minimum=0, help="Steps that train the critic alone, before the policy moves.")
     gspo_clip_eps: float = _train(
         3e-4, above=0, algorithms=("gspo",), help="Clip range of the importance ratio of a whole sequence."
@@ -49,15 +75,45 @@ class UpdateOptions:
     grpo_clip_eps: float = _train(
         0.2, above=0, algorithms=("grpo",), help="Clip range of the importance ratio of a token."
     )
-    dpo_beta: float = _train(0.1, above=0, algorithms=("dpo",), help="Sharpness of the preference margin.")
+    clip_eps_high: float | None = _policy(
+        None,
+        above=0,
+        unset="same as the lower one",
+        help="Upper clip range where it is to differ, so that unlikely tokens can gain more (asymmetric clip).",
+    )
+    grpo_dual_clip: float | None = _train(
+        None,
+        above=1,
+        algorithms=("grpo",),
+        unset="no bound",
+        help="Bound on the loss of samples with negative advantage, as a multiple of the advantage (dual clip).",
+    )
+    grpo_loss_mean: str = _train(
+        "token",
+        algorithms=("grpo",),
+        choices=("token", "sequence", "dr_grpo"),
+        help="What the loss averages over: all tokens alike, each answer alike, or tokens by the constant "
+        "--max-new-tokens (Dr. GRPO).",
+    )
+    advantage: str = _groups(
+        "group",
+        metavar="NAME|FILE.PY:FUNCTION",
+        help="How rewards become advantages: group, group_mean, rloo, batch, or a function of your own.",
+    )
+    kl_coef: float = _groups(0.0, minimum=0, help="Weight of a KL term to the reference; 0 loads no reference.")
+    dpo_beta: float = _dpo(0.1, above=0, help="Sharpness of the preference margin.")
+    dpo_loss_type: str = _dpo("sigmoid", choices=("sigmoid", "ipo", "hinge"), help="Shape of the preference loss.")
+    dpo_label_smoothing: float = _dpo(0.0, minimum=0, below=0.5, help="Assumed share of swapped preferences.")
+    dpo_length_normalised: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
     use_kl_loss: bool = _ppo(True, help="Add a KL term that holds the policy near the reference.")
     kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
-    kl_loss_type: str = _ppo(
+    kl_loss_type: str = _policy(
         "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), help="Estimator of the KL term."
     )
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
     clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
     value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
+    whiten_advantages: bool = _ppo(True, help="Standardise the advantages of all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount of later rewards.")
     lam: float = _ppo(0.95, minimum=0, maximum=1, help="Bias against variance in advantage estimation (GAE lambda).")

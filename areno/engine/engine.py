@@ -1,43 +1,40 @@
-"""One model on one device: it generates, it trains, it saves.
+"""All models of a run on one device: the actor generates, trains and saves; further roles score, and some train.
 
-Rollout and training share the module, so a weight never has to be copied from one to the other. ``version`` counts
-optimizer steps; every generated token carries the version that made it.
+Rollout and training share the actor's module, so a weight never has to be copied from one to the other. ``version``
+counts optimizer steps; every generated token carries the version that made it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from areno.engine.checkpoint.folder import STATE_FOLDER
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.loading import load_causal_lm
-from areno.engine.model.packing import PackedPlan
+from areno.engine.model.loading import LoadOptions
 from areno.engine.plan.memory import default_kv_tokens
+from areno.engine.role import Role, load_role
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
-from areno.engine.train.step import TrainStep
-from areno.errors import CheckpointError
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
-from areno.types import Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 
 logger = logging.getLogger(__name__)
 
+ACTOR = "actor"
 _OPTIMIZER_FILE = "optimizer.pt"
-# Most tokens of one scoring forward pass.
-_SCORE_TOKENS = 16384
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +44,8 @@ class EngineConfig:
     Attributes:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: type of the weights in memory and of the computation.
-        optimizer: rates and decay of the policy.
+        trains: ``policy``, or ``reward`` for a sequence classifier, which generates nothing.
+        optimizer: rates and decay of the actor.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
         keep_rollout_state: keep the KV cache between rollout phases.
@@ -61,6 +59,7 @@ class EngineConfig:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    trains: Literal["policy", "reward"] = "policy"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
@@ -72,12 +71,23 @@ class EngineConfig:
     dummy_load: bool = False
     decode_progress_interval_s: float = 10.0
 
+    def load_options(self, option: str = "--ckpt") -> LoadOptions:
+        """How a checkpoint named by ``option`` is loaded."""
+        return LoadOptions(
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            dummy=self.dummy_load,
+            attn_backend=self.attn_backend,
+            option=option,
+        )
+
 
 class Engine:
     """See the module's text.
 
     Args:
-        path: checkpoint folder or hub id.
+        path: checkpoint folder or hub id of the actor.
         config: device, types, budgets.
         tokenizer: where it differs from the checkpoint's own.
     """
@@ -85,33 +95,42 @@ class Engine:
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
         self.tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-        self.model: CausalLM = load_causal_lm(
-            path,
-            dtype=config.dtype,
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
-            dummy=config.dummy_load,
-            attn_backend=config.attn_backend,
-        )
         self.eos_ids = eos_token_ids(self.tokenizer, path)
-        bytes_per_token = prove_decoding(self.model, path)
-        self.kv_tokens = config.kv_cache_tokens or default_kv_tokens(config.device, bytes_per_token)
-        self.loop = RolloutLoop(
-            self.model,
+        checkpointing = config.activation_checkpointing
+        self.actor = load_role(ACTOR, path, config.trains, config.load_options(), config.optimizer, checkpointing)
+        self.roles: dict[str, Role] = {ACTOR: self.actor}
+        model = self.actor.model
+        self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None
+
+    def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
+        config = self.config
+        bytes_per_token = prove_decoding(model, self.path)
+        budget = config.kv_cache_tokens or default_kv_tokens(config.device, bytes_per_token)
+        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, bytes_per_token)
+        return RolloutLoop(
+            model,
             eos_ids=self.eos_ids,
             make_stop_text=lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
-            budget_tokens=self.kv_tokens,
+            budget_tokens=budget,
             max_running=config.max_running,
             progress=DecodeProgress(config.decode_progress_interval_s),
         )
-        self.optimizer = MasterAdamW(self.model.parameters(), config.optimizer)
-        self._step = TrainStep(self.model, self.optimizer, config.activation_checkpointing)
-        logger.debug("loaded %s: kv budget %d tokens of %d bytes", path, self.kv_tokens, bytes_per_token)
+
+    @property
+    def loop(self) -> RolloutLoop:
+        """The rollout loop.
+
+        Raises:
+            EngineError: the actor is a reward model.
+        """
+        if self._loop is None:
+            raise EngineError("a reward model generates nothing: this trainer was made with trains='reward'")
+        return self._loop
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights have seen."""
-        return self.optimizer.steps
+        """Optimizer steps that the actor's weights have seen."""
+        return self.actor.trained_by().steps
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; see :meth:`RolloutLoop.submit`."""
@@ -124,68 +143,151 @@ class Engine:
             self.loop.cache.release()
 
     def train(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int,
+        accumulation: int | None = None,
+        role: str = ACTOR,
     ) -> dict[str, float]:
-        """Train on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
-        self.loop.wait_idle()
-        stats = self._step.run(rows, loss_fn, mini_bs, accumulation)
-        self.loop.version = self.version
+        """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
+        self._wait_idle()
+        stats = self.role(role).train(rows, loss_fn, mini_bs, accumulation)
+        self._stamp_version()
         return stats
 
-    @torch.no_grad()
-    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        self.loop.wait_idle()
-        scores: list[list[float]] = []
-        batch: list[Sequence[int]] = []
-        for row in rows:
-            if batch and sum(map(len, batch)) + len(row) > _SCORE_TOKENS:
-                scores += self._score_batch(batch, temperature)
-                batch = []
-            batch.append(row)
-        return scores + (self._score_batch(batch, temperature) if batch else [])
+    # -- roles -----------------------------------------------------------------------------------------------------
 
-    def _score_batch(self, rows: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        plan = PackedPlan([len(row) for row in rows], self.model.device)
-        tokens = torch.tensor([token for row in rows for token in row], device=self.model.device)
-        hidden = self.model.body(tokens, plan.position_ids, plan)
-        shifted = torch.roll(tokens, -1)
-        logprobs = self.model.logprobs(hidden, shifted, torch.full(tokens.shape, temperature, device=tokens.device))
-        values = logprobs.tolist()
-        return [[0.0, *values[start : end - 1]] for start, end in zip(plan.starts, plan.starts[1:], strict=False)]
+    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+        """Load the roles that are not there yet; frozen ones of the same checkpoint and kind share their weights.
+
+        Raises:
+            EngineError: a role of that name is there, made from something else.
+            UsageError: a checkpoint cannot serve as its role.
+        """
+        self._wait_idle()
+        for name, wanted in roles.items():
+            known = self.roles.get(name)
+            if known is None:
+                self.roles[name] = self._load(name, wanted)
+            elif (known.path, known.kind, known.trainable) != (wanted.path, wanted.predicts, wanted.trainable):
+                raise EngineError(
+                    f"role {name!r} is loaded from {known.path} already; call drop_role({name!r}) to replace it"
+                )
+
+    def _load(self, name: str, wanted: ModelRole) -> Role:
+        config = self.config
+        options = config.load_options(f"role {name!r}")
+        if wanted.trainable:
+            fields = dict(wanted.optimizer or {})
+            if wanted.optimizer_lr is not None:
+                fields["lr"] = wanted.optimizer_lr
+            own = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
+            return load_role(name, wanted.path, wanted.predicts, options, own, config.activation_checkpointing)
+        for other in self.roles.values():
+            if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
+                return Role(name, other.path, other.kind, other.model)
+        return load_role(name, wanted.path, wanted.predicts, options, None, False)
+
+    def drop_role(self, name: str) -> None:
+        """Free an auxiliary role.
+
+        Raises:
+            EngineError: there is no such role, or it is the actor.
+        """
+        if self.role(name) is self.actor:
+            raise EngineError("the actor cannot be dropped; close() ends the trainer")
+        del self.roles[name]
+
+    def role(self, name: str) -> Role:
+        """Look a role up.
+
+        Raises:
+            EngineError: there is no such role; the message lists what there is.
+        """
+        if name not in self.roles:
+            raise EngineError(
+                f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
+                f'trainer.ensure_roles({{"{name}": ModelRole(name="{name}", path=..., trainable=...)}})'
+            )
+        return self.roles[name]
+
+    def score_logprobs(
+        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
+    ) -> list[list[float]]:
+        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
+        self._wait_idle()
+        return self.role(role).score_logprobs(rows, temperatures, micro_bs)
+
+    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
+        """Value after each token of each row."""
+        self._wait_idle()
+        return self.role(role).score_values(rows, micro_bs)
+
+    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
+        """Score of each row at its last token."""
+        self._wait_idle()
+        return self.role(role).score_rewards(rows, micro_bs)
+
+    def _wait_idle(self) -> None:
+        if self._loop is not None:
+            self._loop.wait_idle()
+
+    def _stamp_version(self) -> None:
+        if self._loop is not None:
+            self._loop.version = self.version
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint: weights, both moments, and master weights where the model is not fp32."""
-        count = sum(p.numel() for _, p in self.model.parameters())
-        weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
-        return weights + count * (8 if self.config.dtype == torch.float32 else 12)
+        """Size of a checkpoint with the state of everything that is trained."""
+        return sum(role.checkpoint_bytes() for role in self.roles.values() if role.trainable)
 
     def save_model(self, folder: str | Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format."""
-        module: Any = self.model.module
-        disable_progress_bar()  # a bar for every checkpoint would tear the live display
-        module.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Write the actor's weights, configuration and tokenizer in Hugging Face format."""
+        self.actor.save_model(folder, self.tokenizer)
 
-    def save_optimizer(self, checkpoint: Path) -> None:
-        """Write the optimizer's state into a checkpoint's trainer state."""
+    def save_state(self, checkpoint: Path) -> None:
+        """Write what a resume needs beside the actor: optimizers, and the models of further trained roles.
+
+        The actor's optimizer is ``trainer_state/optimizer.pt``; a critic is the Hugging Face checkpoint ``critic/``, its
+        optimizer ``trainer_state/critic_optimizer.pt``.
+        """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)
-        torch.save(self.optimizer.state_dict(), target / _OPTIMIZER_FILE)
+        for name, role in self.roles.items():
+            if role.trainable:
+                role.save_optimizer(target / _optimizer_file(name))
+                if role is not self.actor:
+                    role.save_model(checkpoint / name, self.tokenizer)
 
-    def load_optimizer(self, checkpoint: Path) -> None:
-        """Continue with the optimizer of a checkpoint whose weights this engine has loaded.
+    def load_state(self, checkpoint: Path) -> None:
+        """Continue with the state of a checkpoint whose weights the actor has loaded.
+
+        Roles that are trained must have been ensured before; they take weights and optimizer from the checkpoint.
 
         Raises:
             CheckpointError: the state is missing, damaged, or made for other parameters.
         """
-        path = checkpoint / STATE_FOLDER / _OPTIMIZER_FILE
-        try:
-            self.optimizer.load_state_dict(torch.load(path, map_location=self.config.device, weights_only=True))
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise CheckpointError(f"{path} cannot be used: {error}") from error
-        self.loop.version = self.version
+        for name, role in list(self.roles.items()):
+            if role.trainable:
+                if role is not self.actor:
+                    role = self.roles[name] = self._reload(role, checkpoint / name)
+                role.load_optimizer(checkpoint / STATE_FOLDER / _optimizer_file(name))
+        self._stamp_version()
+
+    def _reload(self, role: Role, folder: Path) -> Role:
+        own = role.trained_by().config
+        options = self.config.load_options(f"role {role.name!r}")
+        fresh = load_role(role.name, str(folder), role.kind, options, own, role.activation_checkpointing)
+        fresh.path = role.path
+        return fresh
 
     def close(self) -> None:
         """Stop the rollout thread and free the cache."""
-        self.loop.close()
+        if self._loop is not None:
+            self._loop.close()
+
+
+def _optimizer_file(role: str) -> str:
+    return _OPTIMIZER_FILE if role == ACTOR else f"{role}_{_OPTIMIZER_FILE}"

@@ -2,7 +2,9 @@
 
 A loss is ``loss_fn(data_pack, logprobs) -> loss | (loss, metrics)``. ``logprobs`` and all ``packed_*`` tensors lie on the
 *action axis*: the sequences of the microbatch end to end, each without its first token, because nothing predicts that
-one; the length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient.
+one; the length is the sum of ``len(tokens) - 1``. Log-probs outside the response mask are 0 and carry no gradient. The
+loss of a critic gets values on the same axis in place of log-probs (entry t is the value before the action is taken), the
+loss of a reward model one score per sequence.
 
 A loss returns the mean over its units in the microbatch. The engine weights each microbatch by its share of the units of
 the whole optimizer step, so that the split into microbatches changes nothing. Units are tokens unless declared otherwise
@@ -12,9 +14,10 @@ with :func:`reduces_over`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
+import torch
 from torch import Tensor
 
 Reduction = Literal["token", "sequence", "pair"]
@@ -34,6 +37,8 @@ class DataPack(TypedDict, total=False):
         packed_returns: value targets [A], where the rows have them.
         packed_seq_ids: sequence of each action, 0 to packed_num_sequences - 1 [A].
         packed_num_sequences: sequences in the microbatch.
+        packed_entropy: entropy of the policy's distribution at each action, without gradient, 0 outside the mask [A];
+            only for losses declared with ``entropy=True``.
         packed_tokens: the tokens that the actions chose [A].
         rewards: scalar reward of each sequence [packed_num_sequences].
     """
@@ -46,15 +51,23 @@ class DataPack(TypedDict, total=False):
     packed_returns: Tensor
     packed_seq_ids: Tensor
     packed_num_sequences: int
+    packed_entropy: Tensor
     packed_tokens: Tensor
     rewards: Tensor
 
 
-def reduces_over(unit: Reduction) -> Callable[[F], F]:
-    """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighbouring rows)."""
+def reduces_over(
+    unit: Reduction | Callable[[Mapping[str, Any]], Reduction], *, entropy: bool = False
+) -> Callable[[F], F]:
+    """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighbouring rows).
+
+    Args:
+        unit: the unit, or a function that finds it from the keyword arguments bound with ``functools.partial``.
+        entropy: ask the engine for ``packed_entropy``, which costs one more pass over the logits.
+    """
 
     def declare(fn: F) -> F:
-        fn.reduction = unit  # type: ignore[attr-defined]
+        fn.reduction, fn.reads_entropy = unit, entropy  # type: ignore[attr-defined]
         return fn
 
     return declare
@@ -62,18 +75,64 @@ def reduces_over(unit: Reduction) -> Callable[[F], F]:
 
 def reduction_of(loss_fn: LossFn) -> Reduction:
     """The declared unit of a loss, also through ``functools.partial``; ``token`` where none is declared."""
-    return getattr(_unwrapped(loss_fn), "reduction", "token")
+    inner, bound = _unwrapped(loss_fn)
+    unit: Reduction | Callable[[Mapping[str, Any]], Reduction] = getattr(inner, "reduction", "token")
+    return unit(bound) if callable(unit) else unit
 
 
 def declares_reduction(loss_fn: LossFn) -> bool:
     """Whether a loss says what it averages over, so that its rows may be split at will."""
-    return hasattr(_unwrapped(loss_fn), "reduction")
+    return hasattr(_unwrapped(loss_fn)[0], "reduction")
 
 
-def _unwrapped(loss_fn: LossFn) -> LossFn:
+def reads_entropy(loss_fn: LossFn) -> bool:
+    """Whether a loss asked for ``packed_entropy``."""
+    return bool(getattr(_unwrapped(loss_fn)[0], "reads_entropy", False))
+
+
+def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
+    """The function inside nested partials, and the keywords that they bind."""
+    bound: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
+        bound = loss_fn.keywords | bound
         loss_fn = loss_fn.func
-    return loss_fn
+    return loss_fn, bound
+
+
+def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
+    """An optional tensor of the pack.
+
+    Args:
+        pack: where to look.
+        key: name of the tensor.
+        reader: who needs it, for the error.
+        remedy: what the caller can do about it, likewise.
+
+    Raises:
+        ValueError: the pack lacks it.
+    """
+    if key not in pack:
+        raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
+    return pack[key]  # type: ignore[literal-required,no-any-return]
+
+
+def in_float(values: Tensor) -> Tensor:
+    """Values in fp32, or in the fp64 that they came in: losses never compute in half precision."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
+    """Values of the chosen and of the rejected sequences [pairs], from one per sequence [packed_num_sequences].
+
+    Raises:
+        ValueError: the number of sequences is odd.
+    """
+    if len(values) % 2:
+        raise ValueError(
+            f"{loss} needs an even number of sequences, got {len(values)}; rows alternate between chosen and rejected, "
+            "and a microbatch must not cut a pair"
+        )
+    return values[0::2], values[1::2]
 
 
 def sequence_sums(values: Tensor, pack: DataPack) -> Tensor:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from logging import Logger
 from typing import Any, Literal
 
-Role = Literal["policy", "actor"]
+Role = Literal["policy", "actor", "critic"]
+ScoreKind = Literal["logprob_score", "old_logprob_score", "value_score", "score"]
 
 
 def epoch_start(logger: Logger, epoch: int) -> None:
@@ -33,18 +34,55 @@ def rollout_end(logger: Logger, epoch: int, step: int, role: Role = "policy") ->
     logger.info("epoch=%d step=%d role=%s stage=rollout_end", epoch, step, role)
 
 
-def train_start(logger: Logger, epoch: int, step: int, role: Role = "policy", rows: int | None = None) -> None:
-    """``epoch=0 step=0 role=policy stage=train_start``, and `` rows=8`` where rows are given (SFT)."""
-    _train(logger, epoch, step, role, "train_start", rows)
+def train_start(
+    logger: Logger, epoch: int, step: int, role: Role = "policy", rows: int | None = None, pairs: int | None = None
+) -> None:
+    """``epoch=0 step=0 role=policy stage=train_start``, and `` rows=8`` (SFT) or `` pairs=4`` (DPO) where given."""
+    _train(logger, epoch, step, role, "train_start", rows, pairs)
 
 
-def train_end(logger: Logger, epoch: int, step: int, role: Role = "policy", rows: int | None = None) -> None:
-    """``epoch=0 step=0 role=policy stage=train_end``, and `` rows=8`` where rows are given (SFT)."""
-    _train(logger, epoch, step, role, "train_end", rows)
+def train_end(
+    logger: Logger, epoch: int, step: int, role: Role = "policy", rows: int | None = None, pairs: int | None = None
+) -> None:
+    """``epoch=0 step=0 role=policy stage=train_end``, and `` rows=8`` (SFT) or `` pairs=4`` (DPO) where given."""
+    _train(logger, epoch, step, role, "train_end", rows, pairs)
 
 
-def _train(logger: Logger, epoch: int, step: int, role: Role, stage: str, rows: int | None) -> None:
+def train_skip(logger: Logger, epoch: int, step: int, role: Role = "actor") -> None:
+    """``epoch=0 step=0 role=actor stage=train_skip``: a critic warm-up step leaves the policy alone."""
+    logger.info("epoch=%d step=%d role=%s stage=train_skip", epoch, step, role)
+
+
+def role_init_start(logger: Logger, role: str, trainable: bool, path: str) -> None:
+    """``role=ref stage=init_start trainable=False path=...``."""
+    logger.info("role=%s stage=init_start trainable=%s path=%s", role, trainable, path)
+
+
+def role_init_end(logger: Logger, role: str) -> None:
+    """``role=ref stage=init_end``."""
+    logger.info("role=%s stage=init_end", role)
+
+
+def score_start(logger: Logger, role: str, kind: ScoreKind, rows: int) -> None:
+    """``role=ref stage=logprob_score_start rows=8``; a reward model's stage is ``score_start``."""
+    logger.info("role=%s stage=%s_start rows=%d", role, kind, rows)
+
+
+def score_end(logger: Logger, role: str, kind: ScoreKind, rows: int) -> None:
+    """``role=ref stage=logprob_score_end rows=8``."""
+    logger.info("role=%s stage=%s_end rows=%d", role, kind, rows)
+
+
+def critic_value_loss(logger: Logger, epoch: int, step: int, value: float) -> None:
+    """``epoch=0 step=0 role=critic metric=value_loss value=0.250000``."""
+    logger.info("epoch=%d step=%d role=critic metric=value_loss value=%.6f", epoch, step, value)
+
+
+def _train(
+    logger: Logger, epoch: int, step: int, role: Role, stage: str, rows: int | None, pairs: int | None = None
+) -> None:
     suffix = "" if rows is None else f" rows={rows}"
+    suffix += "" if pairs is None else f" pairs={pairs}"
     logger.info("epoch=%d step=%d role=%s stage=%s%s", epoch, step, role, stage, suffix)
 
 
@@ -61,6 +99,11 @@ def rollout_logprob_mean(logger: Logger, epoch: int, step: int, value: float) ->
 def train_stats(logger: Logger, epoch: int, step: int, stats: Mapping[str, Any]) -> None:
     """``epoch=0 step=0 train_stats={'loss': 0.0, ...}``, a Python dictionary."""
     logger.info("epoch=%d step=%d train_stats=%s", epoch, step, dict(stats))
+
+
+def evaluation(logger: Logger, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+    """``epoch=0 step=20 eval={'loss': 0.5, ...}``, a Python dictionary; here ``step`` counts the completed steps."""
+    logger.info("epoch=%d step=%d eval=%s", epoch, step, dict(metrics))
 
 
 def max_steps_reached(logger: Logger, epoch: int, step: int) -> None:
@@ -81,6 +124,11 @@ def save_checkpoint_end(logger: Logger, epoch: int, step: int, path: object) -> 
 def sft_dataset_filter(logger: Logger, skipped: int) -> None:
     """``stage=sft_dataset_filter skipped_long_or_empty=0``."""
     logger.info("stage=sft_dataset_filter skipped_long_or_empty=%d", skipped)
+
+
+def dpo_dataset_filter(logger: Logger, skipped: int) -> None:
+    """``stage=dpo_dataset_filter skipped_invalid_or_long=0``."""
+    logger.info("stage=dpo_dataset_filter skipped_invalid_or_long=%d", skipped)
 
 
 def backend_time(logger: Logger, rollout_s: float, train_s: float, total_s: float) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_LISTS = ("prompt_mask", "tokens", "logprobs", "advantages", "returns", "values", "ref_logprobs")
 
 
 @dataclass(slots=True)
@@ -29,13 +31,14 @@ class TrainSequence:
         ValueError: a per-token list does not have one entry per token.
     """
 
-    prompt_mask: list[bool] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    ref_logprobs: list[float] = field(default_factory=list)
+    # None stands for "not given" in the constructor; every list is a list afterwards.
+    prompt_mask: list[bool] = None  # type: ignore[assignment]
+    tokens: list[int] = None  # type: ignore[assignment]
+    logprobs: list[float] = None  # type: ignore[assignment]
+    advantages: list[float] = None  # type: ignore[assignment]
+    returns: list[float] = None  # type: ignore[assignment]
+    values: list[float] = None  # type: ignore[assignment]
+    ref_logprobs: list[float] = None  # type: ignore[assignment]
     reward: float = 0.0
     eos_token_id: int = 0
     loss_mask: list[bool] | None = None
@@ -44,9 +47,12 @@ class TrainSequence:
     truncated: bool = False
 
     def __post_init__(self) -> None:
+        for name in _LISTS:
+            if getattr(self, name) is None:
+                setattr(self, name, [])
         if not self.tokens:
             raise ValueError("TrainSequence.tokens must hold at least one token")
-        for name in ("prompt_mask", "logprobs", "advantages", "returns", "values", "ref_logprobs", "loss_mask"):
+        for name in (*_LISTS, "loss_mask"):
             values = getattr(self, name)
             if values and len(values) != len(self.tokens):
                 raise ValueError(
@@ -71,13 +77,36 @@ class ModelRole:
         name: ``ref``, ``reward``, ``critic`` or a name of your own.
         path: checkpoint folder or Hugging Face repo id.
         trainable: whether the role has an optimizer.
-        optimizer_lr: learning rate of a trainable role.
+        optimizer_lr: learning rate of a trainable role; None takes the one in ``optimizer``, or its default.
+        kind: what the role predicts: ``policy`` (log-probs), ``value`` (a value per token) or ``reward`` (a score per
+            sequence); ``auto`` goes by the name: critic or value..., reward..., and policy for all others.
+        optimizer: further fields of :class:`areno.engine.train.optimizer.OptimizerConfig` for a trainable role.
+
+    Raises:
+        ValueError: the kind is unknown, or a frozen role has optimizer settings.
     """
 
     name: str
     path: str
     trainable: bool
     optimizer_lr: float | None = None
+    kind: Literal["auto", "policy", "value", "reward"] = "auto"
+    optimizer: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("auto", "policy", "value", "reward"):
+            raise ValueError(f"ModelRole.kind {self.kind!r} is unknown; use auto, policy, value or reward")
+        if not self.trainable and (self.optimizer_lr is not None or self.optimizer):
+            raise ValueError(f"role {self.name!r} is frozen, so optimizer settings have no effect; set trainable=True")
+
+    @property
+    def predicts(self) -> Literal["policy", "value", "reward"]:
+        """The kind, with ``auto`` resolved by the name."""
+        if self.kind != "auto":
+            return self.kind
+        if self.name.startswith(("critic", "value")):
+            return "value"
+        return "reward" if self.name.startswith("reward") else "policy"
 
 
 @dataclass(slots=True)

@@ -199,9 +199,9 @@ def test_any_closure_trains(trainer):
         return loss
 
     rows = [row([5, 6, 7], [8, 9]), row([5], [10, 11, 12])]
-    before = trainer.backend.engine.score([rows[0].tokens])[0]
+    before = trainer.score_logprobs("actor", [rows[0].tokens])[0]
     stats = trainer.train(rows, make_loss(2.0), mini_bs=1)
-    after = trainer.backend.engine.score([rows[0].tokens])[0]
+    after = trainer.score_logprobs("actor", [rows[0].tokens])[0]
     assert seen == [2, 3]
     assert stats["scale"] == pytest.approx(2.0)
     assert stats["grad_norm"] > 0
@@ -288,14 +288,14 @@ def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(trainer, tmp_p
     ids = torch.tensor([rows[0].tokens])
     with torch.inference_mode():
         logprobs = plain(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-    assert trainer.backend.engine.score([rows[0].tokens])[0][1:] == pytest.approx(logprobs.tolist(), abs=1e-5)
+    assert trainer.score_logprobs("actor", [rows[0].tokens])[0][1:] == pytest.approx(logprobs.tolist(), abs=1e-5)
     assert AutoTokenizer.from_pretrained(saved).chat_template == trainer.get_tokenizer().chat_template
 
 
 def test_tied_weights_stay_tied_through_training_and_reloading(tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
     with open_trainer(checkpoint, optimizer={"lr": 1e-2}) as trainer:
-        module = trainer.backend.engine.model.module
+        module = trainer.backend.engine.actor.model.module
         before = module.lm_head.weight.detach().clone()
         trainer.train([row([5, 6, 7], [8, 9, 10])], lambda pack, logprobs: -logprobs.mean())
         assert module.lm_head.weight is module.get_input_embeddings().weight
@@ -306,7 +306,7 @@ def test_tied_weights_stay_tied_through_training_and_reloading(tmp_path):
     assert again.lm_head.weight is again.get_input_embeddings().weight
     assert torch.equal(again.lm_head.weight, trained)
     with open_trainer(tmp_path / "out") as reopened:
-        module = reopened.backend.engine.model.module
+        module = reopened.backend.engine.actor.model.module
         assert module.lm_head.weight is module.get_input_embeddings().weight
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from areno.config import TrainOptions
-from areno.engine.model.loading import load_causal_lm
+from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.plan.estimate import estimate_memory, estimate_memory_text
 from areno.engine.plan.memory import KV_SHARE, available_bytes, default_kv_tokens
 from areno.engine.rollout.probe import prove_decoding
@@ -29,7 +29,7 @@ def options(checkpoint, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_optimizer_are_those_of_the_real_model(family, tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / family, family)
-    model = load_causal_lm(str(checkpoint), dtype=torch.float32, device=CPU)
+    model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
     estimate = estimate_memory(options(checkpoint))
     count = sum(p.numel() for p in model.module.parameters())
     assert estimate.parameters == count
@@ -46,7 +46,7 @@ def test_tied_weights_are_counted_once(tmp_path):
 
 
 def test_the_cache_figure_is_tokens_times_what_a_token_really_takes(tiny_checkpoint):
-    model = load_causal_lm(str(tiny_checkpoint), dtype=torch.float32, device=CPU)
+    model = load_causal_lm(str(tiny_checkpoint), LoadOptions(dtype=torch.float32))
     per_token = prove_decoding(model, str(tiny_checkpoint))
     run = options(tiny_checkpoint, batch_size=4, n_samples=2, max_prompt_tokens=50, max_new_tokens=30)
     assert estimate_memory(run).kv_cache == 8 * 80 * per_token

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.types import Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 
 if TYPE_CHECKING:
     from areno.loss_fns.pack import LossFn
@@ -28,7 +28,8 @@ class ArenoConfig:
         dummy_load: random weights instead of the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``keep_rollout_state``, ``eager_decode``,
-            ``kv_cache_tokens``, ``device``, ``dtype``, ``trust_remote_code``.
+            ``kv_cache_tokens``, ``device``, ``dtype``, ``trust_remote_code``, and ``trains`` (``policy``, or
+            ``reward`` to train a sequence classifier).
         max_running_prompts: most sequences decoded at once.
         decode_progress_interval_s: seconds between decode progress lines; 0 writes none.
     """
@@ -60,6 +61,10 @@ class Backend(ABC):
         """Ids that end a response."""
 
     @abstractmethod
+    def dp_size(self) -> int:
+        """Number of model replicas."""
+
+    @abstractmethod
     def context_length(self) -> int | None:
         """Most tokens of one sequence, where the model states a limit."""
 
@@ -86,16 +91,56 @@ class Backend(ABC):
         """Train on rows; returns scalar statistics with ``step_rollout_time_s``, ``step_train_time_s``, ``step_e2e_time_s``."""
 
     @abstractmethod
+    def train_role(
+        self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
+    ) -> dict[str, float]:
+        """Train an auxiliary role; its statistics, without step times, because the step goes on."""
+
+    @abstractmethod
+    def finish_step(self) -> dict[str, float]:
+        """Close a step that trained no actor; its times."""
+
+    @abstractmethod
+    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+        """Load auxiliary roles that are not there yet."""
+
+    @abstractmethod
+    def drop_role(self, role: str) -> None:
+        """Free an auxiliary role."""
+
+    @abstractmethod
+    def score_logprobs(
+        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float], micro_bs: int
+    ) -> list[list[float]]:
+        """Log-prob of each token of each row; entry 0 is 0.0."""
+
+    @abstractmethod
+    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[list[float]]:
+        """Value after each token of each row."""
+
+    @abstractmethod
+    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[float]:
+        """Score of each row."""
+
+    @abstractmethod
+    def learning_rate(self, role: str) -> float:
+        """Rate of a role's next optimizer step."""
+
+    @abstractmethod
+    def set_learning_rate(self, role: str, value: float) -> None:
+        """Replace a role's schedule by a constant rate."""
+
+    @abstractmethod
     def save_model(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint."""
+        """Write the actor as a Hugging Face checkpoint."""
 
     @abstractmethod
     def save_state(self, checkpoint: Path) -> None:
-        """Write the optimizer's state into a checkpoint folder."""
+        """Write optimizers and further trained roles into a checkpoint folder."""
 
     @abstractmethod
     def load_state(self, checkpoint: Path) -> None:
-        """Continue with the optimizer of a checkpoint folder."""
+        """Continue with the optimizers and trained roles of a checkpoint folder."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:

@@ -1,7 +1,9 @@
-"""The checkpoint root: ``step_000123/`` folders that are complete or absent.
+"""The checkpoint root: ``step_000123/`` folders, and ``best/`` where a run keeps one, that are complete or absent.
 
 A checkpoint is written under a temporary name and renamed when its last byte is there. What is to go is renamed first and
-deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start.
+deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start; an old
+``best`` that a kill caught between the two renames is put back. Two checkpoints of one step share their files by hard
+links where the file system has them, so a file of a checkpoint is replaced, never written into.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from areno.errors import CheckpointError
 STATE_FOLDER = "trainer_state"
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
+_BEST = "best"
 _PARTIAL, _TRASH = ".partial-", ".trash-"
 # Room for tokenizer files, rounding and the file system's own needs.
 _DISK_SLACK = 64 * 1024 * 1024
@@ -41,6 +44,11 @@ class CheckpointFolder:
         """Where the checkpoint after ``step`` completed steps lies."""
         return self.root / f"step_{step:06d}"
 
+    @property
+    def best(self) -> Path:
+        """Where the checkpoint with the best evaluation lies."""
+        return self.root / _BEST
+
     def steps(self) -> list[int]:
         """Completed-step numbers of all complete checkpoints, ascending."""
         if not self.root.is_dir():
@@ -50,46 +58,74 @@ class CheckpointFolder:
             int(match[1]) for match, entry in found if match and (entry / STATE_FOLDER / STATE_FILE).is_file()
         )
 
+    def best_step(self) -> int | None:
+        """Completed steps of the best checkpoint; None if there is none."""
+        return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
+
     def latest(self) -> Path | None:
-        """Newest complete checkpoint."""
-        steps = self.steps()
+        """Newest complete checkpoint; that is the best one where no other was saved since."""
+        steps, best = self.steps(), self.best_step()
+        if best is not None and (not steps or best > steps[-1]):
+            return self.best
         return self.path(steps[-1]) if steps else None
 
     def clear_leftovers(self) -> None:
         """Delete what an interrupted save or deletion left behind."""
-        if self.root.is_dir():
-            for entry in self.root.iterdir():
-                if entry.name.startswith((_PARTIAL, _TRASH)):
-                    shutil.rmtree(entry, ignore_errors=True)
+        if not self.root.is_dir():
+            return
+        old_best = self.root / f"{_TRASH}{_BEST}"
+        if old_best.exists() and not self.best.exists():
+            os.replace(old_best, self.best)
+        for entry in self.root.iterdir():
+            if entry.name.startswith((_PARTIAL, _TRASH)):
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
-    def writing(self, step: int, needed_bytes: int) -> Iterator[Path]:
-        """Yield an empty folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
+    def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
+        """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
+
+        Args:
+            step: completed steps.
+            needed_bytes: free space that it takes.
+            copy_of: checkpoint whose files the folder holds to begin with, as hard links or copies; None begins empty.
 
         Raises:
             CheckpointError: the disk has less than ``needed_bytes`` free, or a write failed.
         """
+        with self._writing(self.path(step), needed_bytes, copy_of) as folder:
+            yield folder
+        if self.keep is not None:
+            for old in self.steps()[: -self.keep]:
+                self._remove(self.path(old))
+
+    @contextmanager
+    def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
+        """:meth:`writing` for the best checkpoint, which replaces the one before and is never counted among the newest."""
+        with self._writing(self.best, needed_bytes, copy_of) as folder:
+            yield folder
+
+    @contextmanager
+    def _writing(self, target: Path, needed_bytes: int, copy_of: Path | None) -> Iterator[Path]:
+        partial = self.root / f"{_PARTIAL}{target.name}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self.clear_leftovers()
             self._check_disk(needed_bytes)
-            partial = self.root / f"{_PARTIAL}{self.path(step).name}"
             partial.mkdir()
         except OSError as error:
             raise CheckpointError(f"cannot write a checkpoint under {self.root}: {error}") from error
         try:
+            if copy_of is not None:
+                shutil.copytree(copy_of, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
             yield partial
             _sync_folder(partial)
-            self._remove(self.path(step))
-            os.replace(partial, self.path(step))
+            self._remove(target)
+            os.replace(partial, target)
             _sync_folder(self.root)
         except OSError as error:
-            raise CheckpointError(f"writing the checkpoint {self.path(step)} failed: {error}") from error
+            raise CheckpointError(f"writing the checkpoint {target} failed: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        if self.keep is not None:
-            for old in self.steps()[: -self.keep]:
-                self._remove(self.path(old))
 
     def _check_disk(self, needed: int) -> None:
         free = shutil.disk_usage(self.root).free
@@ -107,6 +143,14 @@ class CheckpointFolder:
             shutil.rmtree(trash, ignore_errors=True)
 
 
+def _link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where the file system refuses one."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def _sync_folder(path: Path) -> None:
     """Make a folder's entries survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -117,10 +161,12 @@ def _sync_folder(path: Path) -> None:
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's JSON state; it is what makes a checkpoint complete."""
+    """Write the trainer's JSON state, or replace it in one move; it is what makes a checkpoint complete."""
     folder = checkpoint / STATE_FOLDER
     folder.mkdir(exist_ok=True)
-    (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    temporary = folder / f"{STATE_FILE}.tmp"
+    temporary.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    os.replace(temporary, folder / STATE_FILE)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -1,29 +1,37 @@
-"""Loading a checkpoint as a policy, and the proof at load time that the engine computes what the model means.
+"""Loading a checkpoint as a policy, a critic or a reward model.
 
-The proof runs two short random sequences through the stock ``eager`` attention, each alone, and through areno's plan,
-packed. A model whose layers ignore the plan (an unknown recurrent mixer, an attention of its own) fails here by name
-instead of training on leaking sequences.
+At load time it is proven that the engine computes what the model means: two short random sequences run through the stock
+``eager`` attention, each alone, and through areno's plan, packed. A model whose layers ignore the plan (an unknown
+recurrent mixer, an attention of its own) fails here by name instead of training on leaking sequences.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
+from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.errors import UnsupportedModelError, UsageError
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=PackedModel)
 
 _PROBE_LENGTHS = (7, 12)
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -34,62 +42,164 @@ def probe_tolerance(dtype: torch.dtype) -> float:
     return _PROBE_TOLERANCE.get(dtype, 1e-1)
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
-    dummy: bool = False,
-    attn_backend: str = "flash",
-) -> CausalLM:
-    """Load a causal LM from a folder or hub id, ready for packed calls.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint is brought into memory.
 
-    Args:
-        path: checkpoint folder or Hugging Face repo id.
+    Attributes:
         dtype: type of the weights in memory.
         device: where they go.
         trust_remote_code: allow code that the checkpoint ships.
         dummy: build the architecture with random weights and read only the configuration.
         attn_backend: ``flash`` uses PyTorch's fused attention, ``native`` writes the scores out.
+        option: what an error message calls the place that named the checkpoint.
+    """
+
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    trust_remote_code: bool = False
+    dummy: bool = False
+    attn_backend: str = "flash"
+    option: str = "--ckpt"
+
+
+def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
+    """Load a causal LM from a folder or hub id, ready for packed calls.
 
     Raises:
         UsageError: the checkpoint cannot be read.
         UnsupportedModelError: its architecture does not follow an attention plan; the message says how that showed.
     """
-    module = _build(path, dtype, trust_remote_code, dummy).to(device)
-    return prepare(module, path, attn_backend)
+    with _reading(path, options, "causal language model"):
+        module = _build(AutoModelForCausalLM, path, options)
+    return prepare(module.to(options.device), path, options.attn_backend)
+
+
+def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
+    """Load a critic or a reward model: a sequence classifier, or a causal LM that gets a zero head.
+
+    Args:
+        path: checkpoint folder or Hugging Face repo id.
+        options: types and places.
+        needs_head: refuse a checkpoint without a scalar head.
+
+    Raises:
+        UsageError: the checkpoint cannot be read, or has no scalar head where one is needed.
+        UnsupportedModelError: as for :func:`load_causal_lm`.
+    """
+    with _reading(path, options, "sequence classifier"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        head = None if options.dummy else read_head(path)
+        if head is None and needs_head:
+            raise UsageError(
+                f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
+                "train a reward model with `areno train --algo rm`, or give a sequence classifier"
+            )
+        config.num_labels = 1 if head is None else len(head[0])
+        with _quiet():
+            module = _build(classifier_class(config), path, options, config=config)
+    install_head(module, head)
+    return prepare_value_model(module.to(options.device), path, options.attn_backend)
 
 
 def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
-    """Wrap a loaded ``transformers`` module: plan-driven attention, no dropout, proven on two sequences."""
+    """Wrap a loaded causal LM: plan-driven attention, no dropout, proven on two sequences."""
+    _repair_generation_config(module)
+    return _prepared(
+        module,
+        name,
+        attn_backend,
+        wrap=CausalLM,
+        stock=lambda ids: module(input_ids=ids, use_cache=False).logits,
+        ours=lambda model, hidden: model.logits(hidden),
+    )
+
+
+def prepare_value_model(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> ValueModel:
+    """Wrap a loaded classifier in the same way; the proof compares hidden states."""
+    body: Any = getattr(module, str(module.base_model_prefix))
+    return _prepared(
+        module,
+        name,
+        attn_backend,
+        wrap=ValueModel,
+        stock=lambda ids: body(input_ids=ids, use_cache=False).last_hidden_state,
+        ours=lambda _, hidden: hidden,
+    )
+
+
+def _prepared(
+    module: nn.Module,
+    name: str,
+    attn_backend: str,
+    *,
+    wrap: Callable[[nn.Module], M],
+    stock: Callable[[Tensor], Tensor],
+    ours: Callable[[M, Tensor], Tensor],
+) -> M:
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0  # rollout never drops, so training must not either: the importance ratio would be noise
     module.eval()
-    _repair_generation_config(module)
-    expected = _stock_logits(module)
+    probe = _probe_tokens(module)
+    with torch.no_grad():
+        expected = torch.cat([stock(ids[None])[0] for ids in probe]).float()
     wrap_recurrent_layers(module)
     _use_areno_attention(module, name, attn_backend)
-    model = CausalLM(module)
-    _prove(model, expected, name)
+    model = wrap(module)
+    _prove(model, ours, probe, expected, name)
     return model
 
 
-def _build(path: str, dtype: torch.dtype, trust_remote_code: bool, dummy: bool) -> nn.Module:
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module:
+    more |= {"dtype": options.dtype, "attn_implementation": "eager"}
+    auto = kind.__name__.startswith("AutoModel")
+    if auto:
+        more["trust_remote_code"] = options.trust_remote_code
     if not sys.stderr.isatty():
         disable_progress_bar()
+    if not options.dummy:
+        module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
+        _refuse_random_weights(report, options.option, path)
+        return module
+    config = more.pop("config", None)
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+
+
+def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:
+    """``transformers`` only warns of weights that a checkpoint lacks, and makes random ones up; a scalar head is set later."""
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    wrong += [f"{name} has the shape {tuple(found)}" for name, found, _ in sorted(report["mismatched_keys"])]
+    wrong = [text for text in wrong if not text.startswith("score.")]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UsageError(
+            f"{option} {path}: the weights do not belong to its configuration: {', '.join(wrong[:3])}{more}; "
+            "fetch the checkpoint again, or give a causal language model (a classifier has no output layer for tokens)"
+        )
+
+
+@contextmanager
+def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
     try:
-        if dummy:
-            config = AutoConfig.from_pretrained(path, **options)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", **options)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", **options)
+        yield
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         where = "folder" if Path(path).exists() else "hub id"
         raise UsageError(
-            f"--ckpt {path}: this {where} could not be loaded as a causal language model: {_first_lines(error)}"
+            f"{options.option} {path}: this {where} could not be loaded as a {what}: {_first_lines(error)}"
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No report about a head that is missing: it is set right after loading."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _first_lines(error: Exception, limit: int = 400) -> str:
@@ -126,25 +236,18 @@ def _probe_tokens(module: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _stock_logits(module: nn.Module) -> Tensor:
-    return torch.cat([module(input_ids=ids[None], use_cache=False).logits[0] for ids in _probe_tokens(module)]).float()
-
-
-@torch.no_grad()
-def _prove(model: CausalLM, expected: Tensor, name: str) -> None:
-    tokens = _probe_tokens(model.module)
+def _prove(model: M, ours: Callable[[M, Tensor], Tensor], tokens: list[Tensor], expected: Tensor, name: str) -> None:
+    kind = type(model.module).__name__
     plan = PackedPlan([len(ids) for ids in tokens], model.device)
     try:
-        got = model.logits(model.body(torch.cat(tokens), plan.position_ids, plan)).float()
+        got = ours(model, model.body(torch.cat(tokens), plan.position_ids, plan)).float()
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(
-            f"{name}: {type(model.module).__name__} cannot run packed sequences ({_first_lines(error)})"
-        ) from error
+        raise UnsupportedModelError(f"{name}: {kind} cannot run packed sequences ({_first_lines(error)})") from error
     scale = expected.abs().max().clamp(min=1e-6)
     gap = float((got - expected).abs().max() / scale)
     if not gap <= probe_tolerance(model.dtype):
         raise UnsupportedModelError(
-            f"{name}: packed sequences of {type(model.module).__name__} differ from the same sequences alone "
+            f"{name}: packed sequences of {kind} differ from the same sequences alone "
             f"(relative gap {gap:.1e}), so a layer ignores the attention plan; this architecture is not supported"
         )
     logger.debug("packed-against-alone probe of %s: relative gap %.1e", name, gap)

@@ -7,7 +7,8 @@ master weights into the model. A learning rate of 1e-6 then still moves the poli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.train.schedule import DecayStyle, LrSchedule
+from areno.errors import UsageError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +33,18 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     grad_clip_norm: float | None = None
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerConfig:
+        """Make a configuration from a dictionary.
+
+        Raises:
+            UsageError: a key is unknown; the message names ``owner`` and the known keys.
+        """
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        return cls(**fields)
+
     def schedule(self) -> LrSchedule:
         """The rate as a function of the step."""
         return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
@@ -40,6 +54,16 @@ class Optimizer(Protocol):
     """What a training step asks of an optimizer; sharded, low-bit and adapter optimizers implement the same."""
 
     steps: int
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next step; setting it replaces the schedule by a constant."""
+        ...
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        """From the next step on, use this rate."""
+        ...
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -74,6 +98,7 @@ class MasterAdamW:
         self.config = config
         self.steps = 0
         self._schedule = config.schedule()
+        self._constant_rate: float | None = None
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
         self._masters = [p if p.dtype == torch.float32 else self._master_of(p) for p in self._parameters]
@@ -102,6 +127,16 @@ class MasterAdamW:
         parameter.register_post_accumulate_grad_hook(accumulate)
         return master
 
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next step; setting it replaces the schedule by a constant."""
+        return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        """From the next step on, use this rate."""
+        self._constant_rate = value
+
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)
@@ -118,8 +153,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> float:
         """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
+        rate = self.learning_rate
         self.steps += 1
-        rate = self._schedule.at(self.steps)
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
@@ -133,6 +168,7 @@ class MasterAdamW:
         masters = zip(self._names, self._parameters, self._masters, strict=True)
         return {
             "steps": self.steps,
+            "constant_rate": self._constant_rate,
             "names": list(self._names),
             "adam": self._adam.state_dict()["state"],
             "masters": {name: master.detach() for name, p, master in masters if p is not master},
@@ -147,7 +183,7 @@ class MasterAdamW:
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
         if state["names"] != self._names or set(state["masters"]) != mine:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
-        self.steps = int(state["steps"])
+        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):
             if name in state["masters"]:

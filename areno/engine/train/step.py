@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.packed_model import PackedModel
 from areno.engine.train.batch import count_units, pack_rows
 from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
+from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, declares_reduction, reduction_of
+from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
 from areno.loss_fns.stats import Mean, Spread
 from areno.types import TrainSequence
 
@@ -61,16 +62,18 @@ class TrainStep:
     """Trains one model with one optimizer.
 
     Args:
-        model: the policy.
-        optimizer: over the policy's parameters.
+        model: a policy, a critic or a reward model.
+        optimizer: over its parameters.
         activation_checkpointing: recompute each decoder layer in backward instead of keeping its activations.
         max_skipped: stop after this many updates in a row whose gradient was not finite.
+        kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
     """
 
-    model: CausalLM
+    model: PackedModel
     optimizer: MasterAdamW
     activation_checkpointing: bool = True
     max_skipped: int = 5
+    kind: ModelKind = "policy"
     _skipped: int = 0
 
     def run(
@@ -113,8 +116,8 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         totals, loss_sum = _Totals(), 0.0
-        declared = declares_reduction(loss_fn) and unit != "pair"
-        for chunk in _chunks(rows, mini_bs, MAX_TOKENS if declared else math.inf):
+        most = MAX_TOKENS if declares_reduction(loss_fn) else math.inf
+        for chunk in _chunks(rows, mini_bs, most, together=2 if unit == "pair" else 1):
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics = self._loss(chunk, loss_fn)
             if weight and loss.requires_grad:
@@ -126,8 +129,8 @@ class TrainStep:
     def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
         batch = pack_rows(rows, self.model.device)
         hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        scored = self.model.logprobs(hidden.index_select(0, batch.sources), batch.targets, batch.temperatures)
-        output = loss_fn(batch.data, batch.on_action_axis(scored))
+        predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
+        output = loss_fn(batch.data, predicted)
         return output if isinstance(output, tuple) else (output, {})
 
     def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
@@ -173,15 +176,20 @@ def _recompute_layers(module: Any, enabled: bool) -> None:
         getattr(module, f"{name}_disable")()
 
 
-def _chunks(rows: Sequence[TrainSequence], size: int, most_tokens: float) -> Iterator[Sequence[TrainSequence]]:
-    """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens; a longer row is alone."""
+def _chunks(
+    rows: Sequence[TrainSequence], size: int, most_tokens: float, together: int = 1
+) -> Iterator[Sequence[TrainSequence]]:
+    """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
+
+    ``together`` neighbouring rows are never parted, and may exceed the tokens alone.
+    """
     start, tokens = 0, 0
-    for index, row in enumerate(rows):
-        full = index - start == size or tokens + len(row.tokens) > most_tokens
-        if full and index > start:
+    for index in range(0, len(rows), together):
+        added = sum(len(row.tokens) for row in rows[index : index + together])
+        if index > start and (index + together - start > size or tokens + added > most_tokens):
             yield rows[start:index]
             start, tokens = index, 0
-        tokens += len(row.tokens)
+        tokens += added
     yield rows[start:]
 
 

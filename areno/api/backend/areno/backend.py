@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
 from areno.observability import lifecycle
-from areno.types import Request, RolloutResult, TrainSequence
+from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 
 logger = logging.getLogger("areno.api.backend.areno.backend")
 
@@ -32,6 +31,7 @@ _RUNTIME = {
     "device",
     "dtype",
     "trust_remote_code",
+    "trains",
 }
 
 
@@ -92,9 +92,13 @@ class ArenoBackend(Backend):
         """Ids that end a response."""
         return self.engine.eos_ids
 
+    def dp_size(self) -> int:
+        """One replica in this version."""
+        return 1
+
     def context_length(self) -> int | None:
         """Positions that the model was made for."""
-        return self.engine.model.context_length
+        return self.engine.actor.model.context_length
 
     def compute_dtype(self) -> str:
         """What the model computes in."""
@@ -124,24 +128,67 @@ class ArenoBackend(Backend):
         """Train on rows, and close the step: its times are added to the statistics and logged."""
         began = time.perf_counter()
         stats = self.engine.train(rows, loss_fn, mini_bs, accumulation)
+        times = self._close_step(began)
+        return {**stats, **times, "policy_train_wall_time_s": times["step_train_time_s"]}
+
+    def finish_step(self) -> dict[str, float]:
+        """Close a step that trained no actor."""
+        return self._close_step(time.perf_counter())
+
+    def _close_step(self, train_began: float) -> dict[str, float]:
         ended = time.perf_counter()
-        rollout, train, total = self._rollout_s, ended - began, ended - (self._step_began or began)
+        rollout, train, total = self._rollout_s, ended - train_began, ended - (self._step_began or train_began)
         self._rollout_s, self._step_began = 0.0, None
         lifecycle.backend_time(logger, rollout, train, total)
-        times = {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
-        return {**stats, **times, "policy_train_wall_time_s": train}
+        return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
+
+    def train_role(
+        self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
+    ) -> dict[str, float]:
+        """Train an auxiliary role; the step goes on."""
+        return self.engine.train(rows, loss_fn, mini_bs, accumulation, role)
+
+    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+        """Load auxiliary roles that are not there yet."""
+        self.engine.ensure_roles(roles)
+
+    def drop_role(self, role: str) -> None:
+        """Free an auxiliary role."""
+        self.engine.drop_role(role)
+
+    def score_logprobs(
+        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float], micro_bs: int
+    ) -> list[list[float]]:
+        """Log-prob of each token of each row; entry 0 is 0.0."""
+        return self.engine.score_logprobs(role, rows, temperatures, micro_bs)
+
+    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[list[float]]:
+        """Value after each token of each row."""
+        return self.engine.score_values(role, rows, micro_bs)
+
+    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[float]:
+        """Score of each row."""
+        return self.engine.score_rewards(role, rows, micro_bs)
+
+    def learning_rate(self, role: str) -> float:
+        """Rate of a role's next optimizer step."""
+        return self.engine.role(role).trained_by().learning_rate
+
+    def set_learning_rate(self, role: str, value: float) -> None:
+        """Replace a role's schedule by a constant rate."""
+        self.engine.role(role).trained_by().learning_rate = value
 
     def save_model(self, path: Path) -> None:
         """Write a Hugging Face checkpoint."""
         self.engine.save_model(path)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write the optimizer's state."""
-        self.engine.save_optimizer(checkpoint)
+        """Write optimizers and further trained roles."""
+        self.engine.save_state(checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Continue with a saved optimizer."""
-        self.engine.load_optimizer(checkpoint)
+        """Continue with saved optimizers and trained roles."""
+        self.engine.load_state(checkpoint)
 
     def checkpoint_bytes(self) -> int:
         """About how many bytes a checkpoint with state takes."""
@@ -155,27 +202,24 @@ class ArenoBackend(Backend):
 
 
 def _engine_config(config: ArenoConfig) -> EngineConfig:
-    runtime, optimizer = dict(config.runtime or {}), dict(config.optimizer or {})
-    _refuse_unknown("runtime", runtime, _RUNTIME)
-    _refuse_unknown("optimizer", optimizer, {f.name for f in dataclasses.fields(OptimizerConfig)})
+    runtime = dict(config.runtime or {})
+    if unknown := sorted(set(runtime) - _RUNTIME):
+        raise UsageError(
+            f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
+        )
+    if runtime.get("trains", "policy") not in ("policy", "reward"):
+        raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy or reward")
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
     return EngineConfig(
         device=device,
         dtype=dtype,
-        optimizer=OptimizerConfig(**optimizer),
+        optimizer=OptimizerConfig.of(config.optimizer or {}, "ArenoConfig.optimizer"),
         max_running=config.max_running_prompts,
         dummy_load=config.dummy_load,
         decode_progress_interval_s=config.decode_progress_interval_s,
         **runtime,
     )
-
-
-def _refuse_unknown(section: str, given: dict[str, Any], known: set[str]) -> None:
-    if unknown := sorted(set(given) - known):
-        raise UsageError(
-            f"ArenoConfig.{section} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}"
-        )
 
 
 def _device(name: str, devices: list[int] | None) -> torch.device:

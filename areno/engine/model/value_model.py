@@ -1,0 +1,103 @@
+"""Critics and reward models: a body with one linear output per token, the last column of which is read.
+
+The module is a ``transformers`` sequence classifier, so that what is saved loads anywhere. Its head comes from the
+checkpoint, under any of the names in use; where a checkpoint has none, it starts at zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import cached_file
+
+from areno.engine.model.packed_model import PackedModel
+from areno.errors import UnsupportedModelError, UsageError
+
+HEAD_NAMES = ("score", "v_head", "classifier", "reward_head", "value_head")
+
+
+class ValueModel(PackedModel):
+    """A body behind one scalar per token.
+
+    Args:
+        module: a ``transformers`` sequence classifier whose head is ``score``.
+    """
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Scalar [N], in fp32, of hidden states [N, C]."""
+        head = cast(nn.Linear, self.module.score)
+        bias = None if head.bias is None else head.bias[-1:].float()
+        return nn.functional.linear(hidden.float(), head.weight[-1:].float(), bias)[:, 0]
+
+
+def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
+    """The sequence classifier of an architecture; made on the spot for the few that ``transformers`` has none of."""
+    mapping: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is None:
+        raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of this kind")
+    base = next(kind for kind in causal.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
+    return type(name, (GenericForSequenceClassification, base), {})
+
+
+def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
+    """Weight [outputs, C] and bias [outputs] of the scalar head that a checkpoint ships; None where it has none."""
+    for file in _weight_files(path):
+        tensors = _head_tensors(file)
+        for name in HEAD_NAMES:
+            for prefix in ("", "model."):
+                weight = tensors.get(f"{prefix}{name}.weight")
+                if weight is not None:
+                    return _as_rows(weight, path), tensors.get(f"{prefix}{name}.bias")
+    return None
+
+
+def install_head(module: Any, head: tuple[Tensor, Tensor | None] | None) -> None:
+    """Give a classifier the head of its checkpoint, or a zero one with a single output."""
+    hidden = int(module.config.get_text_config().hidden_size)
+    like = next(module.parameters())
+    weight, bias = head if head is not None else (torch.zeros(1, hidden), None)
+    if weight.shape[1] != hidden:
+        raise UsageError(f"the scalar head of this checkpoint takes {weight.shape[1]} features, its model has {hidden}")
+    score = nn.Linear(hidden, weight.shape[0], bias=bias is not None, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        score.weight.copy_(weight)
+        if bias is not None:
+            score.bias.copy_(bias)
+    module.score = score
+    module.num_labels = module.config.num_labels = weight.shape[0]
+
+
+def _as_rows(weight: Tensor, path: str) -> Tensor:
+    """Heads are stored as [outputs, C], as [C, 1], or as [C]."""
+    if weight.ndim == 1:
+        return weight[None]
+    if weight.ndim != 2:
+        raise UsageError(f"{path}: its scalar head has the shape {tuple(weight.shape)}; expected [outputs, features]")
+    return weight.T if weight.shape[1] == 1 else weight
+
+
+def _weight_files(path: str) -> list[Path]:
+    """Safetensors files of a folder or of a cached hub checkpoint."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        config = cached_file(path, "config.json")
+        folder = Path(str(config)).parent
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _head_tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+        wanted = [key for key in tensors.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
+        return {key: tensors.get_tensor(key) for key in wanted}

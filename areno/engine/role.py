@@ -1,0 +1,160 @@
+"""A model with a name: the actor that is trained, a frozen reference, a critic, a reward model.
+
+A role scores fixed rows; one with an optimizer also trains. The actor is a role like any other, and generates besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
+from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.value_model import ValueModel
+from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.outputs import ModelKind
+from areno.engine.train.step import TrainStep
+from areno.errors import CheckpointError, EngineError
+from areno.loss_fns.pack import LossFn
+from areno.types import TrainSequence
+
+_CAN = {"policy": "log-probs", "value": "values", "reward": "rewards"}
+
+
+@dataclass(slots=True)
+class Role:
+    """A loaded model and, where it is trained, its optimizer.
+
+    Args:
+        name: ``actor``, ``ref``, ``critic``, ``reward`` or a name of the user's own.
+        path: where its weights came from.
+        kind: what it predicts.
+        model: the model; frozen roles of the same checkpoint share it.
+        optimizer: None for a frozen role.
+        activation_checkpointing: recompute layers in backward.
+    """
+
+    name: str
+    path: str
+    kind: ModelKind
+    model: PackedModel
+    optimizer: MasterAdamW | None = None
+    activation_checkpointing: bool = True
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the role has an optimizer."""
+        return self.optimizer is not None
+
+    def trained_by(self) -> MasterAdamW:
+        """The optimizer.
+
+        Raises:
+            EngineError: the role is frozen.
+        """
+        if self.optimizer is None:
+            raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
+        return self.optimizer
+
+    def train(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+    ) -> dict[str, float]:
+        """Train on rows; see :meth:`TrainStep.run`."""
+        step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
+        return step.run(rows, loss_fn, mini_bs, accumulation)
+
+    def score_logprobs(
+        self, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int
+    ) -> list[list[float]]:
+        """Log-prob of each token; entry 0 of a row is 0.0."""
+        if not isinstance(self.model, CausalLM):
+            raise self._cannot("log-probs")
+        if isinstance(temperatures, int | float):
+            temperatures = [float(temperatures)] * len(rows)
+        if len(temperatures) != len(rows):
+            raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(temperatures)}")
+        return score_logprobs(self.model, rows, temperatures, micro_bs)
+
+    def score_values(self, rows: TokenRows, micro_bs: int) -> list[list[float]]:
+        """Value after each token."""
+        if not isinstance(self.model, ValueModel):
+            raise self._cannot("values")
+        return score_values(self.model, rows, micro_bs)
+
+    def score_rewards(self, rows: TokenRows, micro_bs: int) -> list[float]:
+        """Score at each row's last token."""
+        if not isinstance(self.model, ValueModel):
+            raise self._cannot("rewards")
+        return score_rewards(self.model, rows, micro_bs)
+
+    def _cannot(self, wanted: str) -> EngineError:
+        return EngineError(
+            f"role {self.name!r} gives {_CAN[self.kind]}, not {wanted}; "
+            "ModelRole(kind=...) says what a role is: policy, value or reward"
+        )
+
+    def save_model(self, folder: str | Path, tokenizer: Any) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format."""
+        module: Any = self.model.module
+        if self.kind != "policy":
+            # Pooling in transformers looks for the last token that is no padding; where padding is the EOS token
+            # itself that would be the wrong one, and without a padding id it takes the last token of a single row.
+            pad = tokenizer.pad_token_id
+            module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+        disable_progress_bar()  # a bar for every checkpoint would tear the live display
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def save_optimizer(self, file: Path) -> None:
+        """Write the optimizer's state."""
+        torch.save(self.trained_by().state_dict(), file)
+
+    def load_optimizer(self, file: Path) -> None:
+        """Continue with a saved optimizer; the weights are those that were saved with it.
+
+        Raises:
+            CheckpointError: the state is missing, damaged, or made for other parameters.
+        """
+        try:
+            self.trained_by().load_state_dict(torch.load(file, map_location=self.model.device, weights_only=True))
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+            raise CheckpointError(f"{file} cannot be used: {error}") from error
+
+    def checkpoint_bytes(self) -> int:
+        """Size of its checkpoint: weights, both moments, and master weights where the model is not fp32."""
+        count = sum(p.numel() for _, p in self.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
+        return weights + (count * (8 if self.model.dtype == torch.float32 else 12) if self.trainable else 0)
+
+
+def load_role(
+    name: str, path: str, kind: ModelKind, options: LoadOptions, optimizer: OptimizerConfig | None, checkpointing: bool
+) -> Role:
+    """Load a role's checkpoint.
+
+    Args:
+        name: of the role.
+        path: checkpoint folder or hub id.
+        kind: what it is to predict; a frozen critic or reward model must have a head.
+        options: types and places.
+        optimizer: for a role that is trained; None makes it frozen.
+        checkpointing: recompute layers in backward.
+
+    Raises:
+        UsageError: the checkpoint cannot serve as this role.
+    """
+    if kind == "policy":
+        model: PackedModel = load_causal_lm(path, options)
+    else:
+        model = load_value_model(path, options, needs_head=optimizer is None)
+    if optimizer is None:
+        model.module.requires_grad_(False)
+        return Role(name, path, kind, model)
+    return Role(name, path, kind, model, MasterAdamW(model.parameters(), optimizer), checkpointing)
