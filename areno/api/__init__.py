@@ -22,14 +22,23 @@ _HOMES = {
     "SamplingParams": "areno.types",
     "TrainSequence": "areno.types",
     "Trainer": "areno.api.trainer",
+    "compute_gae": "areno.loss_fns",
     "compute_group_advantages": "areno.loss_fns",
+    "dpo_loss_fn": "areno.loss_fns",
+    "encode_generation_prompt": "areno.text.chat",
     "get_algorithm": "areno.config.algorithms",
     "grpo_loss_fn": "areno.loss_fns",
     "gspo_loss_fn": "areno.loss_fns",
+    "kl_penalty": "areno.loss_fns",
+    "list_advantages": "areno.loss_fns",
     "list_algorithms": "areno.config.algorithms",
+    "ppo_loss_fn": "areno.loss_fns",
+    "register_advantage": "areno.loss_fns",
     "register_algorithm": "areno.config.algorithms",
     "register_backend": "areno.api.backend.base",
+    "reward_model_loss_fn": "areno.loss_fns",
     "sft_loss_fn": "areno.loss_fns",
+    "value_loss_fn": "areno.loss_fns",
 }
 
 __all__ = sorted(_HOMES)

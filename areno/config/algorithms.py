@@ -35,7 +35,6 @@ class AlgorithmSpec:
         loss_fn_factory: makes the loss function from the run's options, likewise.
         experimental: left out of `list_algorithms` on request.
         options: dataclass of further options (declared with ``areno.config.option``); they become flags of the run.
-        available: False for names that are known but not part of this version.
         uses: options of built-in algorithms that this one reads as well, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: least ``--n-samples`` from which it can learn; 2 if it compares the samples of a prompt.
@@ -48,7 +47,6 @@ class AlgorithmSpec:
     loss_fn_factory: Callable[[TrainOptions], LossFn] | str | None = None
     experimental: bool = False
     options: type | None = None
-    available: bool = True
     uses: tuple[str, ...] = ()
     min_samples: int = 1
     trains: Literal["policy", "reward"] = "policy"
@@ -109,10 +107,8 @@ def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> Algorit
 
 
 def list_algorithms(*, include_experimental: bool = True) -> list[str]:
-    """Return the registered names, sorted, without those that are not in this version."""
-    return sorted(
-        name for name, spec in _REGISTRY.items() if spec.available and (include_experimental or not spec.experimental)
-    )
+    """Return the registered names, sorted."""
+    return sorted(name for name, spec in _REGISTRY.items() if include_experimental or not spec.experimental)
 
 
 def get_algorithm(name: str) -> AlgorithmSpec:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from areno.config.algorithms import AlgorithmSpec, list_algorithms
 from areno.config.options import Option, options_of
+from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
 
 
@@ -15,24 +18,57 @@ def later_text(entry: Option, value: object) -> str:
     return info.later
 
 
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
 def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
     """Return the options that this run would not read, each with the reason and the remedy."""
     reasons = {}
     for entry in options_of(TrainOptions):
         info = entry.info
         if info.algorithms and spec.name not in info.algorithms and entry.name not in spec.uses:
-            reasons[entry.name] = (
-                f"applies to --algo {' and '.join(info.algorithms)} only, not to {spec.name}; leave it out"
-            )
+            reasons[entry.name] = f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; leave it out"
         elif info.rollout_only and not spec.requires_rollout:
             rollout = ", ".join(name for name in list_algorithms() if name != spec.name)
             reasons[entry.name] = (
                 f"has no effect with --algo {spec.name}, which generates nothing; leave it out (it is for {rollout})"
             )
-    if options.greedy:
-        for name in ("temperature", "top_k", "top_p"):
-            reasons.setdefault(name, "has no effect with --greedy; leave one of the two out")
-    if options.lr_decay_style == "constant":
-        for name in ("min_lr", "lr_decay_steps"):
-            reasons[name] = "has no effect with --lr-decay-style constant; leave one of the two out"
+    for name, because in _combinations(options, spec):
+        reasons.setdefault(name, because)
     return reasons
+
+
+def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
+    """Options that another option's value makes idle."""
+    with_other = "has no effect with {}; leave one of the two out".format
+    if options.greedy:
+        yield from ((name, with_other("--greedy")) for name in ("temperature", "top_k", "top_p"))
+    if options.lr_decay_style == "constant":
+        yield from ((name, with_other("--lr-decay-style constant")) for name in ("min_lr", "lr_decay_steps"))
+    if options.critic_lr_decay_style == "constant":
+        for name in ("critic_min_lr", "critic_lr_decay_steps"):
+            yield name, "has no effect without --critic-lr-decay-style linear or cosine; give that too"
+    if options.dpo_loss_type != "sigmoid":
+        yield "dpo_label_smoothing", with_other(f"--dpo-loss-type {options.dpo_loss_type}")
+    if not options.eval_dataset_path:
+        for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
+            yield name, "has no effect without held-out rows; give --eval-dataset-path too"
+    if spec.requires_rollout:
+        yield from _reference(options, spec)
+        if options.reward_ckpt and not options.reward_fn_path:
+            for name in ("reward_timeout_s", "reward_workers", "on_reward_error"):
+                yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
+
+
+def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
+    """Without a KL term no reference is loaded."""
+    ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
+    if options.use_kl_loss if ppo else options.kl_coef > 0:
+        return
+    because = "has no effect with --no-use-kl-loss" if ppo else "has no effect without a KL term; give --kl-coef too"
+    for name in ("ref_ckpt", "kl_loss_type", "kl_loss_coef"):
+        yield name, because
+    if not ppo and not options.reward_ckpt:
+        yield "score_micro_bs", "has no effect without a model that scores (--kl-coef or --reward-ckpt); leave it out"

@@ -53,38 +53,37 @@ def _model_folder_problem(path: Path, option: str) -> str:
     return ""
 
 
-def dataset_problem(text: str, *, has_loader: bool) -> str:
+def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
     """Say why a data reference cannot work.
 
     Args:
         text: path or ``repo[:config[:split]]``.
         has_loader: a loader of the user's reads it, which may give other texts a meaning.
+        option: the flag that gave it.
     """
     path = Path(text).expanduser()
     if path.exists():
-        return _data_file_problem(path, has_loader)
+        return _data_file_problem(path, has_loader, option)
     reference, *parts = text.split(":")
     if looks_like_path(text) or looks_like_path(reference):
-        return f"--dataset-path does not exist: {text}; give a file, a folder, or a hub reference name[:config[:split]]"
+        return f"{option} does not exist: {text}; give a file, a folder, or a hub reference name[:config[:split]]"
     if has_loader:
         return ""
     if len(parts) > 2:
-        return f"--dataset-path {text!r} has {len(parts) + 1} parts; a hub reference is name[:config[:split]]"
+        return f"{option} {text!r} has {len(parts) + 1} parts; a hub reference is name[:config[:split]]"
     if not _REPO.fullmatch(reference) or not all(parts):
-        return f"--dataset-path {text!r} is neither a path nor a hub reference; write it as name[:config[:split]]"
+        return f"{option} {text!r} is neither a path nor a hub reference; write it as name[:config[:split]]"
     return ""
 
 
-def _data_file_problem(path: Path, has_loader: bool) -> str:
+def _data_file_problem(path: Path, has_loader: bool, option: str) -> str:
     if path.is_dir():
-        return (
-            "" if any(path.iterdir()) else f"--dataset-path {path} is an empty folder; give one that holds data files"
-        )
+        return "" if any(path.iterdir()) else f"{option} {path} is an empty folder; give one that holds data files"
     if path.suffix.lower() not in DATA_SUFFIXES and not has_loader:
         known = ", ".join(DATA_SUFFIXES)
-        return f"--dataset-path {path} has no known format; use {known}, or read it in a --dataset-loader-fn"
+        return f"{option} {path} has no known format; use {known}, or read it in a --dataset-loader-fn"
     if path.stat().st_size == 0:
-        return f"--dataset-path {path} is empty; give a file with at least one row"
+        return f"{option} {path} is empty; give a file with at least one row"
     return ""
 
 

@@ -6,6 +6,7 @@ import shutil
 import textwrap
 
 from areno.config.algorithms import AlgorithmSpec
+from areno.config.effects import without_effect
 from areno.config.options import options_of
 from areno.config.train_options import TrainOptions
 
@@ -60,7 +61,12 @@ def _algorithm(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "default_loss": spec.default_loss_name,
         "requires_rollout": "yes" if spec.requires_rollout else "no",
     }
-    own = {e.name: getattr(options, e.name) for e in options_of(TrainOptions) if spec.name in e.info.algorithms}
+    idle = without_effect(options, spec)
+    own = {
+        e.name: getattr(options, e.name)
+        for e in options_of(TrainOptions)
+        if spec.name in e.info.algorithms and e.name not in idle
+    }
     return rows | {name: str(value) for name, value in (own | options.extra).items()}
 
 
@@ -72,6 +78,7 @@ def _inputs(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "dataset_loader": options.dataset_loader_fn or "none",
         "reward_fn": (options.reward_fn_path or "none") if rollout else _NA,
         "reward_ckpt": (options.reward_ckpt or "none") if rollout else _NA,
+        "eval_dataset": options.eval_dataset_path or "none",
         "agent_fn": (options.agent_fn or "none") if rollout else _NA,
     }
 

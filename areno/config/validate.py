@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms
+from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import later_text, without_effect
 from areno.config.hooks import hook_file_problem
-from areno.config.options import Option, flag_of, options_of
+from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
@@ -31,6 +31,18 @@ LOADER_HOOK = {
     "signature": "dataset_path, *, default_loader, **_",
 }
 """The same for the data set loader."""
+
+EVAL_LOADER_HOOK = LOADER_HOOK | {"option": "--eval-dataset-loader-fn"}
+"""And for that of the held-out data."""
+
+ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "signature": "rewards, groups"}
+"""And for a function that turns rewards into advantages."""
+
+ADVANTAGES = ("group", "group_mean", "rloo", "batch")
+"""Built-in advantage estimators; a test holds this list against `areno.loss_fns.advantages`, which imports torch."""
+
+PAIR_ALGORITHMS = ("dpo", "rm")
+"""Algorithms whose rows come in pairs."""
 
 
 def validate(options: TrainOptions) -> None:
@@ -50,9 +62,6 @@ def validate(options: TrainOptions) -> None:
     except UsageError as error:
         problems.add(str(error))
         entries = options_of(TrainOptions)
-    if spec is not None and not spec.available:
-        problems.add(f"--algo {spec.name} is not in this version yet; available: {', '.join(list_algorithms())}")
-        spec = None
     for text in _problems(options, spec, entries):
         problems.add(text)
     problems.raise_if_any()
@@ -64,8 +73,10 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
         yield _value_problem(entry, value_of(options, entry.name))
     if spec is not None:
         yield from _useless(options, spec, entries)
+        yield from _pairs(options, spec)
         if spec.requires_rollout:
             yield from _rollout_combinations(options, spec)
+            yield from _updates(options)
     yield from _combinations(options)
     yield from _paths(options)
     yield from _output_paths(options)
@@ -83,10 +94,15 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
             "--dataset-loader-fn is required for --algo sft; give file.py with load_training_dataset, "
             "which makes rows of prompt and response"
         )
-    if spec.requires_rollout and not options.reward_fn_path:
+    if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt):
         yield (
             f"--reward-fn-path or --reward-ckpt is required for --algo {spec.name}; "
-            "give --reward-fn-path file.py with reward_fn(record)"
+            "give --reward-fn-path file.py with reward_fn(record), or a reward model that `--algo rm` has trained"
+        )
+    if options.reward_fn_path and options.reward_ckpt:
+        yield (
+            f"--reward-fn-path {options.reward_fn_path} and --reward-ckpt {options.reward_ckpt} both give the reward; "
+            "leave one of the two out"
         )
 
 
@@ -147,6 +163,35 @@ def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterato
         )
 
 
+def _pairs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
+    if spec.name in PAIR_ALGORITHMS and options.mini_bs % 2:
+        yield (
+            f"--mini-bs {options.mini_bs} would part a pair: --algo {spec.name} trains on chosen and rejected rows "
+            f"together, two rows a pair; give an even number such as {options.mini_bs + 1}"
+        )
+
+
+def _updates(options: TrainOptions) -> Iterator[str]:
+    if options.update_minibatches > options.batch_size:
+        yield (
+            f"--update-minibatches {options.update_minibatches} is more than the --batch-size {options.batch_size} "
+            f"prompts of a step; give at most {options.batch_size}"
+        )
+    if options.update_minibatches > 1 and options.gradient_accumulation_steps is not None:
+        yield (
+            f"--update-minibatches {options.update_minibatches} and --gradient-accumulation-steps "
+            f"{options.gradient_accumulation_steps} both cut a step into updates; leave one of the two out"
+        )
+    if options.advantage not in ADVANTAGES:
+        if ".py" in options.advantage:
+            yield hook_file_problem(options.advantage, **ADVANTAGE_HOOK)
+        else:
+            yield (
+                f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, ADVANTAGES)}; choose "
+                f"{', '.join(ADVANTAGES)}, or give a function of your own as file.py:function"
+            )
+
+
 def _combinations(options: TrainOptions) -> Iterator[str]:
     if options.tp_size > 0 and options.world_size % options.tp_size:
         yield (
@@ -163,12 +208,19 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
 
 
 def _paths(options: TrainOptions) -> Iterator[str]:
-    if options.ckpt:
-        yield ckpt_problem(options.ckpt)
+    for name in ("ckpt", "ref_ckpt", "critic_ckpt", "reward_ckpt"):
+        if place := getattr(options, name):
+            yield ckpt_problem(place, flag_of(name))
+    loader = options.dataset_loader_fn
     if options.dataset_path:
-        yield dataset_problem(options.dataset_path, has_loader=bool(options.dataset_loader_fn))
-    if options.dataset_loader_fn is not None:
-        yield hook_file_problem(options.dataset_loader_fn, **LOADER_HOOK)
+        yield dataset_problem(options.dataset_path, has_loader=bool(loader))
+    if options.eval_dataset_path:
+        held_out_loader = bool(options.eval_dataset_loader_fn or loader)
+        yield dataset_problem(options.eval_dataset_path, has_loader=held_out_loader, option="--eval-dataset-path")
+    if loader is not None:
+        yield hook_file_problem(loader, **LOADER_HOOK)
+    if options.eval_dataset_loader_fn is not None:
+        yield hook_file_problem(options.eval_dataset_loader_fn, **EVAL_LOADER_HOOK)
     if options.reward_fn_path is not None:
         yield hook_file_problem(options.reward_fn_path, **REWARD_HOOK)
 

@@ -24,11 +24,18 @@ GROUPS = {
     "Train": (
         "mini-bs gradient-accumulation-steps activation-checkpointing no-activation-checkpointing lr min-lr "
         "lr-warmup-steps lr-decay-steps lr-decay-style adam-beta1 adam-beta2 adam-eps adam-8bit weight-decay "
-        "grad-clip-norm ref-ckpt critic-ckpt critic-lr critic-warmup-steps gspo-clip-eps grpo-clip-eps dpo-beta "
+        "grad-clip-norm score-micro-bs update-epochs update-minibatches ref-ckpt critic-ckpt critic-lr critic-min-lr "
+        "critic-lr-warmup-steps critic-lr-decay-steps critic-lr-decay-style critic-grad-clip-norm critic-warmup-steps "
+        "gspo-clip-eps grpo-clip-eps clip-eps-high grpo-dual-clip grpo-loss-mean advantage kl-coef dpo-beta "
+        "dpo-loss-type dpo-label-smoothing dpo-length-normalised whiten-advantages no-whiten-advantages "
         "use-kl-loss no-use-kl-loss kl-loss-coef kl-loss-type clip-eps clip-ratio-c value-clip-eps "
         "value-loss-coef gamma lam"
     ),
-    "Checkpoint": "save-path save-interval keep-checkpoints run-dir resume",
+    "Checkpoint": "save-path save-interval keep-checkpoints keep-best run-dir resume",
+    "Evaluation": (
+        "eval-dataset-path eval-dataset-loader-fn eval-interval eval-before-train no-eval-before-train eval-max-rows "
+        "eval-n-samples eval-temperature"
+    ),
     "Observability": "metrics-log-dir",
 }
 

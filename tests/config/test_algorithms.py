@@ -46,8 +46,8 @@ def algorithm_file(workspace):
     return workspace / "algo.py"
 
 
-def test_available_algorithms_are_listed_sorted():
-    assert list_algorithms() == ["grpo", "gspo", "sft"]
+def test_algorithms_are_listed_sorted():
+    assert list_algorithms() == ["dpo", "grpo", "gspo", "ppo", "rm", "sft"]
 
 
 def test_names_are_found_in_any_case():
@@ -71,8 +71,26 @@ def test_experimental_algorithms_can_be_left_out(clean_registry):
 def test_clip_eps_of_the_options_is_bound_into_the_loss():
     loss = get_algorithm("grpo").make_loss_fn(TrainOptions(algo="grpo", grpo_clip_eps=0.3))
     assert isinstance(loss, functools.partial)
-    assert loss.keywords == {"clip_eps": 0.3}
+    assert loss.keywords["clip_eps"] == 0.3
     assert loss.func is get_algorithm("grpo").resolve_default_loss()
+
+
+@pytest.mark.parametrize(
+    ("algo", "given", "bound"),
+    [
+        ("gspo", {"gspo_clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"},
+         {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_type": "k1"}),
+        ("grpo", {"grpo_dual_clip": 2.0, "grpo_loss_mean": "dr_grpo", "max_new_tokens": 77},
+         {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_tokens": 77}),
+        ("ppo", {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"},
+         {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"}),
+        ("dpo", {"dpo_beta": 0.3, "dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1, "dpo_length_normalised": True},
+         {"beta": 0.3, "loss_type": "hinge", "label_smoothing": 0.1, "length_normalised": True}),
+    ],
+)  # fmt: skip
+def test_the_options_of_an_algorithm_reach_its_loss(algo, given, bound):
+    keywords = get_algorithm(algo).make_loss_fn(TrainOptions(algo=algo, **given)).keywords
+    assert {name: keywords[name] for name in bound} == bound
 
 
 def test_sft_uses_its_default_loss():
@@ -123,7 +141,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
         ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
-        ("zzz", "registered: grpo, gspo, sft"),
+        ("zzz", "registered: dpo, grpo, gspo, ppo, rm, sft"),
     ],
 )
 def test_unusable_algorithms_say_why(algorithm_file, name, expected):

@@ -154,13 +154,85 @@ def test_a_folder_without_permission_is_unwritable(workspace):
 def test_options_of_other_algorithms_are_named_with_theirs(workspace):
     with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; leave it out"):
         check(*GSPO, "--critic-lr", "0.1")
-    with pytest.raises(UsageError, match=r"--ref-ckpt x applies to --algo dpo and ppo only"):
-        check(*GSPO, "--ref-ckpt", "x")
+    with pytest.raises(UsageError, match=r"--adv.* applies|--advantage rloo applies to --algo gspo and grpo only"):
+        check(*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py", "--advantage", "rloo")
+    with pytest.raises(UsageError, match=r"--ref-ckpt x applies to --algo dpo, gspo, grpo and ppo only, not to sft"):
+        check(*SFT, "--ref-ckpt", "x")
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ppo", "DPO"])
-def test_algorithms_of_a_later_version_name_the_available_ones(workspace, algo):
-    with pytest.raises(
-        UsageError, match=f"--algo {algo.lower()} is not in this version yet; available: grpo, gspo, sft"
-    ):
-        check(*BASE, "--algo", algo)
+PPO = [*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py"]
+DPO = [*BASE, "--algo", "dpo"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; give --kl-coef too"),
+        ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
+        (
+            [*PPO, "--no-use-kl-loss", "--kl-loss-coef", "0.1"],
+            r"--kl-loss-coef 0.1 has no effect with --no-use-kl-loss",
+        ),
+        ([*GSPO, "--score-micro-bs", "4"], r"--score-micro-bs 4 has no effect without a model that scores"),
+        (
+            [*GSPO, "--eval-interval", "5"],
+            r"--eval-interval 5 has no effect without held-out rows; give --eval-dataset-path",
+        ),
+        ([*GSPO, "--keep-best"], r"--keep-best has no effect without held-out rows"),
+        ([*PPO, "--critic-min-lr", "0"], r"--critic-min-lr 0.0 has no effect without --critic-lr-decay-style linear"),
+        ([*DPO, "--dpo-loss-type", "ipo", "--dpo-label-smoothing", "0.1"], r"no effect with --dpo-loss-type ipo"),
+        ([*DPO, "--mini-bs", "3"], r"--mini-bs 3 would part a pair: --algo dpo .* give an even number such as 4"),
+        ([*BASE, "--algo", "rm", "--mini-bs", "5"], r"--mini-bs 5 would part a pair"),
+        (
+            [*DPO, "--eval-dataset-path", "data.jsonl", "--eval-n-samples", "4"],
+            r"--eval-n-samples 4 has no effect with --algo dpo",
+        ),
+        ([*GSPO, "--eval-dataset-path", "./gone.jsonl"], r"--eval-dataset-path does not exist: ./gone.jsonl"),
+        ([*PPO, "--critic-ckpt", "./gone"], r"--critic-ckpt folder does not exist: ./gone"),
+        ([*PPO, "--ref-ckpt", "data.jsonl"], r"--ref-ckpt data.jsonl is a file; give the folder"),
+        ([*BASE, "--reward-ckpt", "./gone"], r"--reward-ckpt folder does not exist: ./gone"),
+        ([*GSPO, "--reward-ckpt", "model"], r"--reward-fn-path reward.py and --reward-ckpt model both give the reward"),
+        (
+            [*BASE, "--reward-ckpt", "model", "--reward-workers", "2"],
+            r"--reward-workers 2 has no effect with --reward-ckpt",
+        ),
+        ([*GSPO, "--update-minibatches", "40"], r"--update-minibatches 40 is more than the --batch-size 32 prompts"),
+        (
+            [*GSPO, "--update-minibatches", "2", "--gradient-accumulation-steps", "2"],
+            r"--update-minibatches 2 and --gradient-accumulation-steps 2 both cut a step",
+        ),
+        (
+            [*GSPO, "--advantage", "grupe"],
+            r"--advantage 'grupe' is unknown \(did you mean group\?\); choose group, group_mean",
+        ),
+        ([*GSPO, "--advantage", "gone.py:fn"], r"--advantage file does not exist: gone.py"),
+        ([*GSPO, "--algo", "grpo", "--grpo-dual-clip", "1"], r"--grpo-dual-clip must be above 1, got 1.0"),
+        ([*DPO, "--dpo-label-smoothing", "0.5"], r"--dpo-label-smoothing must be below 0.5"),
+    ],
+)
+def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        check(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*GSPO, "--kl-coef", "0.01", "--kl-loss-type", "k1", "--ref-ckpt", "model", "--score-micro-bs", "4"],
+        [*BASE, "--reward-ckpt", "model", "--score-micro-bs", "4"],
+        [*PPO, "--critic-lr-decay-style", "cosine", "--critic-min-lr", "0"],
+        [*DPO, "--dpo-loss-type", "ipo", "--dpo-length-normalised"],
+        [*GSPO, "--eval-dataset-path", "data.jsonl", "--eval-interval", "5", "--keep-best", "--eval-n-samples", "4"],
+        [*SFT, "--eval-dataset-path", "data.jsonl"],
+        [*BASE, "--algo", "rm"],
+    ],
+)
+def test_combinations_that_work_are_let_through(workspace, arguments):
+    check(*arguments)
+
+
+def test_the_advantage_estimators_named_here_are_those_of_the_losses():
+    from areno.config.validate import ADVANTAGES
+    from areno.loss_fns import list_advantages
+
+    assert sorted(ADVANTAGES) == sorted(list_advantages())

@@ -9,6 +9,7 @@ import pytest
 
 import areno
 import areno.api
+import areno.api.agentic as agentic
 from areno.config import TrainOptions, options_of
 
 PUBLIC = [
@@ -28,14 +29,23 @@ PUBLIC = [
     "SamplingParams",
     "TrainSequence",
     "Trainer",
+    "compute_gae",
     "compute_group_advantages",
+    "dpo_loss_fn",
+    "encode_generation_prompt",
     "get_algorithm",
     "grpo_loss_fn",
     "gspo_loss_fn",
+    "kl_penalty",
+    "list_advantages",
     "list_algorithms",
+    "ppo_loss_fn",
+    "register_advantage",
     "register_algorithm",
     "register_backend",
+    "reward_model_loss_fn",
     "sft_loss_fn",
+    "value_loss_fn",
 ]
 NEEDED = inspect.Parameter.empty
 
@@ -69,11 +79,24 @@ SIGNATURES = {
         "proxy": True,
     },
     "train": {"batch_data": NEEDED, "loss_fn": NEEDED, "mini_bs": 8, "gradient_accumulation_steps": None},
+    "ensure_roles": {"roles": NEEDED},
+    "score_logprobs": {"role": NEEDED, "token_rows": NEEDED},
+    "score_values": {"role": NEEDED, "token_rows": NEEDED},
+    "score_rewards": {"role": NEEDED, "token_rows": NEEDED},
+    "train_values": {
+        "role": NEEDED,
+        "batch_data": NEEDED,
+        "mini_bs": NEEDED,
+        "gradient_accumulation_steps": None,
+        "*": None,
+        "cliprange_value": 0.5,
+        "value_loss_coef": 0.5,
+    },
     "save_checkpoint": {"path": NEEDED},
     "close": {},
 }
 
-# Fields in the documented order with their defaults. Lists are fresh for each object; the page writes them as None.
+# Fields in the documented order with their defaults; a list that is None becomes an empty list of the object's own.
 FIELDS = {
     "SamplingParams": {
         "greedy": False,
@@ -89,13 +112,13 @@ FIELDS = {
         "max_prompt_len": None,
     },
     "TrainSequence": {
-        "prompt_mask": [],
-        "tokens": [],
-        "logprobs": [],
-        "advantages": [],
-        "returns": [],
-        "values": [],
-        "ref_logprobs": [],
+        "prompt_mask": None,
+        "tokens": None,
+        "logprobs": None,
+        "advantages": None,
+        "returns": None,
+        "values": None,
+        "ref_logprobs": None,
         "reward": 0.0,
         "eos_token_id": 0,
     },
@@ -112,10 +135,42 @@ FIELDS = {
         "decode_progress_interval_s": 10.0,
     },
 }
+KL = {"kl_coef": 0.0, "kl_type": "low_var_kl"}
+# Parameters after the pack and what the model predicts.
 LOSSES = {
     "sft_loss_fn": {},
-    "gspo_loss_fn": {"clip_eps": 3.0e-4},
-    "grpo_loss_fn": {"clip_eps": 0.2},
+    "gspo_loss_fn": {"clip_eps": 3.0e-4, "clip_eps_high": None, **KL},
+    "grpo_loss_fn": {
+        "clip_eps": 0.2,
+        "clip_eps_high": None,
+        "dual_clip": None,
+        "loss_mean": "token",
+        "max_tokens": None,
+        **KL,
+    },
+    "ppo_loss_fn": {
+        "clip_eps": 0.2,
+        "clip_eps_high": None,
+        "clip_ratio_c": 3.0,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "low_var_kl",
+    },
+    "dpo_loss_fn": {"beta": 0.1, "label_smoothing": 0.0, "loss_type": "sigmoid", "length_normalised": False},
+    "value_loss_fn": {"cliprange_value": 0.5, "value_loss_coef": 0.5},
+    "reward_model_loss_fn": {},
+}
+PREDICTED = {"value_loss_fn": "values", "reward_model_loss_fn": "scores"}
+AGENTIC = {
+    "AgentBatch": {"records": NEEDED, "prompts": NEEDED, "input_tokens": NEEDED, "n_samples": NEEDED},
+    "LossMaskPolicy": {
+        "assistant_text": True,
+        "assistant_tool_calls": True,
+        "tool_results": False,
+        "final_assistant_text": True,
+        "system_prompt": False,
+        "user_prompt": False,
+    },
 }
 
 OPTIONS = {
@@ -177,13 +232,29 @@ OPTIONS = {
     "adam_8bit": False,
     "weight_decay": 0.01,
     "grad_clip_norm": 1.0,
+    "score_micro_bs": 8,
+    "update_epochs": 1,
+    "update_minibatches": 1,
     "ref_ckpt": None,
     "critic_ckpt": None,
     "critic_lr": 1e-5,
+    "critic_min_lr": 0.0,
+    "critic_lr_warmup_steps": 0,
+    "critic_lr_decay_steps": 1000,
+    "critic_lr_decay_style": "constant",
+    "critic_grad_clip_norm": 1.0,
     "critic_warmup_steps": 20,
     "gspo_clip_eps": 3e-4,
     "grpo_clip_eps": 0.2,
+    "clip_eps_high": None,
+    "grpo_dual_clip": None,
+    "grpo_loss_mean": "token",
+    "advantage": "group",
+    "kl_coef": 0.0,
     "dpo_beta": 0.1,
+    "dpo_loss_type": "sigmoid",
+    "dpo_label_smoothing": 0.0,
+    "dpo_length_normalised": False,
     "use_kl_loss": True,
     "kl_loss_coef": 0.001,
     "kl_loss_type": "low_var_kl",
@@ -191,13 +262,22 @@ OPTIONS = {
     "clip_ratio_c": 3.0,
     "value_clip_eps": 0.5,
     "value_loss_coef": 0.5,
+    "whiten_advantages": True,
     "gamma": 1.0,
     "lam": 0.95,
     "run_dir": None,
     "save_path": None,
     "save_interval": 100,
     "keep_checkpoints": None,
+    "keep_best": False,
     "resume": None,
+    "eval_dataset_path": None,
+    "eval_dataset_loader_fn": None,
+    "eval_interval": 100,
+    "eval_before_train": True,
+    "eval_max_rows": None,
+    "eval_n_samples": 1,
+    "eval_temperature": None,
     "metrics_log_dir": None,
 }
 
@@ -248,10 +328,24 @@ def test_data_classes_keep_field_order_and_defaults(cls, documented):
     assert all(f.default is not dataclasses.MISSING or callable(f.default_factory) for f in rest)
 
 
+@pytest.mark.parametrize(("cls", "documented"), AGENTIC.items(), ids=AGENTIC)
+def test_agentic_data_classes_keep_field_order_and_defaults(cls, documented):
+    fields = dataclasses.fields(getattr(agentic, cls))
+    assert {f.name: NEEDED if f.default is dataclasses.MISSING else f.default for f in fields} == documented
+    assert [f.name for f in fields] == list(documented)
+
+
+def test_the_agentic_names_are_these():
+    names = ["AgentBatch", "AgentItem", "LossMaskPolicy", "RewardEvent", "RewardRecord", "RolloutSession"]
+    assert sorted(agentic.__all__) == names
+    assert agentic.RewardRecord is areno.RewardRecord
+    assert agentic.RolloutSession is areno.RolloutSession
+
+
 @pytest.mark.parametrize(("loss", "further"), LOSSES.items(), ids=LOSSES)
 def test_losses_take_the_pack_and_the_logprobs_first(loss, further):
     parameters = inspect.signature(getattr(areno.loss_fns, loss)).parameters
-    assert list(parameters)[:2] == ["data_pack", "logprobs"]
+    assert list(parameters)[:2] == ["data_pack", PREDICTED.get(loss, "logprobs")]
     assert {name: p.default for name, p in list(parameters.items())[2:]} == further
 
 
