@@ -19,7 +19,7 @@ from areno.api.session import RolloutSession
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, UsageError
 from areno.text.chat import encode_generation_prompt
-from areno.types import ModelRole, PromptBatch, Request, RolloutResult, SamplingParams, TrainSequence
+from areno.types import ModelRole, PromptBatch, Request, RewardRecord, RolloutResult, SamplingParams, TrainSequence
 
 
 class Trainer:
@@ -428,6 +428,42 @@ class Trainer:
         self.backend.set_learning_rate(role, value)
 
     # -- the end ---------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        reward_fn: Callable[[RewardRecord], float],
+        *,
+        sampling_params: SamplingParams,
+        n_samples: int = 1,
+        max_prompt_tokens: int = 1024,
+        max_running_prompts: int = 64,
+    ) -> dict[str, float]:
+        """Generate answers to held-out prompts and report their rewards; nothing that training draws from is touched.
+
+        Args:
+            dataset: rows with a ``prompt``.
+            reward_fn: scores one answer; called here, in this process.
+            sampling_params: generation controls, usually ``SamplingParams(greedy=True, ...)`` for one sample.
+            n_samples: answers per prompt; ``pass@k`` is reported up to this k.
+            max_prompt_tokens: longer prompts are passed over and counted.
+            max_running_prompts: most sequences decoded at once.
+
+        Returns:
+            The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
+        """
+        from areno.api.evaluation import evaluate_prompts
+
+        return evaluate_prompts(
+            self,
+            dataset,
+            lambda records, _: [float(reward_fn(record)) for record in records],
+            sampling=sampling_params,
+            n_samples=n_samples,
+            max_prompt_tokens=max_prompt_tokens,
+            max_running=max_running_prompts,
+            seed=self.seed,
+        )
 
     def save_checkpoint(self, path: str) -> str:
         """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""

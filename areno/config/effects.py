@@ -50,8 +50,6 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.critic_lr_decay_style == "constant":
         for name in ("critic_min_lr", "critic_lr_decay_steps"):
             yield name, "has no effect without --critic-lr-decay-style linear or cosine; give that too"
-    if options.dpo_loss_type != "sigmoid":
-        yield "dpo_label_smoothing", with_other(f"--dpo-loss-type {options.dpo_loss_type}")
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
             yield name, "has no effect without held-out rows; give --eval-dataset-path too"

@@ -1,4 +1,4 @@
-"""Turns the arguments of ``areno train`` into `TrainOptions`, and writes its help.
+"""Turns the arguments of a command into its options, and writes its help; ``areno train`` is the largest.
 
 What is special: argparse only collects texts. Types are converted by the same function for flags and YAML keys, so that
 a wrong value reads the same from both, and all wrong values are reported together.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,12 +18,25 @@ from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
-_USAGE = "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]"
-_DESCRIPTION = "Train a language model with the local areno engine: load data, roll out, score, update, save."
-_EPILOG = (
+
+@dataclass(frozen=True, slots=True)
+class CommandText:
+    """What the help of a command says around its options; ``prog`` is the command itself, such as ``areno train``."""
+
+    prog: str
+    usage: str
+    description: str
+    epilog: str = "Every on/off option has a --no- form."
+
+
+TRAIN = CommandText(
+    "areno train",
+    "areno train --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--algo NAME] [options]",
+    "Train a language model with the local areno engine: load data, roll out, score, update, save.",
     "Every on/off option has a --no- form, and every option may stand in the --config file. "
-    "(name) after an option: only that algorithm reads it."
+    "(name) after an option: only that algorithm reads it.",
 )
+"""The texts of ``areno train``."""
 
 
 @dataclass
@@ -79,19 +92,41 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
         UsageError: unknown flags or keys (with the nearest match), missing or wrong-typed values; all of them at once.
     """
     core = options_of(TrainOptions)
-    flags, _ = _read(argv, core)
+    flags, _ = _read(argv, core, TRAIN)
     config = _read_config(flags)
     problems = Problems()
     spec = _spec_of(flags, config, problems)
     entries = {entry.name: entry for entry in (*core, *extra_options(spec))}
-    flags, unread = _read(argv, list(entries.values()))
+    flags, unread = _read(argv, list(entries.values()), TRAIN)
     if spec is not None:
-        for problem in _unread_problems(unread, [entry.flag for entry in entries.values()]):
-            problems.add(problem)
+        _add_unread(unread, entries.values(), TRAIN, problems)
     values = convert_values(config, entries, _config_label(flags), problems, known_only=spec is None)
     values |= convert_values(flags, entries, flag_of, problems)
     problems.raise_if_any()
     return build_options(values, spec, explicit=frozenset(values))
+
+
+def parse_flags(argv: Sequence[str], declaration: type, command: CommandText) -> Any:
+    """Parse the arguments of a command whose options are one dataclass with a field ``explicit``.
+
+    Args:
+        argv: arguments after the command's name.
+        declaration: the dataclass.
+        command: its name, for messages.
+
+    Returns:
+        An instance of the dataclass; types are right, values are not checked.
+
+    Raises:
+        UsageError: unknown flags (with the nearest match), missing or wrong-typed values; all of them at once.
+    """
+    entries = {entry.name: entry for entry in options_of(declaration)}
+    flags, unread = _read(argv, list(entries.values()), command)
+    problems = Problems()
+    _add_unread(unread, entries.values(), command, problems)
+    values = convert_values(flags, entries, flag_of, problems)
+    problems.raise_if_any()
+    return declaration(**values, explicit=frozenset(values))
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
@@ -148,23 +183,39 @@ def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explici
 def train_help(argv: Sequence[str]) -> str:
     """Write ``areno train --help``; with ``--algo`` of a user's own algorithm, its options are in it."""
     core = options_of(TrainOptions)
-    flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core)
+    flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core, TRAIN)
     spec = _spec_of(flags, _read_config(flags), Problems())
-    parser = _make_parser([])
-    sections = {group: [entry for entry in core if entry.info.group == group] for group in GROUPS}
-    if spec is not None and spec.options is not None:
-        sections[f"Options of {spec.name}"] = list(extra_options(spec))
-    for title, entries in sections.items():
-        _add_arguments(parser.add_argument_group(title), entries)
+    own = {f"Options of {spec.name}": extra_options(spec)} if spec is not None and spec.options is not None else {}
+    return _help_of(core, TRAIN, own)
+
+
+def flags_help(declaration: type, command: CommandText) -> str:
+    """Write the help of a command whose options are one dataclass."""
+    return _help_of(options_of(declaration), command, {})
+
+
+def _help_of(entries: Sequence[Option], command: CommandText, further: Mapping[str, Sequence[Option]]) -> str:
+    """Options by group, in the order of `GROUPS`, then further sections by title."""
+    parser = _make_parser([], command)
+    sections = {group: [entry for entry in entries if entry.info.group == group] for group in GROUPS}
+    for title, members in {**sections, **further}.items():
+        if members:
+            _add_arguments(parser.add_argument_group(title), members)
     return parser.format_help()
 
 
-def _make_parser(entries: Sequence[Option]) -> TypedParser:
+def _make_parser(entries: Sequence[Option], command: CommandText) -> TypedParser:
     def wide(prog: str) -> argparse.HelpFormatter:
         return argparse.HelpFormatter(prog, max_help_position=34, width=118)
 
     parser = TypedParser(
-        "areno train", _USAGE, _DESCRIPTION, _EPILOG, allow_abbrev=False, add_help=False, formatter_class=wide
+        prog=command.prog,
+        usage=command.usage,
+        description=command.description,
+        epilog=command.epilog,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=wide,
     )
     _add_arguments(parser, entries)
     return parser
@@ -211,7 +262,7 @@ def _help_text(entry: Option) -> str:
     return " ".join(notes)
 
 
-def _read(argv: Sequence[str], entries: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
+def _read(argv: Sequence[str], entries: Sequence[Option], command: CommandText) -> tuple[dict[str, Any], list[str]]:
     """Collect flag values as text by option name, and the words that no option took."""
     takes_value = {entry.flag for entry in entries if entry.kind is not bool}
     words: list[str] = []
@@ -221,20 +272,20 @@ def _read(argv: Sequence[str], entries: Sequence[Option]) -> tuple[dict[str, Any
             words[-1] += "=" + word
         else:
             words.append(word)
-    namespace, unread = _make_parser(entries).parse_known_args(words)
+    namespace, unread = _make_parser(entries, command).parse_known_args(words)
     many = {entry.name for entry in entries if entry.many}
     given = {name: value for name, value in vars(namespace).items() if value is not None}
     return {name: value if name in many else value[-1] for name, value in given.items()}, unread
 
 
-def _unread_problems(unread: Sequence[str], flags: Sequence[str]) -> list[str]:
-    dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
+def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: CommandText, problems: Problems) -> None:
+    flags = [entry.flag for entry in entries]
     spellings = [*flags, *("--no-" + flag.removeprefix("--") for flag in flags)]
-    if dashed:
-        return [
-            f"{word} is not an option{nearest(_as_flag(word), spellings)}; see areno train --help" for word in dashed
-        ]
-    return [f"unexpected argument {word!r}; name its option, and quote values with spaces" for word in unread]
+    dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
+    for word in dashed:
+        problems.add(f"{word} is not an option{nearest(_as_flag(word), spellings)}; see {command.prog} --help")
+    for word in unread if not dashed else ():
+        problems.add(f"unexpected argument {word!r}; name its option, and quote values with spaces")
 
 
 def _as_flag(word: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import later_text, without_effect
 from areno.config.hooks import hook_file_problem
@@ -37,9 +38,6 @@ EVAL_LOADER_HOOK = LOADER_HOOK | {"option": "--eval-dataset-loader-fn"}
 
 ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "signature": "rewards, groups"}
 """And for a function that turns rewards into advantages."""
-
-ADVANTAGES = ("group", "group_mean", "rloo", "batch")
-"""Built-in advantage estimators; a test holds this list against `areno.loss_fns.advantages`, which imports torch."""
 
 PAIR_ALGORITHMS = ("dpo", "rm")
 """Algorithms whose rows come in pairs."""
@@ -70,16 +68,22 @@ def validate(options: TrainOptions) -> None:
 def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[Option, ...]) -> Iterator[str]:
     yield from _required(options, spec)
     for entry in entries:
-        yield _value_problem(entry, value_of(options, entry.name))
+        yield value_problem(entry, value_of(options, entry.name))
     if spec is not None:
         yield from _useless(options, spec, entries)
         yield from _pairs(options, spec)
         if spec.requires_rollout:
             yield from _rollout_combinations(options, spec)
+            yield from decoding_problems(options)
             yield from _updates(options)
+    yield from shared_problems(options)
+    yield from _output_paths(options)
+
+
+def shared_problems(options: TrainOptions) -> Iterator[str]:
+    """Say what is wrong with combinations and input paths, as far as training and ``areno eval`` check them alike."""
     yield from _combinations(options)
     yield from _paths(options)
-    yield from _output_paths(options)
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
@@ -106,7 +110,8 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
         )
 
 
-def _value_problem(entry: Option, value: Any) -> str:
+def value_problem(entry: Option, value: Any) -> str:
+    """Say what is wrong with the value of one option, whatever the others are; empty if nothing is."""
     values = value if entry.many else (value,)
     for one in values:
         if one is None or entry.kind is bool:
@@ -153,6 +158,10 @@ def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterato
             f"--greedy with --n-samples {options.n_samples}: all samples of a prompt would be equal, with nothing to "
             "learn from; leave --greedy out"
         )
+
+
+def decoding_problems(options: TrainOptions) -> Iterator[str]:
+    """Say what is wrong with how answers are to be generated."""
     if options.top_k == 0:
         yield "--top-k must be positive, or -1 for no limit, got 0; give -1 or at least 1"
     longest = options.max_prompt_tokens + options.max_new_tokens
@@ -182,13 +191,14 @@ def _updates(options: TrainOptions) -> Iterator[str]:
             f"--update-minibatches {options.update_minibatches} and --gradient-accumulation-steps "
             f"{options.gradient_accumulation_steps} both cut a step into updates; leave one of the two out"
         )
-    if options.advantage not in ADVANTAGES:
+    known = list_advantages()
+    if options.advantage not in known:
         if ".py" in options.advantage:
             yield hook_file_problem(options.advantage, **ADVANTAGE_HOOK)
         else:
             yield (
-                f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, ADVANTAGES)}; choose "
-                f"{', '.join(ADVANTAGES)}, or give a function of your own as file.py:function"
+                f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, known)}; choose "
+                f"{', '.join(known)}, or give a function of your own as file.py:function"
             )
 
 

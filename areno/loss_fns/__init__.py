@@ -1,24 +1,37 @@
 """Losses and advantages: pure functions of tensors. No trainer, no engine, no I/O."""
 
 from areno.loss_fns.advantages import compute_group_advantages
+from areno.loss_fns.dpo import dpo_loss_fn
+from areno.loss_fns.gae import compute_gae, whiten
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
+from areno.loss_fns.kl import kl_penalty
 from areno.loss_fns.pack import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
+from areno.loss_fns.ppo import ppo_loss_fn
+from areno.loss_fns.reward_model import reward_model_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.stats import Mean, Spread, masked_mean, masked_spread
+from areno.loss_fns.value import value_loss_fn
 
 __all__ = [
     "DataPack",
     "LossFn",
     "Mean",
     "Spread",
+    "compute_gae",
     "compute_group_advantages",
+    "dpo_loss_fn",
     "grpo_loss_fn",
     "gspo_loss_fn",
+    "kl_penalty",
     "masked_mean",
     "masked_spread",
+    "ppo_loss_fn",
     "reduces_over",
     "reduction_of",
+    "reward_model_loss_fn",
     "sequence_sums",
     "sft_loss_fn",
+    "value_loss_fn",
+    "whiten",
 ]

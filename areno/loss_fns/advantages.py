@@ -1,15 +1,20 @@
-"""Advantages from rewards."""
+"""Advantages from rewards: one number per sample, from the rewards of the samples that it is compared with.
+
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds each sample's
+prompt. Equal rewards give exactly zero in all of them, whatever their value: a mean that is not representable must not
+turn rounding into a learning signal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 
 def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> list[float]:
     """Rewards of one prompt's samples, standardised: (r - mean) / (std + eps), population deviation.
 
-    Equal rewards give exactly zero, whatever their value: a mean that is not representable must not turn rounding into
-    a learning signal.
+    Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Equal rewards give exactly zero.
 
     Args:
         rewards: one finite reward per sample.
@@ -18,8 +23,86 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
     Returns:
         One advantage per sample.
     """
+    centred = _centred(rewards)
+    deviation = math.hypot(*centred) / math.sqrt(max(len(centred), 1))
+    return [c / (deviation + eps) for c in centred]
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    """Rewards less their mean; exactly zero where all are equal."""
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
-    mean = sum(rewards) / len(rewards)
-    deviation = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
-    return [(r - mean) / (deviation + eps) for r in rewards]
+    mean = math.fsum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def _leave_one_out(rewards: Sequence[float]) -> list[float]:
+    others = max(len(rewards) - 1, 1)
+    return [c * len(rewards) / others for c in _centred(rewards)]
+
+
+def _per_group(
+    rewards: Sequence[float], groups: Sequence[int], fn: Callable[[list[float]], list[float]]
+) -> list[float]:
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    advantages = [0.0] * len(rewards)
+    for indices in members.values():
+        for index, advantage in zip(indices, fn([rewards[i] for i in indices]), strict=True):
+            advantages[index] = advantage
+    return advantages
+
+
+def _check(rewards: Sequence[float], groups: Sequence[int]) -> None:
+    if len(rewards) != len(groups):
+        raise ValueError(f"advantages need one group per reward, got {len(rewards)} rewards and {len(groups)} groups")
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise ValueError(f"reward {index} is {reward}; advantages need finite rewards")
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """:func:`compute_group_advantages` of each prompt's samples.
+
+    Raises:
+        ValueError: lengths differ, or a reward is not finite.
+    """
+    _check(rewards, groups)
+    return _per_group(rewards, groups, compute_group_advantages)
+
+
+def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """r - mean of the prompt's samples, not divided: easy and hard prompts keep their weight.
+
+    Dr. GRPO, Liu et al. 2025, arXiv:2503.20783.
+
+    Raises:
+        ValueError: lengths differ, or a reward is not finite.
+    """
+    _check(rewards, groups)
+    return _per_group(rewards, groups, _centred)
+
+
+def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """r - mean of the prompt's other samples; 0 for a sample without others.
+
+    REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740.
+
+    Raises:
+        ValueError: lengths differ, or a reward is not finite.
+    """
+    _check(rewards, groups)
+    return _per_group(rewards, groups, _leave_one_out)
+
+
+def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """:func:`compute_group_advantages` of all samples of the step together, whatever their prompt.
+
+    The batch normalisation of REINFORCE++, Hu et al. 2025, arXiv:2501.03262.
+
+    Raises:
+        ValueError: lengths differ, or a reward is not finite.
+    """
+    _check(rewards, groups)
+    return compute_group_advantages(rewards)

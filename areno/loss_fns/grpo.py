@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, reduces_over
-from areno.loss_fns.policy import clipped_objective, is_clipped, log_ratio, policy_metrics
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.kl import reference_kl
+from areno.loss_fns.pack import DataPack, Reduction, reduces_over, sequence_sums
+from areno.loss_fns.policy import (
+    Clip,
+    advantages_of,
+    log_difference,
+    over_sequences,
+    over_tokens,
+    policy_metrics,
+    ratio_of,
+    sequence_means,
+    with_kl,
+)
+from areno.loss_fns.stats import Mean
 
 
-@reduces_over("token")
-def grpo_loss_fn(data_pack: DataPack, logprobs: Tensor, clip_eps: float = 0.2) -> tuple[Tensor, dict[str, Any]]:
-    """L = -(1/N) sum_t m_t min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t), with r_t = pi(t) / pi_rollout(t).
+def _unit(bound: Mapping[str, Any]) -> Reduction:
+    return "token" if bound.get("loss_mean", "token") == "token" else "sequence"
 
-    N counts the trainable tokens of the whole optimizer step. The ratio is taken against the log-probs that the rollout
-    recorded, so it is 1 on the first pass and clips as soon as the policy has moved.
+
+@reduces_over(_unit, entropy=True)
+def grpo_loss_fn(
+    data_pack: DataPack,
+    logprobs: Tensor,
+    clip_eps: float = 0.2,
+    *,
+    clip_eps_high: float | None = None,
+    dual_clip: float | None = None,
+    loss_mean: str = "token",
+    max_tokens: int | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "low_var_kl",
+) -> tuple[Tensor, dict[str, Any]]:
+    """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
+
+    The ratio is taken against the log-probs that the rollout recorded, so it is 1 on the first pass and clips as soon as
+    the policy has moved. What the mean is depends on ``loss_mean``, for the KL term as for the rest: ``token`` divides the
+    sum over all response tokens of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476);
+    ``sequence`` averages each sequence over its own tokens, then the sequences (Shao et al.); ``dr_grpo`` sums each
+    sequence, divides by the constant ``max_tokens`` and averages the sequences, so that neither a long nor a short answer
+    is favoured (Liu et al. 2025, arXiv:2503.20783). A sequence without response tokens adds 0 and still counts as one.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``.
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
+            ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
         logprobs: current log-probs [A].
-        clip_eps: half-width of the clip range.
+        clip_eps: width of the clip range below 1.
+        clip_eps_high: width above 1; None takes ``clip_eps``.
+        dual_clip: bound on a token's loss where its advantage is negative, as a multiple of the advantage.
+        loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
+        max_tokens: divisor of ``dr_grpo``; the most tokens that an answer may have.
+        kl_coef: weight of the KL term to the reference; 0 leaves it out.
+        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
         Loss and statistics.
+
+    Raises:
+        ValueError: an argument is out of its range, or the pack lacks what it needs.
     """
-    mask, advantage = data_pack["packed_response_mask"], data_pack["packed_advantages"]
-    ratio = log_ratio(data_pack, logprobs).exp()
-    losses = clipped_objective(ratio, advantage, clip_eps) * mask
-    loss = losses.sum() / mask.sum().clamp(min=1)
-    metrics = policy_metrics(data_pack, logprobs, ratio)
-    metrics["policy_loss"] = metrics["total_loss"] = masked_mean(losses, mask)
-    metrics["clip_fraction"] = masked_mean(is_clipped(ratio, advantage, clip_eps).float(), mask)
+    clip = Clip(clip_eps, clip_eps_high, dual_clip)
+    advantage = advantages_of(data_pack)
+    ratio = ratio_of(log_difference(data_pack, logprobs))
+    kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
+    policy = _average(clip.objective(ratio, advantage), data_pack, loss_mean, max_tokens)
+    kl_mean = None if kl is None else _average(kl, data_pack, loss_mean, max_tokens)
+    loss, metrics = with_kl(policy, kl_mean, kl_coef)
+    metrics |= policy_metrics(data_pack, logprobs, ratio)
+    metrics |= clip.fractions(ratio, advantage, data_pack["packed_response_mask"])
     return loss, metrics
+
+
+def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
+    """The mean named ``loss_mean`` of values [A] that are 0 outside the response mask."""
+    if loss_mean == "token":
+        return over_tokens(values, pack)
+    if loss_mean == "sequence":
+        return over_sequences(sequence_means(values, pack))
+    if loss_mean != "dr_grpo":
+        raise ValueError(f"loss_mean {loss_mean!r} is unknown; choose one of: token, sequence, dr_grpo")
+    if max_tokens is None or not max_tokens > 0:
+        raise ValueError(f"loss_mean='dr_grpo' divides by max_tokens, which must be above 0, got {max_tokens}")
+    return over_sequences(sequence_sums(values, pack) / max_tokens)

@@ -7,33 +7,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, reduces_over, sequence_sums
-from areno.loss_fns.policy import clipped_objective, is_clipped, log_ratio, policy_metrics
-from areno.loss_fns.stats import Mean
+from areno.loss_fns.kl import reference_kl
+from areno.loss_fns.pack import DataPack, reduces_over
+from areno.loss_fns.policy import (
+    Clip,
+    advantages_of,
+    log_difference,
+    over_sequences,
+    policy_metrics,
+    ratio_of,
+    sequence_means,
+    with_kl,
+)
 
 
-@reduces_over("sequence")
-def gspo_loss_fn(data_pack: DataPack, logprobs: Tensor, clip_eps: float = 3.0e-4) -> tuple[Tensor, dict[str, Any]]:
-    """L = -mean_i min(s_i A_i, clip(s_i, 1 - eps, 1 + eps) A_i), with s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)).
+@reduces_over("sequence", entropy=True)
+def gspo_loss_fn(
+    data_pack: DataPack,
+    logprobs: Tensor,
+    clip_eps: float = 3.0e-4,
+    *,
+    clip_eps_high: float | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "low_var_kl",
+) -> tuple[Tensor, dict[str, Any]]:
+    """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
 
-    A_i is the mean advantage of the sequence's trainable tokens. A sequence without any adds 0 and still counts.
+    The ratio of a sequence is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)); A_i is the mean advantage and KL_i
+    the mean KL of its response tokens. A sequence without any adds 0 and still counts.
 
     Args:
-        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``.
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
+            ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
         logprobs: current log-probs [A].
-        clip_eps: half-width of the clip range.
+        clip_eps: width of the clip range below 1.
+        clip_eps_high: width above 1; None takes ``clip_eps``.
+        kl_coef: weight of the KL term to the reference; 0 leaves it out.
+        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
         Loss and statistics.
+
+    Raises:
+        ValueError: an argument is out of its range, or the pack lacks what it needs.
     """
-    mask = data_pack["packed_response_mask"]
-    lengths = sequence_sums(mask.float(), data_pack).clamp(min=1.0)
-    ratio = (sequence_sums(log_ratio(data_pack, logprobs), data_pack) / lengths).exp()
-    advantage = sequence_sums(data_pack["packed_advantages"] * mask, data_pack) / lengths
-    losses = clipped_objective(ratio, advantage, clip_eps)
-    loss = losses.mean()
-    count = torch.tensor(len(losses))
-    metrics = policy_metrics(data_pack, logprobs, ratio[data_pack["packed_seq_ids"]])
-    metrics["policy_loss"] = metrics["total_loss"] = Mean(losses.detach().sum(), count)
-    metrics["clip_fraction"] = Mean(is_clipped(ratio, advantage, clip_eps).float().sum(), count)
+    clip = Clip(clip_eps, clip_eps_high)
+    advantage = sequence_means(advantages_of(data_pack), data_pack)
+    ratio = ratio_of(sequence_means(log_difference(data_pack, logprobs), data_pack))
+    kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
+    kl_mean = None if kl is None else over_sequences(sequence_means(kl, data_pack))
+    loss, metrics = with_kl(over_sequences(clip.objective(ratio, advantage)), kl_mean, kl_coef)
+    metrics |= policy_metrics(data_pack, logprobs, ratio[data_pack["packed_seq_ids"]])
+    metrics |= clip.fractions(ratio, advantage, torch.ones_like(ratio, dtype=torch.bool))
     return loss, metrics

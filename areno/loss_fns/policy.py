@@ -1,41 +1,140 @@
-"""What the clipped policy-gradient losses share: importance ratios and the statistics of a policy step."""
+"""What the policy losses share: importance ratios, clipping, averages, and the statistics of a policy step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, sequence_sums
+from areno.loss_fns.pack import DataPack, in_float, sequence_sums
 from areno.loss_fns.stats import Mean, masked_mean, masked_spread
 
 # exp(20) is finite in fp32 and far outside any clip range; beyond it a ratio only means "clipped".
 MAX_LOG_RATIO = 20.0
 
 
-def log_ratio(pack: DataPack, logprobs: Tensor) -> Tensor:
-    """log pi - log pi_rollout [A], bounded, 0 outside the response mask."""
-    difference = (logprobs - pack["packed_logprobs"]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Bounds on the importance ratio r.
+
+    Attributes:
+        eps: width below 1.
+        eps_high: width above 1; None takes ``eps``. A wider upper bound lets unlikely tokens gain more (DAPO, Yu et al.
+            2025, arXiv:2503.14476).
+        dual: None, or a bound on the loss where the advantage is negative, as a multiple of its size (Ye et al. 2020,
+            arXiv:1912.09729).
+
+    Raises:
+        ValueError: a width is not positive, or the dual bound is not above 1.
+    """
+
+    eps: float
+    eps_high: float | None = None
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, width in (("clip_eps", self.eps), ("clip_eps_high", self.eps_high)):
+            if width is not None and not width > 0:
+                raise ValueError(f"{name} must be above 0, got {width}")
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"the dual clip (dual_clip, clip_ratio_c) must be above 1, got {self.dual}")
+
+    @property
+    def low(self) -> float:
+        """Least ratio."""
+        return 1.0 - self.eps
+
+    @property
+    def high(self) -> float:
+        """Greatest ratio."""
+        return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
+
+    def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7), at most dual |A| for A < 0."""
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(self.low, self.high) * advantage)
+        if self.dual is None:
+            return losses
+        return torch.where(advantage < 0, torch.minimum(losses, -self.dual * advantage), losses)
+
+    def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """True where the upper bound is active, so that the gradient is zero."""
+        return (ratio > self.high) & (advantage > 0)
+
+    def is_low(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """True where the lower bound is active."""
+        return (ratio < self.low) & (advantage < 0)
+
+    def is_dual(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """True where the dual bound is active."""
+        bound = torch.inf if self.dual is None else self.dual
+        return (ratio > bound) & (advantage < 0)
+
+    def fractions(self, ratio: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, Mean]:
+        """Share of the entries under ``mask`` whose gradient each bound removes, and that any of them does."""
+        high, low = self.is_high(ratio, advantage), self.is_low(ratio, advantage)
+        dual = self.is_dual(ratio, advantage)
+        shares = {"clip_fraction": high | low | dual, "clip_fraction_high": high, "clip_fraction_low": low}
+        if self.dual is not None:
+            shares["clip_fraction_dual"] = dual
+        return {name: masked_mean(share.float(), mask) for name, share in shares.items()}
+
+
+def log_difference(pack: DataPack, logprobs: Tensor) -> Tensor:
+    """log pi - log pi_rollout [A], 0 outside the response mask."""
+    difference = in_float(logprobs) - in_float(pack["packed_logprobs"])
     return torch.where(pack["packed_response_mask"], difference, 0.0)
 
 
-def clipped_objective(ratio: Tensor, advantage: Tensor, eps: float) -> Tensor:
-    """-min(r A, clip(r, 1 - eps, 1 + eps) A), elementwise (Schulman et al. 2017, eq. 7)."""
-    return -torch.minimum(ratio * advantage, ratio.clamp(1.0 - eps, 1.0 + eps) * advantage)
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of a log ratio, bounded."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def is_clipped(ratio: Tensor, advantage: Tensor, eps: float) -> Tensor:
-    """True where the clipped branch is active, so that the gradient is zero."""
-    return ((ratio > 1.0 + eps) & (advantage > 0)) | ((ratio < 1.0 - eps) & (advantage < 0))
+def advantages_of(pack: DataPack) -> Tensor:
+    """Advantages [A], 0 outside the response mask."""
+    return torch.where(pack["packed_response_mask"], in_float(pack["packed_advantages"]), 0.0)
+
+
+def over_tokens(values: Tensor, pack: DataPack) -> Mean:
+    """Average over all response tokens, of values [A] that are 0 elsewhere. Carries gradient."""
+    return Mean(values.sum(), pack["packed_response_mask"].sum())
+
+
+def over_sequences(values: Tensor) -> Mean:
+    """Average over sequences, of one value for each [packed_num_sequences]. Carries gradient."""
+    return Mean(values.sum(), torch.tensor(len(values)))
+
+
+def sequence_means(values: Tensor, pack: DataPack) -> Tensor:
+    """Mean over each sequence's response tokens [packed_num_sequences], of values [A] that are 0 elsewhere.
+
+    A sequence without response tokens has 0.
+    """
+    lengths = sequence_sums(pack["packed_response_mask"].to(values.dtype), pack)
+    return sequence_sums(values, pack) / lengths.clamp(min=1.0)
+
+
+def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:
+    """Loss of policy + coef * KL, and its statistics; both averages run over the same units."""
+    total = policy.total if kl is None else policy.total + coef * kl.total
+    metrics: dict[str, Any] = {
+        "policy_loss": policy.detached(),
+        "total_loss": Mean(total.detach(), policy.count),
+    }
+    if kl is not None:
+        metrics["kl_loss"] = kl.detached()
+        metrics["kl_coef"] = Mean(torch.tensor(coef, dtype=torch.float64), torch.tensor(1))
+    return total / policy.count.clamp(min=1), metrics
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:
     """Statistics that every policy loss reports; ``ratio`` is per token [A]."""
     mask = pack["packed_response_mask"]
-    difference = logprobs.detach() - pack["packed_logprobs"]
+    difference = log_difference(pack, logprobs.detach())
     lengths = sequence_sums(mask.float(), pack)
-    return {
+    metrics: dict[str, Any] = {
         "ratio": masked_spread(ratio, mask),
         "advantage_mean": masked_mean(pack["packed_advantages"], mask),
         "response_len": Mean(lengths.sum(), torch.tensor(len(lengths))),
@@ -44,3 +143,6 @@ def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str,
         "logp_diff_mean": masked_mean(difference, mask),
         "logp_abs_diff_mean": masked_mean(difference.abs(), mask),
     }
+    if "packed_entropy" in pack:
+        metrics["entropy"] = masked_mean(pack["packed_entropy"], mask)
+    return metrics

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, reduces_over
+from areno.loss_fns.pack import DataPack, in_float, reduces_over
 from areno.loss_fns.stats import masked_mean
 
 
@@ -22,7 +23,6 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str
         Loss and the statistics sft_loss, sft_logprob_mean.
     """
     mask = data_pack["packed_response_mask"]
-    tokens = mask.sum().clamp(min=1)
-    loss = -(logprobs * mask).sum() / tokens
+    loss = -torch.where(mask, in_float(logprobs), 0.0).sum() / mask.sum().clamp(min=1)
     logprob = masked_mean(logprobs, mask)
     return loss, {"sft_loss": masked_mean(-logprobs, mask), "sft_logprob_mean": logprob}

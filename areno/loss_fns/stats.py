@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areno.loss_fns.pack import in_float
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -18,6 +20,10 @@ class Mean:
 
     total: Tensor
     count: Tensor
+
+    def detached(self) -> Mean:
+        """The same, without gradient."""
+        return Mean(self.total.detach(), self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class Spread:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     """Mean of values where mask is true."""
-    return Mean((values.detach() * mask).sum(), mask.sum())
+    return Mean(torch.where(mask, in_float(values.detach()), 0.0).sum(), mask.sum())
 
 
 def masked_spread(values: Tensor, mask: Tensor) -> Spread:

@@ -33,6 +33,7 @@ HEAVY = ("torch", "transformers", "datasets")
 # Files that name a higher room as "module:attribute" text, with the reason.
 NAMED_AS_TEXT = {
     "areno/config/algorithms.py": "the registry names trainers and losses, so that looking one up imports no torch",
+    "areno/config/advantages.py": "the registry names estimators, for the same reason",
 }
 
 

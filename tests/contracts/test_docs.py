@@ -13,6 +13,7 @@ import pytest
 
 from areno.cli.main import COMMANDS, main
 from areno.config import TrainOptions, options_of
+from areno.config.eval_options import EvalOptions
 from areno.quickstart.run import RL_STEPS, SFT_STEPS
 from tests.support.cli import environment, task_arguments, write_task
 
@@ -24,7 +25,7 @@ PAGES = sorted(
         *(REPO / "examples").rglob("*.md"),
     ]
 )
-# Flags in the pages that are not options of `areno train`, with whose they are.
+# Flags in the pages that are no options of `areno train` or `areno eval`, with whose they are.
 OTHER_FLAGS = {
     "--help": "every command",
     "--version": "areno",
@@ -62,7 +63,7 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page):
 
 @pages
 def test_options_that_a_page_names_exist(page):
-    entries = options_of(TrainOptions)
+    entries = (*options_of(TrainOptions), *options_of(EvalOptions))
     known = {entry.flag for entry in entries} | OTHER_FLAGS.keys()
     known |= {"--no-" + entry.flag.removeprefix("--") for entry in entries if entry.kind is bool}
     named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9](?![\w-])", page.read_text(encoding="utf-8")))

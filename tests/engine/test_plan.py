@@ -61,6 +61,18 @@ def test_smaller_microbatches_and_recomputation_take_less_memory(tiny_checkpoint
     assert estimate_memory(options(tiny_checkpoint, mini_bs=16, activation_checkpointing=False)).activations > large
 
 
+def test_roles_are_counted_where_a_run_holds_them(tiny_checkpoint):
+    def roles(**values):
+        return estimate_memory(options(tiny_checkpoint, **values)).roles
+
+    weights = estimate_memory(options(tiny_checkpoint)).weights
+    trained = 4 * weights  # fp32: weights, gradients and two moments
+    assert roles(algo="ppo") == weights + trained
+    assert roles(algo="ppo", use_kl_loss=False) == trained
+    assert roles(algo="ppo", use_kl_loss=False, reward_ckpt=str(tiny_checkpoint)) == trained + weights
+    assert (roles(algo="grpo"), roles(algo="grpo", kl_coef=0.1), roles(algo="dpo")) == (0, weights, 0)
+
+
 def test_the_table_says_whether_it_fits(tiny_checkpoint):
     small = {"batch_size": 2, "max_prompt_tokens": 64, "max_new_tokens": 64}
     assert estimate_memory_text(options(tiny_checkpoint, **small)).endswith("It fits.")

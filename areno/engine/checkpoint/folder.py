@@ -62,6 +62,12 @@ class CheckpointFolder:
         """Completed steps of the best checkpoint; None if there is none."""
         return read_state(self.best)["step"] if (self.best / STATE_FOLDER / STATE_FILE).is_file() else None
 
+    def find(self, step: int) -> Path | None:
+        """The complete checkpoint after ``step`` completed steps, where there is one."""
+        if self.best_step() == step:
+            return self.best
+        return self.path(step) if step in self.steps() else None
+
     def latest(self) -> Path | None:
         """Newest complete checkpoint; that is the best one where no other was saved since."""
         steps, best = self.steps(), self.best_step()

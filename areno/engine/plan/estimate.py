@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areno.config.algorithms import get_algorithm
+from areno.config.options import flag_of
 from areno.config.train_options import TrainOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS
 from areno.engine.plan.memory import KV_SHARE, available_bytes
@@ -25,6 +27,7 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
+    roles: int
     activations: int
     logits: int
     kv_cache: int
@@ -33,8 +36,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Everything at once, which is more than any moment needs."""
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.kv_cache)
-        return sum(parts)
+        fixed = self.weights + self.gradients + self.optimizer + self.roles
+        return fixed + self.activations + self.logits + self.kv_cache
 
 
 def estimate_memory(options: TrainOptions) -> MemoryEstimate:
@@ -43,27 +46,46 @@ def estimate_memory(options: TrainOptions) -> MemoryEstimate:
     Raises:
         UsageError: the model's configuration cannot be read.
     """
-    try:
-        config = AutoConfig.from_pretrained(str(options.ckpt), trust_remote_code=options.trust_remote_code)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"--ckpt {options.ckpt}: its configuration cannot be read: {error}") from error
+    config, count = _model(options, "ckpt")
     device = torch.device("cuda" if _on_cuda(options) else "cpu")
     half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
     size = 2 if half else 4
-    count = sum(p.numel() for p in module.parameters())
+    trained = size + 4 + (12 if half else 8)
     text: Any = config.get_text_config()
     return MemoryEstimate(
         parameters=count,
         weights=count * size,
         gradients=count * 4,
         optimizer=count * (12 if half else 8),
+        roles=sum(_model(options, name)[1] * (trained if name == "critic_ckpt" else size) for name in _roles(options)),
         activations=_activation_bytes(options, text, size),
         logits=3 * CHUNK_ELEMENTS * 4,
         kv_cache=_kv_bytes(options, text, size),
         available=available_bytes(device),
     )
+
+
+def _model(options: TrainOptions, name: str) -> tuple[Any, int]:
+    """Configuration and parameter count of a model that an option names; --ckpt where it names none."""
+    path = str(getattr(options, name) or options.ckpt)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{flag_of(name)} {path}: its configuration cannot be read: {error}") from error
+    return config, sum(p.numel() for p in module.parameters())
+
+
+def _roles(options: TrainOptions) -> list[str]:
+    """Options that name the models that a run holds beside its actor."""
+    ppo = options.algo == "ppo"
+    held = {
+        "ref_ckpt": options.use_kl_loss if ppo else options.algo in ("gspo", "grpo") and options.kl_coef > 0,
+        "critic_ckpt": ppo,
+        "reward_ckpt": options.reward_ckpt is not None,
+    }
+    return [name for name, is_held in held.items() if is_held]
 
 
 def _on_cuda(options: TrainOptions) -> bool:
@@ -85,7 +107,7 @@ def _activation_bytes(options: TrainOptions, text: Any, size: int) -> int:
 
 def _kv_bytes(options: TrainOptions, text: Any, size: int) -> int:
     """Cache at full length for all running sequences, or the budget where that is smaller; 0 without rollouts."""
-    if options.algo == "sft":
+    if not get_algorithm(options.algo).requires_rollout:
         return 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -102,6 +124,7 @@ def estimate_memory_text(options: TrainOptions) -> str:
         ("weights", estimate.weights),
         ("gradients (fp32)", estimate.gradients),
         ("optimizer", estimate.optimizer),
+        ("reference, critic, reward", estimate.roles),
         ("activations", estimate.activations),
         ("logits chunks", estimate.logits),
         ("KV cache, at most", estimate.kv_cache),
@@ -109,7 +132,7 @@ def estimate_memory_text(options: TrainOptions) -> str:
         ("free now", estimate.available),
     ]
     lines = [f"Memory, a rough estimate ({estimate.parameters / 1e6:.2f} M parameters)"]
-    lines += [f"  {name:<20} {size / 2**20:>12,.1f} MiB" for name, size in rows]
+    lines += [f"  {name:<26} {size / 2**20:>12,.1f} MiB" for name, size in rows]
     if estimate.total <= estimate.available:
         return "\n".join([*lines, "  It fits."])
     fixed = estimate.total - estimate.kv_cache

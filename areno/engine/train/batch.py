@@ -87,12 +87,24 @@ _ALWAYS = {"logprobs", "advantages"}
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor) -> Tensor | None:
-    """A per-token list of all rows on the action axis; absent where no row has it, zeros for rows that lack it."""
+    """A per-token list of all rows on the action axis; absent where no row has it."""
     lists = [getattr(row, name) for row in rows]
-    if name not in _ALWAYS and not any(lists):
+    if not any(lists) and name not in _ALWAYS:
         return None
     filled = (values or [0.0] * len(row.tokens) for row, values in zip(rows, lists, strict=True))
     return torch.tensor(list(chain.from_iterable(filled)), dtype=torch.float32)[actions]
+
+
+def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
+    """All rows of a train call bring the same per-token lists; zeros made up for some would be trained on.
+
+    Raises:
+        ValueError: a list is there in some rows only.
+    """
+    for _, name in _STREAMS:
+        lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
+        if lacking and len(lacking) < len(rows):
+            raise ValueError(f"row {lacking[0]} has no {name}, other rows have; give it to all rows or to none")
 
 
 def count_units(rows: Sequence[TrainSequence], unit: Reduction) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.train.batch import count_units, pack_rows
+from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
 from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
@@ -91,12 +91,13 @@ class TrainStep:
             Scalar statistics: means over the call's optimizer steps, ``logp_*`` of its first.
 
         Raises:
-            ValueError: no rows, or a pair loss with an odd number of rows or an odd ``mini_bs``.
+            ValueError: no rows, rows that bring different lists, or a pair loss with an odd number of rows or ``mini_bs``.
             EngineError: gradients were not finite ``max_skipped`` times in a row.
         """
         unit = reduction_of(loss_fn)
         if not rows:
             raise ValueError("train needs at least one row")
+        refuse_mixed(rows)
         if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
             raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
         per_step = mini_bs * accumulation if accumulation else len(rows)

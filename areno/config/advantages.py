@@ -1,0 +1,52 @@
+"""The registry of advantage estimators. Built-in ones are named as text, so that looking a name up imports no torch.
+
+An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds each sample's
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from areno.config.algorithms import resolve_reference
+
+AdvantageFn = Callable[[Sequence[float], Sequence[int]], list[float]]
+
+_REGISTRY: dict[str, AdvantageFn | str] = {
+    "group": "areno.loss_fns.advantages:group_advantages",
+    "group_mean": "areno.loss_fns.advantages:group_mean_advantages",
+    "rloo": "areno.loss_fns.advantages:rloo_advantages",
+    "batch": "areno.loss_fns.advantages:batch_advantages",
+}
+
+
+def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
+    """Add an estimator under a name that ``--advantage`` takes.
+
+    Args:
+        name: what it is found by.
+        fn: the estimator.
+        replace: allow a name that is taken.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _REGISTRY and not replace:
+        raise ValueError(f"advantage {name!r} is already registered; choose another name, or pass replace=True")
+    _REGISTRY[name] = fn
+
+
+def get_advantage(name: str) -> AdvantageFn:
+    """The estimator of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
+    return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]
+
+
+def list_advantages() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_REGISTRY)

@@ -1,0 +1,206 @@
+"""Options of ``areno eval``: those of training that matter for a measurement, under shorter names where they are its own.
+
+They are mapped to one internal form, `TrainOptions`, so that a checkpoint is measured by the very code that evaluates a
+run, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areno.config.options import flag_of, option, options_of
+from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.paths import unwritable
+from areno.config.resume import checkpoints, is_run
+from areno.config.rollout_options import RolloutOptions
+from areno.config.run_options import BasicOptions, EvaluationOptions
+from areno.config.train_options import TrainOptions
+from areno.config.update_options import UpdateOptions
+from areno.config.validate import decoding_problems, shared_problems, value_problem
+from areno.config.yaml_io import load_config
+from areno.errors import UsageError
+
+COMMAND = CommandText(
+    "areno eval",
+    "areno eval --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--n-samples N] [options]",
+    "Measure a model: answer the prompts of a data set, reward the answers, report accuracy and pass@k.",
+)
+"""The texts of ``areno eval``."""
+
+_RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
+_OWN = ("output", "json")
+
+
+def _as_in(declaration: type, name: str, **changes: Any) -> Any:
+    """The option that another command declares, for every algorithm, with some of its texts or its default changed."""
+    entry = next(entry for entry in options_of(declaration) if entry.name == name)
+    info = asdict(entry.info) | {"algorithms": ()} | changes
+    return option(info.pop("default", entry.default), **info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """All options of ``areno eval``.
+
+    Attributes:
+        explicit: names of the options that were given.
+    """
+
+    ckpt: str | None = _as_in(
+        BasicOptions,
+        "ckpt",
+        help="Model to measure: a folder in Hugging Face format, a repo id, or a run directory, whose newest checkpoint "
+        "is taken. Required.",
+    )
+    dataset_path: str | None = _as_in(
+        BasicOptions,
+        "dataset_path",
+        help="Prompts: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, or a hub "
+        "reference name[:config[:split]] such as gsm8k:main:test. Required.",
+    )
+    dataset_loader_fn: str | None = _as_in(
+        BasicOptions,
+        "dataset_loader_fn",
+        help="Python function that turns the data into rows with a prompt; it is load_training_dataset unless named.",
+    )
+    seed: int = _as_in(BasicOptions, "seed", help="Fixes every draw; the same seed repeats the measurement.")
+    device: str = _as_in(BasicOptions, "device")
+    dtype: str = _as_in(BasicOptions, "dtype")
+    trust_remote_code: bool = _as_in(BasicOptions, "trust_remote_code")
+
+    max_running_prompts: int = _as_in(RolloutOptions, "max_running_prompts", default=256, unset="")
+    max_prompt_tokens: int = _as_in(RolloutOptions, "max_prompt_tokens")
+    max_new_tokens: int = _as_in(RolloutOptions, "max_new_tokens", help="Most tokens of an answer.")
+    temperature: float | None = _as_in(
+        EvaluationOptions,
+        "eval_temperature",
+        group="Rollout",
+        unset="1.0, greedy for one sample",
+        help="Sampling temperature.",
+    )
+    top_k: int = _as_in(RolloutOptions, "top_k")
+    top_p: float = _as_in(RolloutOptions, "top_p")
+    greedy: bool = _as_in(RolloutOptions, "greedy")
+    stop: tuple[str, ...] = _as_in(RolloutOptions, "stop")
+    stop_token_ids: tuple[int, ...] = _as_in(RolloutOptions, "stop_token_ids")
+    ignore_eos: bool = _as_in(RolloutOptions, "ignore_eos")
+    kv_cache_tokens: int | None = _as_in(RolloutOptions, "kv_cache_tokens")
+    attn_backend: str = _as_in(RolloutOptions, "attn_backend")
+    disable_thinking: bool = _as_in(RolloutOptions, "disable_thinking")
+    reward_fn_path: str | None = _as_in(RolloutOptions, "reward_fn_path")
+    reward_ckpt: str | None = _as_in(RolloutOptions, "reward_ckpt")
+    reward_timeout_s: float = _as_in(RolloutOptions, "reward_timeout_s")
+    reward_workers: int | None = _as_in(RolloutOptions, "reward_workers")
+    on_reward_error: str = _as_in(
+        RolloutOptions,
+        "on_reward_error",
+        help="When a reward fails: stop, or leave that sample out of the averages and count it.",
+    )
+    score_micro_bs: int = _as_in(
+        UpdateOptions, "score_micro_bs", group="Rollout", help="Answers that a reward model scores at once."
+    )
+
+    max_rows: int | None = _as_in(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
+    n_samples: int = _as_in(
+        EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported up to this k."
+    )
+    output: str | None = option(
+        None, group="Evaluation", metavar="FILE.JSONL", unset="not written", help="Write every answer with its reward."
+    )
+    json: bool = option(False, group="Evaluation", help="Print one line of JSON instead of a table.")
+
+    explicit: frozenset[str] = frozenset()
+
+    def as_train_options(self) -> TrainOptions:
+        """The same settings as a run has them."""
+        names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _OWN]
+        values = {_RENAMED.get(name, name): getattr(self, name) for name in names}
+        return TrainOptions(**values, run_dir="")
+
+
+def parse_eval(argv: Sequence[str]) -> EvalOptions:
+    """Parse and check the arguments of ``areno eval``; run directories become their newest checkpoints.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options: EvalOptions = parse_flags(argv, EvalOptions, COMMAND)
+    options = replace(
+        options,
+        ckpt=options.ckpt and checkpoint_of(options.ckpt, "--ckpt"),
+        reward_ckpt=options.reward_ckpt and checkpoint_of(options.reward_ckpt, "--reward-ckpt"),
+    )
+    problems = Problems()
+    for text in _problems(options):
+        problems.add(text)
+    problems.raise_if_any()
+    return options
+
+
+def eval_help() -> str:
+    """Write ``areno eval --help``."""
+    return flags_help(EvalOptions, COMMAND)
+
+
+def checkpoint_of(place: str, option: str) -> str:
+    """The newest checkpoint where ``place`` is a run directory or its checkpoint folder; else ``place`` itself.
+
+    Raises:
+        UsageError: the run has no checkpoint.
+    """
+    path = Path(place).expanduser()
+    is_a_run = is_run(path)
+    root = load_config(path / "config.yaml", option=option).get("save_path") if is_a_run else None
+    found = checkpoints(Path(root) if root else path / "checkpoints" if is_a_run else path)
+    if found:
+        return str(found[-1])
+    if is_a_run:
+        raise UsageError(f"{option} {place} is a run without a checkpoint; give a model folder or another run")
+    return place
+
+
+def _problems(options: EvalOptions) -> Iterator[str]:
+    if not options.ckpt:
+        yield "--ckpt is required; give a model folder, a run directory or a repo id such as Qwen/Qwen3-0.6B"
+    if not options.dataset_path:
+        yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main:test"
+    if not options.reward_fn_path and not options.reward_ckpt:
+        yield "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py with reward_fn(record)"
+    for entry in options_of(EvalOptions):
+        yield value_problem(entry, getattr(options, entry.name))
+    for name, because in _useless(options):
+        if name in options.explicit:
+            yield f"{flag_of(name)} {getattr(options, name)} has no effect {because}"
+    train = options.as_train_options()
+    yield from decoding_problems(train)
+    yield from shared_problems(train)
+    if options.output is not None:
+        yield _output_problem(options.output)
+
+
+def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
+    """Options that another one makes idle, and why."""
+    if options.greedy:
+        for name in ("temperature", "top_k", "top_p"):
+            yield name, "with --greedy; leave one of the two out"
+        if options.n_samples > 1:
+            yield "n_samples", "with --greedy, which gives the same answer each time; leave one of the two out"
+    elif options.temperature is None and options.n_samples == 1:
+        for name in ("top_k", "top_p"):
+            yield name, "on a single sample, which is greedy; give --temperature or --n-samples too"
+    if options.reward_ckpt:
+        yield "reward_fn_path", "with --reward-ckpt, which gives the reward already; leave one of the two out"
+        for name in ("reward_timeout_s", "reward_workers"):
+            yield name, "with --reward-ckpt, which runs no reward function; leave it out"
+    else:
+        yield "score_micro_bs", "without --reward-ckpt; leave it out"
+
+
+def _output_problem(output: str) -> str:
+    path = Path(output).expanduser()
+    if not output or path.is_dir():
+        return f"--output {output!r} is no file name; give one such as samples.jsonl"
+    return unwritable(path.parent, "--output")

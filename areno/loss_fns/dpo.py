@@ -1,0 +1,100 @@
+"""DPO: learn from pairs of a chosen and a rejected answer (Rafailov et al. 2023, arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from areno.loss_fns.pack import DataPack, in_float, reduces_over, required, sequence_sums, split_pairs
+from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.stats import Mean
+
+
+def _sigmoid(delta: Tensor, beta: float) -> Tensor:
+    return -F.logsigmoid(beta * delta)
+
+
+def _ipo(delta: Tensor, beta: float) -> Tensor:
+    return (delta - 0.5 / beta).square()
+
+
+def _hinge(delta: Tensor, beta: float) -> Tensor:
+    return F.relu(1.0 - beta * delta)
+
+
+_SHAPES: dict[str, Callable[[Tensor, float], Tensor]] = {"sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge}
+
+
+@reduces_over("pair")
+def dpo_loss_fn(
+    data_pack: DataPack,
+    logprobs: Tensor,
+    beta: float = 0.1,
+    *,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    length_normalised: bool = False,
+) -> tuple[Tensor, dict[str, Any]]:
+    """L = mean over pairs of (1 - eps) l(D) + eps l(-D), D = log-ratio of the chosen answer - log-ratio of the rejected one.
+
+    The log-ratio of an answer is sum_t m_t (log pi - log pi_ref), or its mean with ``length_normalised``; eps is
+    ``label_smoothing``, the assumed share of swapped labels (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf). l(D) is
+    -log sigmoid(beta D) for ``sigmoid``; (D - 1 / (2 beta))^2 for ``ipo`` (Azar et al. 2023, arXiv:2310.12036);
+    max(0, 1 - beta D) for ``hinge`` (SLiC, Zhao et al. 2023, arXiv:2305.10425).
+
+    Args:
+        data_pack: needs ``packed_response_mask``, ``packed_ref_logprobs``, ``packed_seq_ids``, ``packed_num_sequences``;
+            sequences alternate between chosen and rejected.
+        logprobs: current log-probs [A].
+        beta: sharpness of the margin, above 0.
+        label_smoothing: eps, from 0 to below 0.5.
+        loss_type: ``sigmoid``, ``ipo`` or ``hinge``.
+        length_normalised: compare means over tokens, so that a long answer counts no more than a short one.
+
+    Returns:
+        Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward
+        and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (their difference), dpo_response_len.
+
+    Raises:
+        ValueError: an argument is out of its range, the pack lacks the reference, or a sequence has no partner.
+    """
+    _check(beta, label_smoothing, loss_type)
+    mask = data_pack["packed_response_mask"]
+    reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
+    # Token by token first: the two sums are large and nearly equal, their difference would lose its digits.
+    ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
+    per_sequence = sequence_means(ratios, data_pack) if length_normalised else sequence_sums(ratios, data_pack)
+    chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")
+    delta, shape = chosen - rejected, _SHAPES[loss_type]
+    losses = (1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta)
+    loss = losses.sum() / max(len(losses), 1)
+    return loss, _statistics(losses, beta * chosen, beta * rejected, mask, data_pack)
+
+
+def _statistics(losses: Tensor, chosen: Tensor, rejected: Tensor, mask: Tensor, pack: DataPack) -> dict[str, Mean]:
+    pairs, margin = torch.tensor(len(losses)), chosen - rejected
+    per_pair = {
+        "dpo_loss": losses,
+        "total_loss": losses,
+        "dpo_accuracy": (margin > 0).float(),
+        "dpo_margin": margin,
+        "dpo_reward_margin": margin,
+        "dpo_chosen_reward": chosen,
+        "dpo_rejected_reward": rejected,
+    }
+    metrics = {name: Mean(values.detach().sum(), pairs) for name, values in per_pair.items()}
+    metrics["dpo_response_len"] = Mean(mask.sum(), torch.tensor(pack["packed_num_sequences"]))
+    return metrics
+
+
+def _check(beta: float, label_smoothing: float, loss_type: str) -> None:
+    if loss_type not in _SHAPES:
+        raise ValueError(f"DPO loss_type {loss_type!r} is unknown; choose one of: {', '.join(_SHAPES)}")
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")

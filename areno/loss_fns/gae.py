@@ -1,0 +1,80 @@
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and standardising what it gives.
+
+Plain Python floats, hence float64: a response has thousands of tokens, and each advantage sums over all later ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# At or below this deviation, dividing by it would only enlarge rounding.
+MIN_DEVIATION = 1e-6
+
+
+def compute_gae(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float, next_value: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """A_t = d_t + gamma lam A_{t+1}, with d_t = r_t + gamma V_{t+1} - V_t, over the T tokens of one response.
+
+    Args:
+        rewards: reward of each response token [T].
+        values: value before each response token [T].
+        gamma: discount of later rewards, 0 to 1.
+        lam: 0 trusts the values most, 1 the rewards most.
+        next_value: value after the last token; 0 for a response that is finished.
+
+    Returns:
+        Advantages [T] and returns A + V [T].
+
+    Raises:
+        ValueError: lengths differ, gamma or lam is not within 0 and 1, or a number is not finite.
+    """
+    if len(rewards) != len(values):
+        raise ValueError(f"GAE needs one value for each reward, got {len(rewards)} rewards and {len(values)} values")
+    for name, constant in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= constant <= 1:
+            raise ValueError(f"{name} must be within 0 and 1, got {constant}")
+    for name, numbers in (("rewards", rewards), ("values", values), ("next_value", [next_value])):
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"GAE got {name} that are not finite; the model or function that made them has diverged")
+    advantages = [0.0] * len(rewards)
+    later = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        later = rewards[t] + gamma * next_value - values[t] + gamma * lam * later
+        advantages[t], next_value = later, values[t]
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
+    """(x - mean) / std over all tokens that are let through, population deviation.
+
+    With a deviation of at most 1e-6 only the mean is removed; equal values give exactly zero.
+
+    Args:
+        rows: one list of per-token numbers per sequence.
+        masks: of the same shape, True for tokens that count.
+
+    Returns:
+        Lists of the same shape, 0 where a token does not count.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise ValueError(
+            f"whiten needs a mask of the shape of its rows, got rows of {[len(row) for row in rows]} "
+            f"and masks of {[len(mask) for mask in masks]} tokens"
+        )
+    kept = [x for row, mask in zip(rows, masks, strict=True) for x, keep in zip(row, mask, strict=True) if keep]
+    mean, scale = (kept[0], 1.0) if kept and min(kept) == max(kept) else _mean_and_scale(kept)
+    return [
+        [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, mask, strict=True)]
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+
+
+def _mean_and_scale(numbers: Sequence[float]) -> tuple[float, float]:
+    mean = math.fsum(numbers) / max(len(numbers), 1)
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / max(len(numbers), 1))
+    return mean, deviation if deviation > MIN_DEVIATION else 1.0

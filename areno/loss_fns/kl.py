@@ -1,0 +1,87 @@
+"""Estimators of the KL divergence to a reference policy, from the log-probs of sampled tokens.
+
+Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.html) names them k1, k2 and k3; GRPO
+(Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from areno.loss_fns.pack import DataPack, in_float, required
+
+# k3 grows exponentially: its exponent and its value are bounded, so that one token cannot swamp a step.
+MAX_EXPONENT = 20.0
+MAX_LOW_VAR_KL = 10.0
+
+
+def _low_var_kl(difference: Tensor) -> Tensor:
+    exponent = (-difference).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    return (torch.expm1(exponent) - exponent).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+
+
+def _identity(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _half_square(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _identity,
+    "k1": _identity,
+    "abs": torch.abs,
+    "mse": _half_square,
+    "k2": _half_square,
+    "low_var_kl": _low_var_kl,
+    "k3": _low_var_kl,
+}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """KL(pi || pi_ref) estimated at each token, elementwise, with d = log pi - log pi_ref.
+
+    ``kl`` (also ``k1``): d, unbiased, of either sign; ``abs``: \\|d\\|; ``mse`` (``k2``): d^2 / 2; ``low_var_kl`` (``k3``):
+    exp(-d) - 1 + d, unbiased and never negative, with exponent and value bounded. As a loss term, ``kl`` pulls by a
+    constant, whichever side of the reference the policy is on; the other three pull towards the reference.
+
+    Args:
+        logprobs: log-probs of the policy, any shape.
+        ref_logprobs: log-probs of the reference, same shape.
+        kind: one of the names above.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if kind not in _ESTIMATORS:
+        raise ValueError(f"KL estimator {kind!r} is unknown; choose one of: {', '.join(_ESTIMATORS)}")
+    return _ESTIMATORS[kind](in_float(logprobs) - in_float(ref_logprobs))
+
+
+def masked_kl(pack: DataPack, logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """:func:`kl_penalty` on the action axis [A], 0 outside the response mask."""
+    mask = pack["packed_response_mask"]
+    return kl_penalty(torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0), kind)
+
+
+def reference_kl(pack: DataPack, logprobs: Tensor, coef: float, kind: str) -> Tensor | None:
+    """KL to the reference at each token [A]; None where its weight ``coef`` is 0.
+
+    Raises:
+        ValueError: the weight is negative, the estimator is unknown, or the pack has no reference.
+    """
+    if coef == 0:
+        return None
+    if not coef > 0:
+        raise ValueError(f"kl_coef must not be negative, got {coef}; 0 leaves the KL term out")
+    reference = required(
+        pack,
+        "packed_ref_logprobs",
+        f"a KL term with kl_coef={coef}",
+        "give every row ref_logprobs scored by the reference model, or set kl_coef=0",
+    )
+    return masked_kl(pack, logprobs, reference, kind)

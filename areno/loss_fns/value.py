@@ -1,0 +1,55 @@
+"""The critic's loss: squared error to the returns, with a clipped step (Schulman et al. 2017, arXiv:1707.06347)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
+from areno.loss_fns.stats import masked_mean
+
+_REMEDY = "give every row values and returns, see compute_gae"
+
+
+@reduces_over("token")
+def value_loss_fn(
+    data_pack: DataPack, values: Tensor, cliprange_value: float = 0.5, value_loss_coef: float = 0.5
+) -> tuple[Tensor, dict[str, Any]]:
+    """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
+
+    Taking the worse of the two removes the gradient of a prediction that has already moved by eta towards its target.
+
+    Args:
+        data_pack: needs ``packed_response_mask``, ``packed_values``, ``packed_returns``.
+        values: current value before each action [A].
+        cliprange_value: eta, in units of reward.
+        value_loss_coef: weight of the loss.
+
+    Returns:
+        Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
+        old_value_mean, value_abs_error_mean.
+
+    Raises:
+        ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.
+    """
+    if not cliprange_value > 0:
+        raise ValueError(f"cliprange_value must be above 0, got {cliprange_value}")
+    mask = data_pack["packed_response_mask"]
+    values = torch.where(mask, in_float(values), 0.0)
+    old = torch.where(mask, in_float(required(data_pack, "packed_values", "value_loss_fn", _REMEDY)), 0.0)
+    target = torch.where(mask, in_float(required(data_pack, "packed_returns", "value_loss_fn", _REMEDY)), 0.0)
+    error = (values - target).square()
+    clipped_error = (old + (values - old).clamp(-cliprange_value, cliprange_value) - target).square()
+    losses = 0.5 * value_loss_coef * torch.maximum(error, clipped_error)
+    moved = (values - old).abs() > cliprange_value
+    return losses.sum() / mask.sum().clamp(min=1), {
+        "value_loss": masked_mean(losses, mask),
+        "value_clipfrac": masked_mean((moved & (clipped_error > error)).float(), mask),
+        "value_mse": masked_mean(error, mask),
+        "value_pred_mean": masked_mean(values, mask),
+        "value_target_mean": masked_mean(target, mask),
+        "old_value_mean": masked_mean(old, mask),
+        "value_abs_error_mean": masked_mean((values - target).abs(), mask),
+    }

@@ -1,0 +1,418 @@
+"""Evaluation: metrics against hand-made rewards, pass@k against every subset, and no trace of it in training."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
+from areno.api.evaluation import evaluate_prompts, evaluation_sampling, pass_at_k, reported_ks
+from areno.cli.main import main
+from areno.config import TrainOptions
+from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.errors import RewardError, UsageError
+from areno.loss_fns import sft_loss_fn
+from tests.support.cli import task_arguments, write_task
+
+PROMPTS = [{"prompt": f"What is {a} plus {b}?", "solutions": [str(a + b)]} for a in range(3) for b in range(2)]
+SAMPLING = SamplingParams(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_checkpoint):
+    with Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig()) as opened:
+        opened.init()
+        yield opened
+
+
+def evaluate(trainer, rewards, rows=PROMPTS, **changes):
+    options = {"sampling": SAMPLING, "n_samples": 3, "max_prompt_tokens": 64, "max_running": 64, "seed": 5} | changes
+    return evaluate_prompts(trainer, rows, rewards, **options)
+
+
+def nothing(records, token_rows):
+    return [0.0] * len(records)
+
+
+# -- pass@k and sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
+    for correct in range(n + 1):
+        samples = [True] * correct + [False] * (n - correct)
+        for k in range(1, n + 1):
+            subsets = [any(chosen) for chosen in itertools.combinations(samples, k)]
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_neither_overflows_nor_leaves_the_unit_interval():
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+    assert pass_at_k(10_000, 0, 10_000) == 0.0
+    assert pass_at_k(10_000, 9_999, 2) == 1.0
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
+def test_pass_at_k_refuses_what_has_no_meaning(n, correct, k):
+    with pytest.raises(ValueError, match=f"n={n}, correct={correct}, k={k}"):
+        pass_at_k(n, correct, k)
+
+
+def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_samples():
+    assert [reported_ks(n) for n in (1, 2, 3, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy", "temperature"),
+    [
+        ({}, True, 0.7),
+        ({"eval_n_samples": 4}, False, 0.7),
+        ({"eval_temperature": 0.2}, False, 0.2),
+        ({"eval_n_samples": 4, "eval_temperature": 0.2}, False, 0.2),
+        ({"eval_n_samples": 4, "greedy": True}, True, 0.7),
+        ({"greedy": True, "eval_temperature": 0.2}, False, 0.2),
+    ],
+)
+def test_one_sample_is_greedy_and_several_are_drawn_unless_a_temperature_is_given(given, greedy, temperature):
+    options = TrainOptions(temperature=0.7, top_k=9, top_p=0.8, max_new_tokens=11, stop=("x",), stop_token_ids=(4,))
+    sampling = evaluation_sampling(replace(options, **given))
+    assert (sampling.greedy, sampling.temperature) == (greedy, temperature)
+    assert (sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (9, 0.8, 11)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (["x"], [4], False)
+
+
+# -- metrics of prompts ------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_the_rewards_written_by_hand(trainer):
+    # Per prompt: rewards of its three samples; None failed.
+    table = [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0], [2.0, None, 0.5], [None, None, 0.25], [0.0, 0.0, 3.0], [1.0, 1.0, 1.0]]
+    answers = []
+
+    def rewards(records, token_rows):
+        answers.extend(zip(records, token_rows, strict=True))
+        return [table[r.metadata["prompt_index"]][r.metadata["sample_index"]] for r in records]
+
+    metrics = evaluate(trainer, rewards)
+    given = [reward for row in table for reward in row if reward is not None]
+    mean = sum(given) / len(given)
+    assert metrics["rewards_mean"] == pytest.approx(mean)
+    assert metrics["rewards_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in given) / len(given)))
+    assert metrics["accuracy"] == pytest.approx(8 / 15)
+    # By hand: of each prompt the chance that one, two or three drawn samples hold a reward above 0.
+    assert metrics["pass@1"] == pytest.approx((1 / 3 + 0 + 1 + 1 + 1 / 3 + 1) / 6)
+    assert metrics["pass@2"] == pytest.approx((2 / 3 + 0 + 1 + 2 / 3 + 1) / 5)
+    assert metrics["pass@3"] == pytest.approx((1 + 0 + 1 + 1) / 4)
+    lengths = [len(record.tokens) for record, _ in answers]
+    assert metrics["response_len_mean"] == pytest.approx(sum(lengths) / 18)
+    cut = [record.metadata["finish_reason"] == "length" for record, _ in answers]
+    assert metrics["truncated_ratio"] == pytest.approx(sum(cut) / 18)
+    counts = {name: metrics[name] for name in ("num_prompts", "num_samples", "skipped_long", "reward_errors")}
+    assert counts == {"num_prompts": 6, "num_samples": 18, "skipped_long": 0, "reward_errors": 3}
+    assert metrics["eval_time_s"] > 0
+
+
+def test_rewards_see_the_record_and_all_tokens_of_each_answer(trainer):
+    seen = []
+
+    def rewards(records, token_rows):
+        seen.extend(zip(records, token_rows, strict=True))
+        return [0.0] * len(records)
+
+    evaluate(trainer, rewards)
+    tokenizer = trainer.get_tokenizer()
+    assert [(r.metadata["prompt_index"], r.metadata["sample_index"]) for r, _ in seen] == [
+        (prompt, sample) for prompt in range(6) for sample in range(3)
+    ]
+    for record, tokens in seen:
+        row = PROMPTS[record.metadata["prompt_index"]]
+        assert (record.prompt, record.answer, record.source_record) == (row["prompt"], row["solutions"], row)
+        chat = [{"role": "user", "content": row["prompt"]}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert tokens == [*prompt, *record.tokens]
+        assert record.completion == tokenizer.decode(record.tokens, skip_special_tokens=True)
+
+
+def answers_of(trainer, rows=PROMPTS, **changes):
+    texts = {}
+
+    def keep(records, rewards):
+        texts.update({(r.prompt, r.metadata["sample_index"]): r.completion for r in records})
+
+    evaluate(trainer, nothing, rows, on_scored=keep, **changes)
+    return texts
+
+
+def test_answers_depend_on_the_seed_and_the_prompt_and_not_on_the_pieces_they_are_made_in(trainer):
+    whole = answers_of(trainer)
+    assert answers_of(trainer, max_running=1) == whole
+    assert answers_of(trainer, seed=6) != whole
+    assert len(set(whole.values())) > 12  # samples of a prompt, and prompts, differ
+
+
+def test_long_data_is_scored_in_pieces(trainer):
+    sizes = []
+    evaluate(trainer, lambda records, _: sizes.append(len(records)) or [0.0] * len(records), max_running=2, n_samples=4)
+    assert sizes == [8, 8, 8]
+
+
+def test_prompts_that_are_too_long_are_passed_over_and_counted(trainer):
+    rows = [PROMPTS[0], {"prompt": "long " * 60}, PROMPTS[1], {"prompt": "long " * 70}]
+    metrics = evaluate(trainer, nothing, rows)
+    assert (metrics["num_prompts"], metrics["skipped_long"]) == (2, 2)
+    with pytest.raises(UsageError, match=r"held\.jsonl: all 2 prompts are longer than --max-prompt-tokens 64"):
+        evaluate(trainer, nothing, [rows[1], rows[3]], source="held.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (lambda records, _: [None] * len(records), r"every reward of the evaluation failed \(18 answers\)"),
+        (lambda records, _: [0.0], "gave 1 rewards for 18 answers"),
+        (lambda records, _: [math.nan] * len(records), "gave nan; give a finite number"),
+    ],
+)
+def test_rewards_that_mean_nothing_are_an_error(trainer, rewards, message):
+    with pytest.raises(RewardError, match=message):
+        evaluate(trainer, rewards)
+
+
+@pytest.mark.parametrize("changes", [{"rows": []}, {"n_samples": 0}, {"max_running": 0}])
+def test_an_evaluation_of_nothing_is_refused(trainer, changes):
+    with pytest.raises(ValueError, match="at least one row, one sample per prompt and one running answer"):
+        evaluate(trainer, nothing, **changes)
+
+
+def test_a_training_step_does_not_count_the_generation_of_an_evaluation(trainer):
+    evaluate(trainer, nothing)
+    row = TrainSequence(prompt_mask=[True, False], tokens=[5, 6], logprobs=[0.0, -1.0], advantages=[0.0, 0.0])
+    stats = trainer.train([row], sft_loss_fn, 1)
+    assert stats["step_rollout_time_s"] == 0.0
+    assert stats["step_e2e_time_s"] == pytest.approx(stats["step_train_time_s"])
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def train(algo, checkpoint, folder, *further, held_out=7):
+    """A tiny run in this process with held-out rows; returns its directory."""
+    task = write_task(folder / "task")
+    rows = [
+        {"prompt": f"What is {a} plus {a}?", "response": f"The answer is {2 * a}.", "solutions": [str(2 * a)]}
+        for a in range(31, 31 + held_out)
+    ]
+    (folder / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = folder / "run"
+    evaluation = ["--eval-dataset-path", folder / "held.jsonl"] if held_out else []
+    arguments = [*task_arguments(algo, checkpoint, task, run), *evaluation, *further]
+    assert main([*map(str, arguments)]) == 0
+    return run
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(run):
+    """Lines of evaluations by completed steps."""
+    return {record["step"]: record for record in records(run) if any(name.startswith("eval/") for name in record)}
+
+
+def steps(run):
+    return [record for record in records(run) if "train/loss" in record]
+
+
+def timeless(record):
+    return {k: v for k, v in record.items() if "time" not in k and "per_second" not in k}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(before, tmp_path, tiny_checkpoint):
+    flag = "--eval-before-train" if before else "--no-eval-before-train"
+    run = train("sft", tiny_checkpoint, tmp_path, "--eval-interval", 2, "--max-steps", 5, flag)
+    wanted = [0, 2, 4, 5] if before else [2, 4, 5]
+    assert list(evaluations(run)) == wanted
+    assert [record["step"] for record in steps(run)] == list(range(5))
+    # An evaluation after n steps stands between the lines of step n - 1 and step n.
+    assert [record["step"] for record in records(run)] == sorted([*range(5), *wanted])
+    logged = re.findall(r"epoch=0 step=(\d) eval=(\{.*\})", (run / "log.txt").read_text())
+    assert [int(step) for step, _ in logged] == wanted
+    for step, text in logged:
+        line = {f"eval/{name}": value for name, value in ast.literal_eval(text).items()}
+        assert line == {k: v for k, v in evaluations(run)[int(step)].items() if k.startswith("eval/")}
+    events = EventAccumulator(str(run / "events"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("eval/loss")] == wanted
+
+
+def test_the_summary_has_the_last_and_the_best_evaluation_and_the_last_training_step(tmp_path, tiny_checkpoint):
+    run = train("sft", tiny_checkpoint, tmp_path, "--eval-interval", 2, "--max-steps", 3)
+    summary, lines = json.loads((run / "summary.json").read_text()), evaluations(run)
+    assert summary["last"]["step"] == 2
+    assert summary["evaluation"]["step"] == 3
+    assert summary["evaluation"]["loss"] == lines[3]["eval/loss"]
+    best = min(lines, key=lambda step: lines[step]["eval/loss"])
+    assert best > 0
+    assert summary["best_evaluation"] == {
+        **{"step": best, "metric": "loss", "value": lines[best]["eval/loss"]},
+        "checkpoint": str(CheckpointFolder(run / "checkpoints").find(best)) if best == 3 else None,
+    }
+
+
+@pytest.mark.parametrize("algo", ["sft", "grpo"])
+def test_evaluation_changes_nothing_of_the_training(algo, tmp_path, tiny_checkpoint):
+    samples = ["--eval-n-samples", 3, "--eval-temperature", 0.8] if algo == "grpo" else []
+    common = ["--max-steps", 4]
+    with_it = train(algo, tiny_checkpoint, tmp_path / "a", "--eval-interval", 1, *common, *samples)
+    without = train(algo, tiny_checkpoint, tmp_path / "b", *common, held_out=0)
+    assert list(evaluations(with_it)) == [0, 1, 2, 3, 4]
+    assert evaluations(without) == {}
+    assert list(map(timeless, steps(with_it))) == list(map(timeless, steps(without)))
+    a, b = (load_file(run / "checkpoints" / "step_000004" / "model.safetensors") for run in (with_it, without))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def negative_log_likelihood(folder, rows):
+    """Sum over response tokens with their end, and how many there are; plain transformers in float64."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    total = count = 0
+    for row in rows:
+        chat = [{"role": "user", "content": row["prompt"]}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        response = [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.inference_mode():
+            logprobs = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])
+        total -= float(logprobs[-len(response) :].sum())
+        count += len(response)
+    return total, count
+
+
+@pytest.mark.parametrize("mini_bs", [1, 3, 64])
+def test_the_held_out_loss_of_sft_is_that_of_transformers(mini_bs, tmp_path, tiny_checkpoint):
+    run = train("sft", tiny_checkpoint, tmp_path, "--max-steps", 2, "--mini-bs", mini_bs, "--eval-max-rows", 5)
+    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()][:5]
+    for step, folder in ((0, tiny_checkpoint), (2, run / "checkpoints" / "step_000002")):
+        total, count = negative_log_likelihood(folder, rows)
+        line = evaluations(run)[step]
+        assert line["eval/loss"] == pytest.approx(total / count, abs=1e-5)
+        assert line["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+        assert (line["eval/num_sequences"], line["eval/target_tokens"]) == (5, count)
+
+
+def test_the_best_checkpoint_is_kept_while_older_ones_go(tmp_path, tiny_checkpoint):
+    # So high a rate first lowers the loss and then throws the model off.
+    further = ["--max-steps", 12, "--eval-interval", 1, "--keep-best", "--keep-checkpoints", 1, "--save-interval", 4]
+    run = train("sft", tiny_checkpoint, tmp_path, *further, "--lr", 0.1, "--lr-decay-style", "constant")
+    losses = {step: line["eval/loss"] for step, line in evaluations(run).items()}
+    best = min(losses, key=losses.__getitem__)
+    assert 0 < best < 12
+    folder = CheckpointFolder(run / "checkpoints")
+    assert folder.steps() == [12]
+    assert folder.best_step() == best
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["best_evaluation"]["checkpoint"] == str(folder.best)
+    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
+    total, count = negative_log_likelihood(folder.best, rows)
+    assert total / count == pytest.approx(losses[best], abs=1e-4)
+
+
+def test_where_no_evaluation_beats_the_start_there_is_no_best_checkpoint(tmp_path, tiny_checkpoint):
+    run = train("sft", tiny_checkpoint, tmp_path, "--max-steps", 2, "--lr", 10, "--keep-best", "--eval-interval", 1)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    best = json.loads((run / "summary.json").read_text())["best_evaluation"]
+    assert (best["step"], best["checkpoint"]) == (0, str(tiny_checkpoint))
+
+
+def test_evaluating_on_the_training_data_is_warned_about(tmp_path, tiny_checkpoint, capsys):
+    train("sft", tiny_checkpoint, tmp_path, "--max-steps", 1, "--eval-dataset-path", tmp_path / "task" / "data.jsonl")
+    assert "the evaluation measures rows that are trained on" in capsys.readouterr().err
+
+
+def test_held_out_rows_have_a_loader_of_their_own(tmp_path, tiny_checkpoint):
+    loader = tmp_path / "own.py"
+    loader.write_text(
+        "def held_out(path, *, default_loader, **_):\n"
+        "    return [row | {'response': 'no'} for row in default_loader(path) if '32' in row['prompt']]\n"
+    )
+    run = train("sft", tiny_checkpoint, tmp_path, "--max-steps", 1, "--eval-dataset-loader-fn", f"{loader}:held_out")
+    assert evaluations(run)[0]["eval/num_sequences"] == 1
+
+
+def test_wrong_held_out_rows_are_named_with_their_option_and_before_the_first_step(tmp_path, tiny_checkpoint, capsys):
+    task = write_task(tmp_path / "task")
+    run = tmp_path / "run"
+    (tmp_path / "held.jsonl").write_text('{"question": "1+1?"}\n')
+    arguments = task_arguments("sft", tiny_checkpoint, task, run)
+    arguments += ["--eval-dataset-path", tmp_path / "held.jsonl", "--no-eval-before-train", "--max-steps", 1]
+    assert main([*map(str, arguments)]) == 2
+    assert "held.jsonl, row 1: dataset row must contain `prompt`" in capsys.readouterr().err
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "notes.txt").write_text("nothing")
+    assert main([*map(str, arguments), "--eval-dataset-path", str(tmp_path / "held")]) == 2
+    assert f"--eval-dataset-path {tmp_path / 'held'}: no training data" in capsys.readouterr().err
+    assert not (run / "metrics.jsonl").exists()
+
+
+# -- what a trainer of the user's own may do wrong ---------------------------------------------------------------------
+
+OWN = """
+from areno.api.trainers.sft import SFTTrainer
+from areno.api.trainers.loop import TrainingLoop
+from areno.config import AlgorithmSpec
+from areno.loss_fns import sft_loss_fn
+
+class Blind(SFTTrainer):
+    evaluate = TrainingLoop.evaluate
+
+class Scripted(SFTTrainer):
+    best_metric, best_is_higher = "score", True
+    values = iter([float("nan"), 1.0, 3.0, 3.0, 2.0])
+
+    def evaluate(self, rows):
+        return {"score": next(self.values)}
+
+class Nameless(Scripted):
+    best_metric = "accuracy"
+
+BLIND, SCRIPTED, NAMELESS = (AlgorithmSpec("own", cls, sft_loss_fn, False) for cls in (Blind, Scripted, Nameless))
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own_trainers.py"
+    file.write_text(OWN)
+    return file
+
+
+def test_the_first_best_value_stays_the_best_and_nan_never_is(own, tmp_path, tiny_checkpoint):
+    further = ["--max-steps", 4, "--eval-interval", 1, "--keep-best"]
+    run = train("sft", tiny_checkpoint, tmp_path, *further, "--algo", f"{own}:SCRIPTED")
+    assert [line["eval/score"] for line in evaluations(run).values()] == ["NaN", 1.0, 3.0, 3.0, 2.0]
+    assert CheckpointFolder(run / "checkpoints").best_step() == 2
+
+
+def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp_path, tiny_checkpoint, capsys):
+    with pytest.raises(AssertionError):
+        train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:BLIND", "--no-eval-before-train")
+    assert "Blind has no evaluation; leave the option out, or give the trainer" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_checkpoint, capsys):
+    with pytest.raises(AssertionError):
+        train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:NAMELESS")
+    message = "evaluate() of Nameless gave no 'accuracy', its best_metric; got ['eval_time_s', 'score']"
+    assert message in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""From preference rows to pairs of training sequences, against sequences written out by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from areno.api.datasets import load_rows
+from areno.api.preferences import build_preference_rows
+from areno.errors import DataError
+from tests.support.tiny import bpe_tokenizer
+
+WORDS = ["user", "assistant", *(f"w{index}" for index in range(20))]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('unknown role') }}{% endif %}"
+    "<s> {{ m.role }} {{ m.content }} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per word; no template."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    specials = ["<unk>", "<s>", "</s>", "<stop>"]
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=specials, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+def build(rows, tokenizer, **options):
+    settings = {"max_prompt_tokens": 20, "max_new_tokens": 10, "eos_token_ids": frozenset(), "source": "data"}
+    return build_preference_rows(rows, tokenizer, **(settings | options))
+
+
+def words(tokenizer, row):
+    """A sequence as (context, answer) in words."""
+    tokens = tokenizer.convert_ids_to_tokens(row.tokens)
+    context = sum(row.prompt_mask)
+    assert row.prompt_mask == [True] * context + [False] * (len(tokens) - context)
+    return " ".join(tokens[:context]), " ".join(tokens[context:])
+
+
+def chat(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_answers_in_text_follow_the_prompt_and_end_with_eos(tokenizer):
+    rows = [
+        {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4 w5"},
+        {"prompt": "w6", "chosen": "w7 </s>", "rejected": "w8 <stop>"},
+    ]
+    stop = tokenizer.convert_tokens_to_ids("<stop>")
+    pairs, dropped = build(rows, tokenizer, eos_token_ids=frozenset({stop}))
+    assert dropped == 0
+    assert [[words(tokenizer, row) for row in pair] for pair in pairs] == [
+        [("w1 w2", "w3 </s>"), ("w1 w2", "w4 w5 </s>")],
+        [("w6", "w7 </s>"), ("w6", "w8 <stop>")],
+    ]
+    assert [[row.group for row in pair] for pair in pairs] == [[0, 0], [1, 1]]
+    assert {row.eos_token_id for pair in pairs for row in pair} == {tokenizer.eos_token_id}
+
+
+def test_a_prompt_goes_through_the_chat_template_as_it_does_for_generation(chat_tokenizer):
+    rows = [
+        {"prompt": "w1", "chosen": "w2", "rejected": "w3"},
+        {"prompt": chat(("user", "w1"), ("assistant", "w4"), ("user", "w5")), "chosen": "w2", "rejected": "w3"},
+    ]
+    pairs, _ = build(rows, chat_tokenizer)
+    assert words(chat_tokenizer, pairs[0][0]) == ("<s> user w1 </s> <s> assistant", "w2 </s>")
+    long = "<s> user w1 </s> <s> assistant w4 </s> <s> user w5 </s> <s> assistant"
+    assert words(chat_tokenizer, pairs[1][1]) == (long, "w3 </s>")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "chosen": chat(("user", "w1"), ("assistant", "w2 w3")),
+            "rejected": chat(("user", "w1"), ("assistant", "w4")),
+        },
+        {
+            "prompt": "w9 is not used, because the conversations are whole",
+            "chosen": chat(("user", "w1"), ("assistant", "w2 w3")),
+            "rejected": chat(("user", "w1"), ("assistant", "w4")),
+        },
+        {"prompt": "w1", "chosen": chat(("assistant", "w2 w3")), "rejected": chat(("assistant", "w4"))},
+        {
+            "prompt": chat(("user", "w1")),
+            "chosen": chat(("assistant", "w2 w3")),
+            "rejected": chat(("assistant", "w4")),
+        },
+    ],
+)
+def test_conversations_share_their_beginning_as_context(row, chat_tokenizer):
+    pairs, _ = build([row], chat_tokenizer)
+    chosen, rejected = pairs[0]
+    assert words(chat_tokenizer, chosen) == ("<s> user w1 </s> <s> assistant", "w2 w3 </s>")
+    assert words(chat_tokenizer, rejected) == ("<s> user w1 </s> <s> assistant", "w4 </s>")
+
+
+def test_what_two_answers_share_at_their_beginning_is_context_too(chat_tokenizer):
+    row = {
+        "chosen": chat(("user", "w1"), ("assistant", "w5 w2"), ("user", "w6"), ("assistant", "w7")),
+        "rejected": chat(("user", "w1"), ("assistant", "w5 w3")),
+    }
+    chosen, rejected = build([row], chat_tokenizer)[0][0]
+    assert words(chat_tokenizer, chosen)[1] == "w2 </s> <s> user w6 </s> <s> assistant w7 </s>"
+    assert words(chat_tokenizer, rejected) == ("<s> user w1 </s> <s> assistant w5", "w3 </s>")
+
+
+def test_rows_of_a_file_are_read_whatever_keys_their_messages_have(chat_tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        '{"chosen": [{"role": "user", "content": "w1", "name": "me"}, {"role": "assistant", "content": "w2"}], '
+        '"rejected": [{"role": "user", "content": "w1", "name": "me"}, {"role": "assistant", "content": "w3"}]}\n'
+    )
+    pairs, dropped = build(load_rows(str(tmp_path / "rows.jsonl")), chat_tokenizer)
+    assert dropped == 0
+    assert words(chat_tokenizer, pairs[0][0])[1] == "w2 </s>"
+
+
+def test_empty_equal_and_long_pairs_are_dropped_counted_and_leave_no_gap_in_the_groups(tokenizer):
+    good = {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"}
+    rows = [
+        good | {"chosen": ""},
+        good | {"rejected": []},
+        good | {"rejected": "w3"},
+        good,
+        good | {"rejected": " ".join(["w3"] * 28)},  # 2 + 28 + EOS is one more than 20 + 10
+        good | {"chosen": " ".join(["w3"] * 27)},
+    ]
+    pairs, dropped = build(rows, tokenizer)
+    assert dropped == 4
+    assert [[row.group for row in pair] for pair in pairs] == [[0, 0], [1, 1]]
+    assert len(pairs[1][0].tokens) == 30
+
+
+def test_the_prompt_may_be_longer_than_its_own_limit_as_long_as_the_sum_is_kept(tokenizer):
+    row = {"prompt": " ".join(["w1"] * 26), "chosen": "w3", "rejected": "w4"}
+    assert len(build([row], tokenizer)[0]) == 1
+
+
+def test_an_answer_of_one_token_without_context_has_nothing_to_train(tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="<unk>")
+    rows = [{"prompt": "", "chosen": "w1", "rejected": "w2 w3"}, {"prompt": "", "chosen": "w4 w1", "rejected": "w2 w3"}]
+    pairs, dropped = build(rows, bare)
+    assert dropped == 1
+    assert all(any(row.trainable()) for pair in pairs for row in pair)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            {"chosen": "w1", "rejected": "w2"},
+            r"data, row 2: dataset row must contain `prompt`; it has chosen, rejected",
+        ),
+        ({"prompt": "w1", "rejected": "w2"}, r"row 2: dataset row must contain `chosen`"),
+        ({"prompt": "w1", "chosen": "w1", "rejected": None}, r"row 2: dataset row must contain `rejected`"),
+        ({"prompt": "w1", "chosen": 5, "rejected": "w2"}, r"row 2: `chosen` must be a text or a list .* got 5"),
+        ({"prompt": 7, "chosen": "w1", "rejected": "w2"}, r"row 2: `prompt` must be a text or a list .* got 7"),
+        (
+            {"prompt": "w1", "chosen": "w1", "rejected": chat(("assistant", "w2"))},
+            r"row 2: `chosen` and `rejected` must both be texts or both lists of messages, got str and list",
+        ),
+        (
+            {"chosen": chat(("assistant", "w1")), "rejected": chat(("user", "w1"))},
+            r"row 2: `chosen` begins with an assistant message, and there is no `prompt`",
+        ),
+        (
+            {"chosen": [{"content": "w1"}], "rejected": chat(("user", "w1"))},
+            r"row 2: `chosen` must be a text or a list of messages with role and content",
+        ),
+        (
+            {"chosen": chat(("user", "w1"), ("bad", "w2")), "rejected": chat(("user", "w1"))},
+            r"row 2: the chat template refuses messages with the roles user, bad: unknown role",
+        ),
+        (
+            {"prompt": chat(("bad", "w1")), "chosen": "w1", "rejected": "w2"},
+            r"row 2: .*refuses messages with the roles bad",
+        ),
+    ],
+)
+def test_an_unusable_row_is_named_with_its_source_number_and_key(row, text, chat_tokenizer):
+    with pytest.raises(DataError, match=text):
+        build([{"prompt": "w1", "chosen": "w2", "rejected": "w3"}, row], chat_tokenizer)
+
+
+def test_conversations_without_a_chat_template_are_refused(tokenizer):
+    row = {"chosen": chat(("user", "w1")), "rejected": chat(("user", "w2"))}
+    with pytest.raises(DataError, match=r"row 1: .*the tokenizer has no chat template"):
+        build([row], tokenizer)
+
+
+def test_a_data_set_without_a_usable_pair_is_refused_with_its_shortest_lengths(tokenizer):
+    rows = [
+        {"prompt": "w1 w2", "chosen": "w3 w4 w5", "rejected": "w3"},
+        {"prompt": "w1 w2", "chosen": "w3 w4 w5 w6", "rejected": "w3"},
+    ]
+    match = r"none of 2 rows .*--max-prompt-tokens 2 and --max-new-tokens 2.* 6 tokens chosen and 4 tokens rejected"
+    with pytest.raises(DataError, match=match):
+        build(rows, tokenizer, max_prompt_tokens=2, max_new_tokens=2)
+    with pytest.raises(DataError, match="every pair has an empty answer"):
+        build([{"prompt": "w1", "chosen": "", "rejected": "w1"}], tokenizer)
+
+
+TEXT = st.text(st.sampled_from("abc 12\né<|end|>"), min_size=0, max_size=12)
+BYTE_TOKENIZER = bpe_tokenizer(["abc 12 bca 21"], vocab=270)
+
+
+def spelled(prompt, answer):
+    """Token ids of a prompt with its answer, written out for the template of the tokenizer."""
+    ids = BYTE_TOKENIZER.encode(f"<|user|>{prompt}<|end|><|assistant|>") + BYTE_TOKENIZER.encode(answer)
+    return ids if answer.endswith("<|end|>") else [*ids, BYTE_TOKENIZER.eos_token_id]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.fixed_dictionaries({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}), min_size=1, max_size=6))
+def test_every_kept_pair_spells_its_row_and_every_row_is_kept_or_counted(rows):
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    pairs, dropped = build([*rows, good], BYTE_TOKENIZER, max_prompt_tokens=12, max_new_tokens=8)
+    expected = []
+    for row in [*rows, good]:
+        chosen, rejected = (spelled(row["prompt"], row[key]) for key in ("chosen", "rejected"))
+        if row["chosen"] and row["rejected"] and chosen != rejected and max(len(chosen), len(rejected)) <= 20:
+            expected.append((chosen, rejected))
+    assert [(chosen.tokens, rejected.tokens) for chosen, rejected in pairs] == expected
+    assert [(chosen.group, rejected.group) for chosen, rejected in pairs] == [(i, i) for i in range(len(pairs))]
+    assert len(pairs) + dropped == len(rows) + 1

@@ -1,0 +1,312 @@
+"""PPO: values against plain transformers, the order of its updates, warm-up, resume, and learning with a critic."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train
+from tests.e2e.test_resume import metrics, without_times
+from tests.support.cli import areno, kill, start, task_arguments, wait_for_text, write_task
+from tests.support.loops import equal, open_loop, save_classifier, step, weights_of
+from tests.support.tiny import save_tiny_checkpoint
+
+# Nearly a third of the vocabulary ends a response, so that some of them finish and some are cut.
+ENDS = tuple(range(100, 200))
+GAMMA, LAM = 0.9, 0.8
+
+
+@pytest.fixture(scope="module")
+def critic_checkpoint(tmp_path_factory):
+    """A critic of its own: another body than the policy's, and a random head."""
+    folder = tmp_path_factory.mktemp("critic")
+    return save_classifier(folder / "critic", save_tiny_checkpoint(folder / "body", seed=7, sharpen=2.0))
+
+
+def ppo_loop(checkpoint, folder, **options):
+    settings = {"critic_warmup_steps": 0, "critic_lr": 1e-2, "gamma": GAMMA, "lam": LAM, "stop_token_ids": ENDS}
+    return open_loop("ppo", checkpoint, folder, **{**settings, **options})
+
+
+# -- values, returns, advantages ---------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def values_by_transformers(critic, tokens):
+    """The value head on the hidden states of the critic's body, in float64: entry i after reading tokens 0 to i."""
+    body = AutoModel.from_pretrained(critic, dtype=torch.float64).eval()
+    head = load_file(critic / "model.safetensors")["score.weight"].double()
+    return (body(input_ids=torch.tensor([tokens])).last_hidden_state[0] @ head[0]).tolist()
+
+
+def plain_gae(values_before, reward, after_the_end):
+    """A_t = sum over l of (gamma lambda)^l delta_{t+l}, written out term by term."""
+    length = len(values_before)
+    rewards = [0.0] * (length - 1) + [reward]
+    following = [*values_before[1:], after_the_end]
+    deltas = [r + GAMMA * v - now for r, v, now in zip(rewards, following, values_before, strict=True)]
+    return [sum((GAMMA * LAM) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
+
+
+def test_advantages_and_returns_are_gae_over_the_critics_values(tmp_path, tiny_checkpoint, critic_checkpoint):
+    options = {"critic_ckpt": str(critic_checkpoint), "whiten_advantages": False}
+    with ppo_loop(tiny_checkpoint, tmp_path, batch_size=6, **options) as loop:
+        outcome = step(loop)
+    assert {row.truncated for row in outcome.rows} == {True, False}
+    for row in outcome.rows:
+        value = values_by_transformers(critic_checkpoint, row.tokens)
+        prompt = row.prompt_mask.count(True)
+        before = value[prompt - 1 : -1]
+        expected = plain_gae(before, row.reward, value[-1] if row.truncated else 0.0)
+        assert row.values == pytest.approx([0.0] * prompt + before, abs=1e-4)
+        assert row.advantages == pytest.approx([0.0] * prompt + expected, abs=1e-4)
+        returns = [advantage + v for advantage, v in zip(expected, before, strict=True)]
+        assert row.returns == pytest.approx([0.0] * prompt + returns, abs=1e-4)
+    assert max(abs(v) for row in outcome.rows for v in row.values) > 0.5
+
+
+def test_a_cut_response_counts_the_value_of_its_continuation_and_a_finished_one_does_not(
+    tmp_path, tiny_checkpoint, critic_checkpoint
+):
+    options = {"critic_ckpt": str(critic_checkpoint), "whiten_advantages": False, "max_new_tokens": 1, "lam": 1.0}
+    with ppo_loop(tiny_checkpoint, tmp_path, batch_size=8, **options) as loop:
+        rows = step(loop).rows
+    cut = [row for row in rows if row.truncated]
+    finished = [row for row in rows if not row.truncated]
+    assert cut
+    assert finished
+    for row in cut:
+        assert row.returns[-1] == pytest.approx(
+            row.reward + GAMMA * values_by_transformers(critic_checkpoint, row.tokens)[-1], abs=1e-4
+        )
+    for row in finished:
+        assert row.returns[-1] == pytest.approx(row.reward, abs=1e-6)
+
+
+def trainable(rows, name):
+    return torch.tensor(
+        [v for row in rows for v, prompt in zip(getattr(row, name), row.prompt_mask, strict=True) if not prompt],
+        dtype=torch.float64,
+    )
+
+
+def test_whitening_standardises_the_advantages_of_the_step_and_leaves_the_returns(
+    tmp_path, tiny_checkpoint, critic_checkpoint
+):
+    def rows(whiten):
+        options = {"critic_ckpt": str(critic_checkpoint), "whiten_advantages": whiten}
+        with ppo_loop(tiny_checkpoint, tmp_path / str(whiten), **options) as loop:
+            return step(loop)
+
+    raw, white = rows(False), rows(True)
+    advantages = trainable(raw.rows, "advantages")
+    expected = (advantages - advantages.mean()) / advantages.std(correction=0)
+    assert torch.allclose(trainable(white.rows, "advantages"), expected, atol=1e-9)
+    assert torch.equal(trainable(white.rows, "returns"), trainable(raw.rows, "returns"))
+    assert white.stats["gae_advantage_mean"] == pytest.approx(float(advantages.mean()))
+    assert white.stats["normalized_advantage_std"] == pytest.approx(1.0)
+    assert white.stats["normalized_advantage_max"] == pytest.approx(float(expected.max()))
+    assert raw.stats["normalized_advantage_min"] == raw.stats["gae_advantage_min"]
+
+
+def test_statistics_of_the_critic_are_those_of_its_rows(tmp_path, tiny_checkpoint, critic_checkpoint):
+    with ppo_loop(tiny_checkpoint, tmp_path, critic_ckpt=str(critic_checkpoint), update_epochs=1) as loop:
+        outcome = step(loop)
+    stats, rows = outcome.stats, outcome.rows
+    values, returns = trainable(rows, "values"), trainable(rows, "returns")
+    unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
+    assert stats["critic_explained_variance"] == pytest.approx(1 - float(unexplained))
+    # One pass: the critic still predicts its old values when the loss is taken.
+    error = (values - returns).square().mean()
+    assert stats["critic_value_mse"] == pytest.approx(float(error), rel=1e-4)
+    assert stats["critic_value_loss"] == pytest.approx(0.25 * float(error), rel=1e-4)
+    assert stats["critic_value_pred_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert stats["critic_value_target_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
+    assert stats["critic_value_clipfrac"] == 0
+    for name, tensor in (("critic_value", values), ("return", returns), ("old_logprob", trainable(rows, "logprobs"))):
+        assert stats[f"{name}_mean"] == pytest.approx(float(tensor.mean()))
+        assert stats[f"{name}_std"] == pytest.approx(float(tensor.std(correction=0)))
+        assert stats[f"{name}_min"] == float(tensor.min())
+    for name in ("critic_train_time_s", "critic_value_forward_time_s", "ref_logprob_forward_time_s"):
+        assert stats[name] > 0
+    assert stats["actor_train_wall_time_s"] > 0
+    assert abs(stats["ratio_mean"] - 1) < 1e-5
+    assert stats["ratio_std"] < 1e-5
+
+
+def test_equal_returns_have_no_explained_variance(tmp_path, tiny_checkpoint):
+    # A critic that starts from the policy has a head of zeros, so the returns are the rewards.
+    with ppo_loop(tiny_checkpoint, tmp_path, reward=lambda record: 1.0, gamma=1.0, lam=1.0) as loop:
+        outcome = step(loop)
+    assert {value for row in outcome.rows for value in row.returns} == {0.0, 1.0}
+    assert "critic_explained_variance" not in outcome.stats
+    assert outcome.stats["critic_value_max"] == 0.0
+
+
+# -- the order and number of updates -----------------------------------------------------------------------------------
+
+
+def test_critic_and_policy_train_in_the_same_passes_and_the_critic_first(tmp_path, tiny_checkpoint):
+    seen = []
+    with ppo_loop(tiny_checkpoint, tmp_path, update_epochs=2, update_minibatches=2, value_clip_eps=0.05) as loop:
+
+        def recorded(name, rows_at):
+            real = getattr(loop.instance, name)
+
+            def call(*arguments, **keywords):
+                seen.append((name, [id(row) for row in arguments[rows_at]], keywords))
+                return real(*arguments, **keywords)
+
+            setattr(loop.instance, name, call)
+
+        recorded("train_values", 1)
+        recorded("train", 0)
+        stats = step(loop).stats
+    assert [name for name, _, _ in seen] == ["train_values"] * 4 + ["train"] * 4
+    assert [rows for _, rows, _ in seen[:4]] == [rows for _, rows, _ in seen[4:]]
+    assert seen[0][2] == {"cliprange_value": 0.05, "value_loss_coef": 0.5}
+    assert stats["critic_value_clipfrac"] > 0
+    assert stats["ratio_std"] > 1e-3
+    assert stats["actor_train_skipped"] == 0
+
+
+def test_warm_up_moves_the_critic_alone(tmp_path, tiny_checkpoint):
+    with ppo_loop(tiny_checkpoint, tmp_path, critic_warmup_steps=2) as loop:
+        policy = weights_of(loop.instance)
+        critics, outcomes = [weights_of(loop.instance, "critic")], []
+        for _ in range(2):
+            outcomes.append(step(loop))
+            critics.append(weights_of(loop.instance, "critic"))
+            assert equal(policy, weights_of(loop.instance))
+        assert loop.instance.backend.engine.version == 0
+        third = step(loop)
+        assert not equal(policy, weights_of(loop.instance))
+    assert not equal(critics[0], critics[1])
+    assert not equal(critics[1], critics[2])
+    for outcome in outcomes:
+        assert outcome.stats["actor_train_skipped"] == 1
+        assert outcome.stats["critic_value_loss"] > 0
+        assert outcome.stats["step_rollout_time_s"] > 0
+        assert "policy_loss" not in outcome.stats
+    assert third.stats["actor_train_skipped"] == 0
+    assert abs(third.stats["ratio_mean"] - 1) < 1e-5
+
+
+def test_the_critic_has_a_schedule_of_its_own(tmp_path, tiny_checkpoint):
+    rates = {"critic_lr": 8e-3, "critic_lr_warmup_steps": 4, "critic_warmup_steps": 1}
+    with ppo_loop(tiny_checkpoint, tmp_path, **rates) as loop:
+        first, second = step(loop).stats, step(loop).stats
+    assert first["critic_lr"] == pytest.approx(2e-3)
+    assert second["critic_lr"] == pytest.approx(4e-3)
+    assert "lr" not in first
+    assert second["lr"] == pytest.approx(1e-2)
+
+
+def test_a_small_gradient_limit_of_the_critic_holds_its_step_small(tmp_path, tiny_checkpoint):
+    with ppo_loop(tiny_checkpoint, tmp_path, critic_grad_clip_norm=1e-3) as loop:
+        stats = step(loop).stats
+    assert stats["critic_grad_norm"] > 1e-2
+    assert stats["critic_grad_norm_clipped"] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_without_a_kl_loss_no_reference_is_loaded(tmp_path, tiny_checkpoint):
+    with ppo_loop(tiny_checkpoint, tmp_path, use_kl_loss=False) as loop:
+        stats = step(loop).stats
+        assert sorted(loop.instance.backend.engine.roles) == ["actor", "critic"]
+    assert not any(name.startswith("ref_logprob") for name in stats)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+STEPS = 10
+
+
+def test_a_killed_and_resumed_run_ends_bit_for_bit_the_same(tmp_path, tiny_checkpoint):
+    task = write_task(tmp_path / "task")
+    common = ["--max-steps", STEPS, "--save-interval", 2, "--critic-warmup-steps", 3, "--critic-lr", "1e-3"]
+    common += ["--update-epochs", 2, "--update-minibatches", 2, "--keep-checkpoints", 2, "--reward-workers", 1]
+    whole = areno(*task_arguments("ppo", tiny_checkpoint, task, tmp_path / "whole"), *common)
+    assert whole.returncode == 0, whole.stderr
+    run = tmp_path / "killed"
+    process = start(*task_arguments("ppo", tiny_checkpoint, task, run), *common)
+    rng = random.Random(0)
+    for stop in (2, 5):  # once during the warm-up of the critic, once after it
+        wait_for_text(process, f"step {stop}/{STEPS}")
+        time.sleep(rng.random() * 0.15)
+        assert kill(process) == -signal.SIGKILL
+        process = start("train", "--resume", run)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert "resumed from" in output
+    records = [[without_times(record) for record in metrics(folder)] for folder in (tmp_path / "whole", run)]
+    assert [record["step"] for record in records[0]] == list(range(STEPS))
+    assert records[0] == records[1]
+    for name in ("model.safetensors", "critic/model.safetensors"):
+        a, b = (load_file(f / "checkpoints" / f"step_{STEPS:06d}" / name) for f in (tmp_path / "whole", run))
+        assert equal(a, b)
+    assert (run / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+def test_every_step_is_logged_and_recorded_warm_up_included(tmp_path, tiny_checkpoint):
+    task, run = write_task(tmp_path / "task"), tmp_path / "run"
+    options = ("--max-steps", 3, "--critic-warmup-steps", 2, "--reward-workers", 1, "--save-interval", 1)
+    done = areno(*task_arguments("ppo", tiny_checkpoint, task, run), *options)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        f"role=ref stage=init_start trainable=False path={tiny_checkpoint}",
+        "role=ref stage=init_end",
+        f"role=critic stage=init_start trainable=True path={tiny_checkpoint}",
+        "epoch=0 step=0 role=actor stage=rollout_start",
+        "role=ref stage=logprob_score_start rows=24",
+        "role=ref stage=logprob_score_end rows=24",
+        "role=critic stage=value_score_start rows=24",
+        "epoch=0 step=0 role=critic stage=train_start rows=24",
+        "epoch=0 step=0 role=critic stage=train_end rows=24",
+        "epoch=0 step=1 role=critic metric=value_loss value=",
+        "epoch=0 step=1 role=actor stage=train_skip",
+        "epoch=0 step=2 role=actor stage=train_start",
+        "epoch=0 step=2 role=actor stage=train_end",
+    ):
+        assert line in done.stderr, line
+    assert "step=2 role=actor stage=train_skip" not in done.stderr
+    assert "step=0 role=actor stage=train_start" not in done.stderr
+    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3)]
+    records = metrics(run)
+    expected = ["critic_value_loss", "critic_explained_variance", "critic_value_forward_time_s", "return_mean"]
+    expected += ["ref_logprob_std", "old_logprob_mean", "gae_advantage_std", "normalized_advantage_max", "reward_mean"]
+    for record in records:
+        assert {f"train/{name}" for name in expected} <= record.keys()
+    assert [record["train/actor_train_skipped"] for record in records] == [1, 1, 0]
+    assert events_of(run) == [set(record) - {"step", "time"} for record in records]
+
+
+def events_of(run):
+    """Tags that TensorBoard has of each step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "events"), size_guidance={"scalars": 0}).Reload()
+    found = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            found.setdefault(event.step, set()).add(tag)
+    return [found[number] for number in sorted(found)]
+
+
+PPO = ("--critic-lr", "1e-2", "--critic-warmup-steps", 4, "--n-samples", 4, "--batch-size", 32)
+
+
+def test_ppo_learns_from_rewards_to_do_what_the_prompt_asks(tmp_path):
+    checkpoint, rows, held_out = kinds_task(tmp_path)
+    options = (*PPO, "--max-new-tokens", NEW_TOKENS, "--reward-workers", 1, "--max-steps", 60)
+    before = mean_reward(checkpoint, held_out)
+    after = mean_reward(train("ppo", checkpoint, rows, tmp_path, *options), held_out)
+    assert before < 0.15
+    assert after > 0.8
+    records = metrics(tmp_path / "run")
+    assert sum(record["train/critic_explained_variance"] for record in records[-10:]) / 10 > 0.2
