@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -25,6 +31,12 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the decoded text.
         max_prompt_len: refuse prompts longer than this, in tokens.
         seed: makes this request reproducible on its own; None derives a seed from the engine's.
+        min_p: drop tokens less likely than this share of the most likely one.
+        presence_penalty: subtracted from the logits of tokens that the response has already.
+        frequency_penalty: the same, once per occurrence.
+        repetition_penalty: logits of tokens in prompt or response are divided (positive) or multiplied (negative) by it.
+        logit_bias: added to the logits of single tokens, by token id.
+        top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -42,6 +54,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
     max_prompt_len: int | None = None
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    top_logprobs: int = 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties or biases change the distribution that is sampled from."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias)
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -54,22 +78,71 @@ class SamplingParams:
             raise ValueError(f"top_k must be positive, or -1 for no limit, got {self.top_k}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         if self.stop and any(not text for text in self.stop):
             raise ValueError("stop strings must not be empty")
 
 
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One sampled token, as a listener receives it.
+
+    Attributes:
+        token: its id.
+        logprob: natural log-prob under the temperature-scaled policy.
+        top: the most likely tokens with their log-probs, where the request asked for them.
+        version: weight version that made it.
+        finish: why the sample ends with it; None while it goes on.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+    version: int
+    finish: FinishReason | None
+
+
+class TokenConstraint(Protocol):
+    """What one sample may say next: the state of a grammar."""
+
+    def allowed(self) -> np.ndarray | None:
+        """Which tokens may come next, bool [V]; None allows all."""
+        ...
+
+    def push(self, token: int) -> None:
+        """A token was sampled."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end of text may follow."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
     """One prompt to be continued ``n`` times; the prompt is prefilled once for all of them.
 
-    ``seeds`` has one entry per sample; sample i draws from ``seeds[i]`` alone, whatever else is in the batch.
+    Args:
+        prompt_tokens: token ids of the prompt.
+        sampling: how to sample.
+        seeds: one per sample; sample i draws from ``seeds[i]`` alone, whatever else is in the batch.
+        listener: called in the engine's thread with the index of the sample and each of its tokens; must be quick.
+        constraint: makes the grammar state of one sample; None allows everything.
     """
 
     prompt_tokens: list[int]
     sampling: SamplingParams
     seeds: list[int] = field(default_factory=lambda: [0])
+    listener: Callable[[int, GeneratedToken], None] | None = None
+    constraint: Callable[[], TokenConstraint] | None = None
 
     @property
     def n(self) -> int:
@@ -87,7 +160,8 @@ class RolloutSequence:
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: weight version that made each token.
-        cut_mass: mean probability that top-k and top-p removed, per token.
+        cut_mass: mean probability that top-k, top-p and min-p removed, per token.
+        top_logprobs: the most likely tokens at each place with their log-probs; empty unless asked for.
     """
 
     resp_tokens: list[int]
@@ -96,6 +170,7 @@ class RolloutSequence:
     text: str = ""
     versions: list[int] = field(default_factory=list)
     cut_mass: float = 0.0
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
