@@ -28,8 +28,8 @@ _TRAIN_NAME = re.compile(r"train(ing)?([-_.]|$)", re.IGNORECASE)
 _HELD_OUT_NAME = re.compile(r"(test|valid|validation|val|dev|eval)([-_.]|$)", re.IGNORECASE)
 
 
-def read_file(path: Path) -> Dataset:
-    """Read one data file; the suffix says how.
+def read_file(path: Path, option: str) -> Dataset:
+    """Read one data file that ``option`` named; the suffix says how.
 
     Raises:
         DataError: the content is malformed; the message names file, row and key.
@@ -37,14 +37,12 @@ def read_file(path: Path) -> Dataset:
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(
-            f"--dataset-path {path}: {path.suffix or 'no suffix'} is not a data file; use one of {_suffixes()}"
-        )
+        raise UsageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a data file; use one of {_suffixes()}")
     return _to_dataset(reader(path), path)
 
 
-def read_folder(folder: Path) -> Dataset:
-    """Read a folder: what ``save_to_disk`` wrote (its train split), or data files of one kind, in order of their names.
+def read_folder(folder: Path, option: str) -> Dataset:
+    """Read a folder that ``option`` named: a ``save_to_disk`` one (its train split), or data files of one kind, by name.
 
     Files named after the train split are taken alone where there are some; files named after held-out splits never.
 
@@ -53,13 +51,13 @@ def read_folder(folder: Path) -> Dataset:
         UsageError: the folder holds no data files, or several kinds.
     """
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return _read_saved(folder)
-    files = _training_files(folder)
+        return _read_saved(folder, option)
+    files = _training_files(folder, option)
     tables = [READERS[file.suffix.lower()](file) for file in files]
     return _to_dataset(_concatenate(tables, [str(file) for file in files]), folder)
 
 
-def _training_files(folder: Path) -> list[Path]:
+def _training_files(folder: Path, option: str) -> list[Path]:
     files = sorted(
         file
         for file in folder.iterdir()
@@ -70,16 +68,16 @@ def _training_files(folder: Path) -> list[Path]:
     ]
     if not files:
         raise UsageError(
-            f"--dataset-path {folder}: no training data in this folder; it takes data files ({_suffixes()}) that are "
+            f"{option} {folder}: no training data in this folder; it takes data files ({_suffixes()}) that are "
             "not named after a test or validation split, or what `save_to_disk` wrote"
         )
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) > 1:
-        raise UsageError(f"--dataset-path {folder}: files of several kinds ({', '.join(kinds)}); name one file instead")
+        raise UsageError(f"{option} {folder}: files of several kinds ({', '.join(kinds)}); name one file instead")
     return files
 
 
-def _read_saved(folder: Path) -> Dataset:
+def _read_saved(folder: Path, option: str) -> Dataset:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -92,7 +90,7 @@ def _read_saved(folder: Path) -> Dataset:
         return loaded
     if "train" not in loaded:
         raise UsageError(
-            f"--dataset-path {folder}: no `train` split; give the folder of one split: {', '.join(sorted(loaded))}"
+            f"{option} {folder}: no `train` split; give the folder of one split: {', '.join(sorted(loaded))}"
         )
     return loaded["train"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 _ENCODE_ROWS = 1024
 
 
-def load_rows(dataset_path: str) -> Dataset:
+def load_rows(dataset_path: str, *, option: str = "--dataset-path") -> Dataset:
     """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
 
     Args:
         dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
             hub reference, whose split is ``train`` unless given.
+        option: flag that named it, for error messages.
 
     Raises:
         DataError: a file is malformed.
@@ -37,31 +39,32 @@ def load_rows(dataset_path: str) -> Dataset:
     """
     path = Path(dataset_path).expanduser()
     if path.is_dir():
-        return read_folder(path)
+        return read_folder(path, option)
     if path.is_file():
-        return read_file(path)
+        return read_file(path, option)
     if _can_only_be_a_path(dataset_path):
         raise UsageError(
-            f"--dataset-path {dataset_path}: no such file or folder (looked at {path.absolute()}); "
+            f"{option} {dataset_path}: no such file or folder (looked at {path.absolute()}); "
             "a hub data set is named `owner/name`, `owner/name:config` or `owner/name:config:split`"
         )
     parts = dataset_path.split(":")
     if len(parts) > 3 or not all(parts):
         raise UsageError(
-            f"--dataset-path {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
+            f"{option} {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
         )
     name, config, split = (*parts, None, None)[:3]
-    return _load_from_hub(dataset_path, str(name), config, split or "train")
+    return _load_from_hub(f"{option} {dataset_path}", str(name), config, split or "train")
 
 
 def load_training_dataset(
-    dataset_path: str, loader_fn: Callable[..., Any] | None = None
+    dataset_path: str, loader_fn: Callable[..., Any] | None = None, *, option: str = "--dataset-path"
 ) -> Sequence[Mapping[str, Any]]:
     """Load the rows that a trainer reads, through the user's loader if there is one.
 
     Args:
         dataset_path: as in :func:`load_rows`; a loader may give it a meaning of its own.
         loader_fn: called with the path and the keywords ``default_loader``, ``load_dataset`` and ``load_from_disk``.
+        option: flag that named the path, for error messages.
 
     Returns:
         A list or ``datasets.Dataset`` of mappings, at least one.
@@ -70,8 +73,10 @@ def load_training_dataset(
         DataError: a file is malformed.
         UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
     """
-    rows = load_rows(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn)
-    origin = f"--dataset-path {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
+    rows = (
+        load_rows(dataset_path, option=option) if loader_fn is None else _call_loader(dataset_path, loader_fn, option)
+    )
+    origin = f"{option} {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
     if len(rows) == 0:
@@ -135,8 +140,8 @@ def iter_prompt_batches(
     shortest: int | None = None
     for index in order[start:]:
         row = dict(rows[index])
-        prompt = _prompt_of(row, prompt_key, source, index)
-        rendered = _render(tokenizer, prompt, disable_thinking, source, index)
+        prompt = text_or_messages(row, prompt_key, source, index)
+        rendered = render_prompt(tokenizer, prompt, disable_thinking, source, index)
         tokens = encode_rendered(tokenizer, [rendered])[0]
         shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
         fits = len(tokens) <= max_prompt_tokens
@@ -156,7 +161,7 @@ def iter_prompt_batches(
         yield batch
     elif scanned and start == 0:
         raise UsageError(
-            f"{_named(source)}all {scanned} prompts are longer than --max-prompt-tokens {max_prompt_tokens}; "
+            f"{named_row(source)}all {scanned} prompts are longer than --max-prompt-tokens {max_prompt_tokens}; "
             f"the shortest has {shortest} tokens"
         )
 
@@ -194,20 +199,16 @@ def build_sft_rows(
     kept: list[tuple[RenderedPrompt, str]] = []
     for index in range(len(rows)):
         row = rows[index]
-        prompt = _prompt_of(row, "prompt", source, index)
+        prompt = text_or_messages(row, "prompt", source, index)
         if response := _response_of(row, source, index):
-            kept.append((_render(tokenizer, prompt, disable_thinking, source, index), response))
-    own = tokenizer.eos_token_id
-    eos = own if own is not None else min(eos_token_ids, default=None)
-    endings = eos_token_ids | {eos}
+            kept.append((render_prompt(tokenizer, prompt, disable_thinking, source, index), response))
     sequences: list[TrainSequence] = []
     lengths: list[tuple[int, int]] = []
-    for prompt_ids, response_ids in _encode_pairs(tokenizer, kept):
-        if eos is not None and not endings.intersection(response_ids[-1:]):
-            response_ids.append(eos)
+    for prompt_ids, response_ids in encode_examples(tokenizer, kept, eos_token_ids):
         lengths.append((len(prompt_ids), len(response_ids)))
         if len(prompt_ids) <= max_prompt_tokens and 0 < len(response_ids) <= max_new_tokens:
             mask = [True] * len(prompt_ids) + [False] * len(response_ids)
+            eos = ending_token(tokenizer, eos_token_ids)
             sequences.append(TrainSequence(mask, prompt_ids + response_ids, eos_token_id=0 if eos is None else eos))
     if not sequences:
         shortest = "every response is empty"
@@ -215,10 +216,79 @@ def build_sft_rows(
             prompt_length, response_length = min(lengths, key=sum)
             shortest = f"the shortest row has {prompt_length} prompt and {response_length} response tokens"
         raise DataError(
-            f"{_named(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
+            f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
             f"--max-new-tokens {max_new_tokens}: {shortest}"
         )
     return sequences, len(rows) - len(sequences)
+
+
+def text_or_messages(row: Mapping[str, Any], key: str, source: str, index: int) -> str | list[dict[str, Any]]:
+    """The text or the chat messages under a key of a row; messages without the keys that Arrow filled with None.
+
+    Raises:
+        DataError: there is no such key, or another type of value; the message names source, row and key.
+    """
+    value = row.get(key)
+    if value is None:
+        raise DataError(
+            f"{named_row(source, index)}dataset row must contain `{key}`; it has {', '.join(map(str, row)) or 'no keys'}. "
+            "Use --dataset-loader-fn to bring rows into shape"
+        )
+    if isinstance(value, str):
+        return value
+    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        messages = [{name: part for name, part in message.items() if part is not None} for message in value]
+        if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
+            return messages
+    raise DataError(
+        f"{named_row(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
+    )
+
+
+def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
+    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set.
+
+    Raises:
+        DataError: the chat template refuses the prompt; the message names source and row.
+    """
+    try:
+        return render_generation_prompt(tokenizer, prompt, disable_thinking)
+    except UsageError as error:
+        raise DataError(f"{named_row(source, index)}{error}") from error
+
+
+def encode_examples(
+    tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        examples: rendered prompt and response text.
+        eos_token_ids: ids that end a response.
+    """
+    eos = ending_token(tokenizer, eos_token_ids)
+    for begin in range(0, len(examples), _ENCODE_ROWS):
+        prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
+        encoded = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+        for prompt_ids, response_ids in zip(encode_rendered(tokenizer, prompts), encoded, strict=True):
+            if eos is not None and not (eos_token_ids | {eos}).intersection(response_ids[-1:]):
+                response_ids.append(eos)
+            yield prompt_ids, response_ids
+
+
+def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
+    """The id that is appended to a response: the tokenizer's EOS, else the least id that ends one; None without any."""
+    own = tokenizer.eos_token_id
+    return own if own is not None else min(eos_token_ids, default=None)
+
+
+def named_row(source: str, index: int | None = None) -> str:
+    """``source, row N: `` as the beginning of a message; rows count from 1."""
+    row = "" if index is None else f"row {index + 1}"
+    name = ", ".join(part for part in (source, row) if part)
+    return f"{name}: " if name else ""
 
 
 def _can_only_be_a_path(reference: str) -> bool:
@@ -228,7 +298,7 @@ def _can_only_be_a_path(reference: str) -> bool:
     return beside or looks_like_path(reference)
 
 
-def _load_from_hub(reference: str, name: str, config: str | None, split: str) -> Dataset:
+def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Dataset:
     from datasets import load_dataset
 
     try:
@@ -241,18 +311,21 @@ def _load_from_hub(reference: str, name: str, config: str | None, split: str) ->
     except Exception as error:  # network, hub and builders fail in many ways; the cause stays attached
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"--dataset-path {reference}: the data set {name} could not be loaded from the hub: {reason}\n"
+            f"{given}: the data set {name} could not be loaded from the hub: {reason}\n"
             "Check the name, configuration and split (repo:config:split) and the network (HF_HUB_OFFLINE must be unset "
             "for a first download; a private data set needs `hf auth login`), or give a local file."
         ) from error
 
 
-def _call_loader(dataset_path: str, loader_fn: Callable[..., Any]) -> Any:
+def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], option: str) -> Any:
     from datasets import load_dataset, load_from_disk
 
     try:
         return loader_fn(
-            dataset_path, default_loader=load_rows, load_dataset=load_dataset, load_from_disk=load_from_disk
+            dataset_path,
+            default_loader=partial(load_rows, option=option),
+            load_dataset=load_dataset,
+            load_from_disk=load_from_disk,
         )
     except ArenoError:
         raise
@@ -262,54 +335,14 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any]) -> Any:
         ) from error
 
 
-def _prompt_of(row: Mapping[str, Any], key: str, source: str, index: int) -> str | list[dict[str, Any]]:
-    value = row.get(key)
-    if value is None:
-        raise DataError(
-            f"{_named(source, index)}dataset row must contain `{key}`; it has {', '.join(map(str, row)) or 'no keys'}. "
-            "Use --dataset-loader-fn to bring rows into shape"
-        )
-    if isinstance(value, str):
-        return value
-    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
-    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
-        messages = [{name: part for name, part in message.items() if part is not None} for message in value]
-        if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
-            return messages
-    raise DataError(
-        f"{_named(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
-    )
-
-
 def _response_of(row: Mapping[str, Any], source: str, index: int) -> str:
     """The response text; empty where the row is to be dropped."""
     if "response" not in row:
         raise DataError(
-            f"{_named(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
+            f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
             "Use --dataset-loader-fn to bring rows into shape"
         )
     response = row["response"]
     if response is not None and not isinstance(response, str):
-        raise DataError(f"{_named(source, index)}`response` must be a text, got {response!r:.80}")
+        raise DataError(f"{named_row(source, index)}`response` must be a text, got {response!r:.80}")
     return response or ""
-
-
-def _render(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    try:
-        return render_generation_prompt(tokenizer, prompt, disable_thinking)
-    except UsageError as error:
-        raise DataError(f"{_named(source, index)}{error}") from error
-
-
-def _encode_pairs(tokenizer: Any, pairs: list[tuple[RenderedPrompt, str]]) -> Iterator[tuple[list[int], list[int]]]:
-    for begin in range(0, len(pairs), _ENCODE_ROWS):
-        prompts, responses = zip(*pairs[begin : begin + _ENCODE_ROWS], strict=True)
-        response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
-        yield from zip(encode_rendered(tokenizer, prompts), response_ids, strict=True)
-
-
-def _named(source: str, index: int | None = None) -> str:
-    """``source, row N: `` as the beginning of a message; rows count from 1."""
-    row = "" if index is None else f"row {index + 1}"
-    name = ", ".join(part for part in (source, row) if part)
-    return f"{name}: " if name else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from areno.config.train_options import TrainOptions
-from areno.loss_fns import dpo_loss_fn, gspo_loss_fn, grpo_loss_fn, ppo_loss_fn
+from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, gspo_loss_fn, ppo_loss_fn
 from areno.loss_fns.pack import LossFn
 
 

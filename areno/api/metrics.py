@@ -60,11 +60,19 @@ class MetricsRecorder:
             rewards=rewards,
             extra=extra,
         )
+        self.record_scalars(step, scalars)
+        return scalars
+
+    def record_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record scalars by full tag, as a line of their own; an evaluation's ``step`` counts the completed steps.
+
+        Raises:
+            ArenoError: the events or ``metrics.jsonl`` cannot be written.
+        """
         if self._run_dir is not None:
             self._run_dir.append_metrics(step, scalars)
         if self._events is not None:
             self._events.write(step, scalars, time.time())
-        return scalars
 
     def close(self) -> None:
         """Write what is still queued; a second call does nothing.

@@ -1,20 +1,30 @@
-"""A whole run from resolved options: data, model, trainer, summary. ``areno train`` and the quickstart both come here."""
+"""A whole run from resolved options: data, model, trainer, summary. ``areno train`` and the quickstart both come here.
+
+``areno eval`` does too: it uses the trainer of a policy for its rewards and prompts, and trains nothing.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
+from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
 from areno.api.trainers.loop import TrainingLoop
+from areno.api.trainers.rollout import RolloutTrainer
 from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
+from areno.config.hooks import load_hook
+from areno.config.prepare import LOADER_KEYWORDS
 from areno.config.train_options import TrainOptions
+from areno.config.validate import EVAL_LOADER_HOOK
 from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
 from areno.observability.run_dir import RunDirectory
@@ -49,15 +59,81 @@ def run_training(
     with setup_logging(run_dir, level=console_level):
         began = time.perf_counter()
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
-        trainer = _trainer(options)
+        held_out = load_held_out(options, loader_fn)
+        trainer = _trainer(options, get_algorithm(options.algo).trains)
         try:
             trainer.init()
             loop = _loop(options, trainer, dataset, reward_fn)
+            loop.eval_rows = held_out
             if progress is not None:
                 loop.display = progress
             return _fit(options, loop, run_dir, began)
         finally:
             trainer.close()
+
+
+def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
+    """The rows of ``--eval-dataset-path``, through its own loader or the run's; None without that option.
+
+    A loader that draws random numbers changes nothing of what training draws.
+
+    Raises:
+        DataError: a file is malformed.
+        UsageError: the rows or the loader cannot be used.
+    """
+    path, own = options.eval_dataset_path, options.eval_dataset_loader_fn
+    if path is None:
+        return None
+    if own is None and path == options.dataset_path:
+        logger.warning("--eval-dataset-path is --dataset-path: the evaluation measures rows that are trained on")
+    rng = capture_rng()
+    if own is not None:
+        loader_fn = load_hook(own, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
+    rows = _first(load_training_dataset(path, loader_fn, option="--eval-dataset-path"), options.eval_max_rows)
+    restore_rng(rng)
+    return rows
+
+
+def _first(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
+
+
+def run_evaluation(
+    options: TrainOptions,
+    *,
+    reward_fn: Callable[..., Any] | None = None,
+    loader_fn: Callable[..., Any] | None = None,
+    on_start: Callable[[int], None] | None = None,
+    on_scored: OnScored | None = None,
+) -> dict[str, float]:
+    """Measure the model ``options.ckpt`` on the prompts of ``options.dataset_path``, as a run evaluates itself.
+
+    Args:
+        options: validated; the ``eval_*`` options say how many rows and samples, and how they are drawn.
+        reward_fn: loaded reward function; where ``options.reward_fn_path`` is set it runs from that file in workers.
+        loader_fn: loaded data set loader.
+        on_start: called with the number of rows, once the model is loaded.
+        on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
+
+    Returns:
+        The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
+
+    Raises:
+        ArenoError: data, model or rewards cannot be used.
+    """
+    rows = _first(load_training_dataset(str(options.dataset_path), loader_fn), options.eval_max_rows)
+    options = replace(options, eval_dataset_path=options.dataset_path)
+    with _trainer(options, trains="nothing") as trainer:
+        trainer.init()
+        loop = cast(RolloutTrainer, _loop(options, trainer, rows, reward_fn))
+        try:
+            loop.load_models()
+            loop.prepare()
+            if on_start is not None:
+                on_start(len(rows))
+            return loop.evaluate(rows, on_scored=on_scored)
+        finally:
+            loop.cleanup()
 
 
 def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> TrainingLoop:
@@ -83,16 +159,43 @@ def _fit(options: TrainOptions, loop: TrainingLoop, run_dir: RunDirectory, began
             "seed": options.seed,
             "seconds": round(time.perf_counter() - began, 3),
             "checkpoint": str(latest) if latest else None,
-            "last": (run_dir.read_metrics() or [{}])[-1],
+            "last": _last_step(run_dir),
+            **_evaluations(options, loop),
         }
     )
     logger.info("run finished: steps=%d checkpoint=%s metrics=%s", state.step, latest, run_dir.metrics_path)
     return 0
 
 
-def _trainer(options: TrainOptions) -> Trainer:
+def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
+    """Metrics of the last training step; lines of evaluations are passed over."""
+    records = [record for record in run_dir.read_metrics() if any(name.startswith("train/") for name in record)]
+    return records[-1] if records else {}
+
+
+def _evaluations(options: TrainOptions, loop: TrainingLoop) -> dict[str, Any]:
+    """The last and the best evaluation of the run, for its summary, and a log line about the best; {} without any."""
+    last, best = loop.state.evaluation, loop.state.best
+    if last is None:
+        return {}
+    found: dict[str, Any] = {"evaluation": {"step": last["step"], **last["metrics"]}, "best_evaluation": best}
+    if best is not None:
+        kept = options.ckpt if best["step"] == 0 else loop.checkpoints.find(best["step"])
+        found["best_evaluation"] = {**best, "checkpoint": None if kept is None else str(kept)}
+        logger.info(
+            "best evaluation: %s=%g after %d steps, checkpoint %s",
+            *(best["metric"], best["value"], best["step"], kept or "not kept (--keep-best keeps it)"),
+        )
+    return found
+
+
+def _trainer(options: TrainOptions, trains: str) -> Trainer:
     """The SDK trainer that the options describe; a resumed run loads its newest checkpoint instead of ``--ckpt``."""
-    latest = CheckpointFolder(options.checkpoint_path).latest() if options.resume else None
+    latest = None
+    if options.resume:
+        checkpoints = CheckpointFolder(options.checkpoint_path)
+        checkpoints.clear_leftovers()  # may put a checkpoint back, which is then the newest
+        latest = checkpoints.latest()
     config = ArenoConfig(
         tp_size=options.tp_size,
         max_running_prompts=options.running_sequences,
@@ -116,6 +219,7 @@ def _trainer(options: TrainOptions) -> Trainer:
             "eager_decode": options.eager_decode,
             "kv_cache_tokens": options.kv_cache_tokens,
             "trust_remote_code": options.trust_remote_code,
+            "trains": trains,
         },
     )
     trainer = Trainer(options.world_size, str(latest or options.ckpt), custom_config=config)

@@ -17,6 +17,7 @@ from areno.errors import ArenoError, UsageError
 COMMANDS = {
     "check": "Check whether this machine is ready to run AReno.",
     "env": "Print an AReno environment/support report.",
+    "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }

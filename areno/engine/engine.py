@@ -25,6 +25,7 @@ from areno.engine.role import Role, load_role
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.outputs import ModelKind
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
@@ -44,7 +45,8 @@ class EngineConfig:
     Attributes:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: type of the weights in memory and of the computation.
-        trains: ``policy``, or ``reward`` for a sequence classifier, which generates nothing.
+        trains: ``policy``; ``reward`` for a sequence classifier, which generates nothing; ``nothing`` for a policy that
+            only generates, without an optimizer.
         optimizer: rates and decay of the actor.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
@@ -59,7 +61,7 @@ class EngineConfig:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
-    trains: Literal["policy", "reward"] = "policy"
+    trains: Literal["policy", "reward", "nothing"] = "policy"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
@@ -96,8 +98,9 @@ class Engine:
         self.path, self.config = path, config
         self.tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
-        checkpointing = config.activation_checkpointing
-        self.actor = load_role(ACTOR, path, config.trains, config.load_options(), config.optimizer, checkpointing)
+        kind: ModelKind = "reward" if config.trains == "reward" else "policy"
+        optimizer = None if config.trains == "nothing" else config.optimizer
+        self.actor = load_role(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing)
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None
@@ -130,7 +133,7 @@ class Engine:
     @property
     def version(self) -> int:
         """Optimizer steps that the actor's weights have seen."""
-        return self.actor.trained_by().steps
+        return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; see :meth:`RolloutLoop.submit`."""

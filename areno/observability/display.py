@@ -76,6 +76,9 @@ class Progress(abc.ABC):
         values = "".join(f" {label}={stats[key]:.6f}" for label, key in shown if key in stats)
         _log.info("step %d/%d%s %s", step + 1, self._total, values, self._pace.describe(self._total))
 
+    def evaluated(self, text: str) -> None:  # noqa: B027  (the trainer has logged it)
+        """The model was measured on held-out data; a live display shows ``text`` until the next time."""
+
     def warn(self, text: str) -> None:
         """Show a warning, and log it."""
         _log.warning("%s", text)
@@ -131,6 +134,7 @@ class LiveProgress(Progress):
         self._stats: dict[str, float] = {}
         self._trend: list[float] = []
         self._sample: str | None = None
+        self._evaluation: str | None = None
         self._warnings = 0
         self._live: Live | None = None
 
@@ -165,6 +169,11 @@ class LiveProgress(Progress):
             if value is not None:
                 self._trend.append(value)
 
+    def evaluated(self, text: str) -> None:
+        """Show the last evaluation."""
+        with self._lock:
+            self._evaluation = text
+
     def warn(self, text: str) -> None:
         """Count the warning and print it above the display, through the log."""
         with self._lock:
@@ -192,6 +201,8 @@ class LiveProgress(Progress):
             lines = [self._bar(), self._phase_line()]
             if self._stats:
                 lines.append(self._stats_line())
+            if self._evaluation is not None:
+                lines.append(Text.assemble(("eval    ", "bold"), self._evaluation))
             if self._sample is not None:
                 shown = one_line(self._sample, _SAMPLE_CHARS, unicode=self._unicode)
                 lines.append(Text.assemble(("sample  ", "bold"), (shown, "dim")))

@@ -20,9 +20,11 @@ from areno.api.evaluation import evaluate_prompts, evaluation_sampling, pass_at_
 from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.engine.checkpoint.rng import capture_rng
 from areno.errors import RewardError, UsageError
 from areno.loss_fns import sft_loss_fn
-from tests.support.cli import task_arguments, write_task
+from tests.observability.test_display import Screen, run_on_terminal
+from tests.support.cli import LOADER, task_arguments, write_task
 
 PROMPTS = [{"prompt": f"What is {a} plus {b}?", "solutions": [str(a + b)]} for a in range(3) for b in range(2)]
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -312,14 +314,14 @@ def test_the_held_out_loss_of_sft_is_that_of_transformers(mini_bs, tmp_path, tin
 
 
 def test_the_best_checkpoint_is_kept_while_older_ones_go(tmp_path, tiny_checkpoint):
-    # So high a rate first lowers the loss and then throws the model off.
-    further = ["--max-steps", 12, "--eval-interval", 1, "--keep-best", "--keep-checkpoints", 1, "--save-interval", 4]
+    # So high a rate lowers the held-out loss to 3.9 by step 2, and then throws the model off to 4.5.
+    further = ["--max-steps", 4, "--eval-interval", 1, "--keep-best", "--keep-checkpoints", 1, "--save-interval", 3]
     run = train("sft", tiny_checkpoint, tmp_path, *further, "--lr", 0.1, "--lr-decay-style", "constant")
     losses = {step: line["eval/loss"] for step, line in evaluations(run).items()}
     best = min(losses, key=losses.__getitem__)
-    assert 0 < best < 12
+    assert 0 < best < 3
     folder = CheckpointFolder(run / "checkpoints")
-    assert folder.steps() == [12]
+    assert folder.steps() == [4]
     assert folder.best_step() == best
     summary = json.loads((run / "summary.json").read_text())
     assert summary["best_evaluation"]["checkpoint"] == str(folder.best)
@@ -365,9 +367,28 @@ def test_wrong_held_out_rows_are_named_with_their_option_and_before_the_first_st
     assert not (run / "metrics.jsonl").exists()
 
 
+LIVE = r"""
+with setup_logging(None), create_progress() as progress:
+    progress.start(3)
+    progress.evaluated("accuracy 0.25 after 0 steps")
+    progress.step_done(0, {"loss": 0.5})
+    progress.evaluated("accuracy 0.5 after 1 steps")
+"""
+
+
+def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step():
+    text, code = run_on_terminal(LIVE)
+    shown = [line.split() for line in Screen().feed(text).lines if line.strip()]
+    assert code == 0
+    assert [line[0] for line in shown[-4:]] == ["step", "phase", "loss", "eval"]
+    assert " ".join(shown[-1]) == "eval accuracy 0.5 after 1 steps"
+
+
 # -- what a trainer of the user's own may do wrong ---------------------------------------------------------------------
 
 OWN = """
+import random
+import torch
 from areno.api.trainers.sft import SFTTrainer
 from areno.api.trainers.loop import TrainingLoop
 from areno.config import AlgorithmSpec
@@ -381,6 +402,7 @@ class Scripted(SFTTrainer):
     values = iter([float("nan"), 1.0, 3.0, 3.0, 2.0])
 
     def evaluate(self, rows):
+        random.random(), torch.rand(1)
         return {"score": next(self.values)}
 
 class Nameless(Scripted):
@@ -402,6 +424,15 @@ def test_the_first_best_value_stays_the_best_and_nan_never_is(own, tmp_path, tin
     run = train("sft", tiny_checkpoint, tmp_path, *further, "--algo", f"{own}:SCRIPTED")
     assert [line["eval/score"] for line in evaluations(run).values()] == ["NaN", 1.0, 3.0, 3.0, 2.0]
     assert CheckpointFolder(run / "checkpoints").best_step() == 2
+
+
+def test_held_out_rows_and_their_evaluation_may_draw_random_numbers(own, tmp_path, tiny_checkpoint):
+    loader = tmp_path / "drawing.py"
+    loader.write_text("import random\n" + LOADER.replace("    return", "    random.random()\n    return"))
+    before = capture_rng()
+    further = ["--max-steps", 2, "--eval-interval", 1, "--eval-dataset-loader-fn", loader]
+    train("sft", tiny_checkpoint, tmp_path, *further, "--algo", f"{own}:SCRIPTED")
+    assert capture_rng() == before
 
 
 def test_a_trainer_without_evaluation_says_so_before_anything_is_loaded(own, tmp_path, tiny_checkpoint, capsys):

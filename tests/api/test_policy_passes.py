@@ -326,13 +326,10 @@ def test_a_reward_model_scores_prompt_and_response(algo, tmp_path, tiny_checkpoi
     assert stats["reward_score_time_s"] > 0
 
 
-@pytest.mark.parametrize(("on_error", "message"), [("stop", "not finite .*--on-reward-error drop"), ("drop", "every")])
-def test_a_reward_model_whose_scores_are_not_finite_is_an_error(on_error, message, tmp_path, tiny_checkpoint):
+def test_a_reward_model_whose_scores_are_not_finite_is_an_error(tmp_path, tiny_checkpoint):
     judge = save_classifier(tmp_path / "judge", tiny_checkpoint, head=math.inf)
-    options = {"reward_ckpt": str(judge), "on_reward_error": on_error}
-    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", reward=None, **options) as loop:
+    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", reward=None, reward_ckpt=str(judge)) as loop:
         before = weights_of(loop.instance)
-        with pytest.raises(RewardError, match=message) as caught:
+        with pytest.raises(RewardError, match=r"judge gave (inf|-inf|nan), .* to the completion .*--dtype float32"):
             step(loop)
-        assert "judge" in str(caught.value)
         assert equal(before, weights_of(loop.instance))

@@ -1,16 +1,20 @@
-"""The skeleton of every training run: epochs, steps, metrics, checkpoints, resume, and a clean end.
+"""The skeleton of every training run: epochs, steps, metrics, evaluation, checkpoints, resume, and a clean end.
 
-An algorithm's trainer supplies batches and one step. The contract of a trainer class is
-``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``.
+An algorithm's trainer supplies batches, one step, and what an evaluation measures. The contract of a trainer class is
+``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``. An evaluation belongs to a number of completed
+steps, as a checkpoint does, and leaves no trace in training: random state and step times are as if it had not been.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areno.api.datasets import epoch_order
@@ -22,7 +26,7 @@ from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
-from areno.errors import ArenoError
+from areno.errors import ArenoError, UsageError
 from areno.observability import lifecycle
 from areno.observability.display import create_progress
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
@@ -60,9 +64,16 @@ class TrainingLoop(ABC):
         dataset: rows, indexable.
         reward_fn: reward function, where the algorithm needs one.
         loss_fn: loss of the optimizer steps.
+
+    Attributes:
+        eval_rows: held-out rows, in the run's schema; None evaluates nothing.
+        best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
+        best_is_higher: whether a higher value of it is better.
     """
 
     logger: logging.Logger
+    best_metric: str = "loss"
+    best_is_higher: bool = False
 
     def __init__(
         self,
@@ -75,6 +86,7 @@ class TrainingLoop(ABC):
     ) -> None:
         self.config, self.instance, self.dataset = config, instance, dataset
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
+        self.eval_rows: Sequence[dict[str, Any]] | None = None
         self.run_dir = RunDirectory(config.run_path)
         self.checkpoints = CheckpointFolder(config.checkpoint_path, config.keep_checkpoints)
         self.stop = StopController()
@@ -100,8 +112,22 @@ class TrainingLoop(ABC):
         """Rows of an epoch."""
         return len(self.dataset)
 
-    def prepare(self) -> None:  # noqa: B027  (not every algorithm prepares anything)
-        """Called once before the first step."""
+    def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Measure the model on held-out rows; it may be interrupted at any moment, and must not train.
+
+        Returns:
+            Metrics by short name, ``best_metric`` among them.
+        """
+        raise UsageError(
+            f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; leave the "
+            "option out, or give the trainer a method evaluate(rows)"
+        )
+
+    def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
+        """Called once before the state of a resumed run is restored: ensure the models that it needs besides the policy."""
+
+    def prepare(self) -> None:  # noqa: B027  (or prepares anything)
+        """Called once before the first step, with the state restored."""
 
     def cleanup(self) -> None:  # noqa: B027  (or holds anything)
         """Called once at the end, whatever happened."""
@@ -117,13 +143,18 @@ class TrainingLoop(ABC):
         Raises:
             StopRequested: a signal ended the run; its last completed step is saved.
         """
+        if self.eval_rows is not None and type(self).evaluate is TrainingLoop.evaluate:
+            self.evaluate(self.eval_rows)  # says at once that it cannot, and not after the first steps
         try:
+            self.load_models()
             self._restore()
             self.prepare()
             self.run_dir.write_config(dump_config(self.config))
             self.state.rng = capture_rng()
             self.display.start(self.total_steps(), self.state.step)
+            self._evaluate_if_due()
             self._epochs()
+            self._evaluate()
             self._save()
         except BaseException as error:
             self.display.stop()
@@ -170,6 +201,7 @@ class TrainingLoop(ABC):
         self.state.step, self.state.position = step + 1, position
         self.state.health, self.state.rng = self.health.state_dict(), capture_rng()
         self.display.step_done(step, outcome.stats, outcome.sample)
+        self._evaluate_if_due()
         if self.state.step % self.config.save_interval == 0:
             self._save()
 
@@ -196,11 +228,14 @@ class TrainingLoop(ABC):
         if note := self.health.explain(step, outcome.stats, outcome.rewards or []):
             self.logger.info(note)
 
-    def _record(self, step: int, outcome: StepOutcome) -> None:
+    def _metrics(self) -> MetricsRecorder:
         if self._recorder is None:
-            purge = step if self.config.resume else None
+            purge = self.state.step if self.config.resume else None
             self._recorder = MetricsRecorder(self.config.events_path, self.run_dir, purge)
-        self._recorder.record_step(
+        return self._recorder
+
+    def _record(self, step: int, outcome: StepOutcome) -> None:
+        self._metrics().record_step(
             step,
             rows=outcome.rows,
             train_stats=outcome.stats,
@@ -210,6 +245,71 @@ class TrainingLoop(ABC):
             rewards=outcome.rewards,
         )
 
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> None:
+        step = self.state.step
+        if step % self.config.eval_interval == 0 if step else self.config.eval_before_train:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Measure the model as it is after the completed steps, unless that is done already."""
+        step, done = self.state.step, self.state.evaluation
+        if self.eval_rows is None or (done is not None and done["step"] == step):
+            return
+        self.display.phase("evaluate")
+        rng, began = capture_rng(), time.perf_counter()
+        with self.stop.interruptible():
+            metrics = self.evaluate(self.eval_rows)
+        restore_rng(rng)
+        metrics.setdefault("eval_time_s", time.perf_counter() - began)
+        lifecycle.evaluation(self.logger, self.state.epoch, step, metrics)
+        self.state.evaluation = {"step": step, "metrics": metrics, "settings": self._evaluation_settings()}
+        self._record_evaluation(step, metrics)
+        improved = self._update_best(metrics)
+        if step and step == self._saved_step:
+            write_state(self.checkpoints.path(step), self.state.to_json())
+        # What the run started from is not a checkpoint of it: --ckpt is there already.
+        if improved and step and self.config.keep_best:
+            self._save_best()
+
+    def _evaluation_settings(self) -> dict[str, Any]:
+        """What two evaluations must share to be comparable, besides what no resumed run may change."""
+        names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
+        return {name: getattr(self.config, name) for name in names}
+
+    def _record_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics().record_scalars(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def _update_best(self, metrics: dict[str, float]) -> bool:
+        """Remember the evaluation if it is the best one so far; a tie is not, nor is NaN."""
+        name, best = self.best_metric, self.state.best
+        if name not in metrics:
+            raise ArenoError(
+                f"evaluate() of {type(self).__name__} gave no {name!r}, its best_metric; got {sorted(metrics)}"
+            )
+        value = metrics[name]
+        if best is None:
+            improved = not math.isnan(value)
+        else:
+            improved = value > best["value"] if self.best_is_higher else value < best["value"]
+        if improved:
+            best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
+        shown = f"{name} {value:.4g} after {self.state.step} steps"
+        self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
+        return improved
+
+    def _restore_evaluation(self) -> None:
+        """Write the evaluation of the restored step again, whose line was dropped with those of later steps."""
+        done = self.state.evaluation
+        if done is None:
+            return
+        if done["step"] == self.state.step:
+            self._record_evaluation(done["step"], done["metrics"])
+        if done["settings"] != self._evaluation_settings():
+            self.logger.info("the evaluation options are not those of the run so far: the best evaluation starts anew")
+            self.state.evaluation = self.state.best = None
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -217,15 +317,42 @@ class TrainingLoop(ABC):
         step = self.state.step
         if step == self._saved_step:
             return
-        path = self.checkpoints.path(step)
+        best = self.checkpoints.best if self.checkpoints.best_step() == step else None
+        with (
+            self._saving(self.checkpoints.path(step)),
+            self.checkpoints.writing(step, self._needed_bytes(best), copy_of=best) as folder,
+        ):
+            self._fill(folder, best)
+        self._saved_step = step
+
+    def _save_best(self) -> None:
+        """Keep the last completed step as the best one."""
+        step = self.state.step
+        same = self.checkpoints.path(step) if step == self._saved_step else None
+        with (
+            self._saving(self.checkpoints.best),
+            self.checkpoints.writing_best(self._needed_bytes(same), copy_of=same) as folder,
+        ):
+            self._fill(folder, same)
+
+    @contextmanager
+    def _saving(self, path: Path) -> Iterator[None]:
+        """Show and log that a checkpoint is written."""
+        epoch, step = self.state.epoch, self.state.step
         self.display.phase("save")
-        lifecycle.save_checkpoint_start(self.logger, self.state.epoch, step - 1, path)
-        with self.checkpoints.writing(step, self.instance.backend.checkpoint_bytes()) as folder:
+        lifecycle.save_checkpoint_start(self.logger, epoch, step - 1, path)
+        yield
+        lifecycle.save_checkpoint_end(self.logger, epoch, step - 1, path)
+
+    def _needed_bytes(self, copied: Path | None) -> int:
+        return 0 if copied else self.instance.backend.checkpoint_bytes()
+
+    def _fill(self, folder: Path, copied: Path | None) -> None:
+        """Write the checkpoint; where the folder holds a copy of one of the same step, only what may differ."""
+        if copied is None:
             self.instance.backend.save_model(folder)
             self.instance.backend.save_state(folder)
-            write_state(folder, self.state.to_json())
-        self._saved_step = step
-        lifecycle.save_checkpoint_end(self.logger, self.state.epoch, step - 1, path)
+        write_state(folder, self.state.to_json())
 
     def _restore(self) -> None:
         """Continue from the newest checkpoint when the run is resumed; steps after it will be done again."""
@@ -238,9 +365,10 @@ class TrainingLoop(ABC):
             self.instance.backend.load_state(checkpoint)
             self.health.load_state_dict(self.state.health)
             restore_rng(self.state.rng)
-            self._saved_step = self.state.step
+            self._saved_step = self.state.step if checkpoint != self.checkpoints.best else 0
             self.logger.info("resumed from %s: %d steps are done", checkpoint, self.state.step)
         self.run_dir.truncate_after(self.state.step - 1)
+        self._restore_evaluation()
 
     def _rescue(self, error: BaseException) -> None:
         """Save what is complete before an error or a stop ends the run; a second Ctrl-C skips that."""

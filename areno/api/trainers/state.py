@@ -17,6 +17,9 @@ class Progress:
         skipped_long: over-long prompts passed over since the run began.
         health: state of the health monitor.
         rng: state of the global random generators.
+        evaluation: the last evaluation: ``step`` (completed steps of the model that was measured), ``metrics``, and the
+            ``settings`` under which others are comparable with it.
+        best: the best evaluation so far: ``step``, ``metric``, ``value``.
     """
 
     step: int = 0
@@ -25,6 +28,8 @@ class Progress:
     skipped_long: int = 0
     health: dict[str, Any] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""

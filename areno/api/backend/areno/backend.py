@@ -129,6 +129,7 @@ class ArenoBackend(Backend):
         began = time.perf_counter()
         stats = self.engine.train(rows, loss_fn, mini_bs, accumulation)
         times = self._close_step(began)
+        lifecycle.backend_time(logger, *times.values())
         return {**stats, **times, "policy_train_wall_time_s": times["step_train_time_s"]}
 
     def finish_step(self) -> dict[str, float]:
@@ -139,7 +140,6 @@ class ArenoBackend(Backend):
         ended = time.perf_counter()
         rollout, train, total = self._rollout_s, ended - train_began, ended - (self._step_began or train_began)
         self._rollout_s, self._step_began = 0.0, None
-        lifecycle.backend_time(logger, rollout, train, total)
         return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
 
     def train_role(
@@ -207,8 +207,8 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         raise UsageError(
             f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
         )
-    if runtime.get("trains", "policy") not in ("policy", "reward"):
-        raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy or reward")
+    if runtime.get("trains", "policy") not in ("policy", "reward", "nothing"):
+        raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy, reward or nothing")
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
     return EngineConfig(

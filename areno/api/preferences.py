@@ -1,0 +1,160 @@
+"""Preference data: rows with a chosen and a rejected answer become neighbouring training sequences.
+
+A row holds ``prompt``, ``chosen`` and ``rejected``. Two texts answer the prompt; two message lists are conversations,
+whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areno.api.datasets import encode_examples, ending_token, named_row, render_prompt, text_or_messages
+from areno.errors import DataError
+from areno.text.chat import RenderedPrompt
+from areno.types import TrainSequence
+
+Pair = tuple[TrainSequence, TrainSequence]
+Tokens = tuple[list[int], list[int]]
+Messages = list[dict[str, Any]]
+
+
+def build_preference_rows(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    eos_token_ids: frozenset[int],
+    source: str = "",
+    disable_thinking: bool = False,
+) -> tuple[list[Pair], int]:
+    """Tokenize preference rows.
+
+    An answer in text is the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
+    through the chat template; the tokens that the two share at the beginning are context, the rest is trained. Pairs
+    that are too long, that have an empty answer or two equal ones are dropped.
+
+    Args:
+        rows: anything with ``len()`` and integer indexing.
+        tokenizer: a ``transformers`` tokenizer.
+        max_prompt_tokens: with ``max_new_tokens``, the longest accepted sequence, prompt and answer together.
+        max_new_tokens: see there.
+        eos_token_ids: ids that end an answer; the tokenizer's own one, if any, is appended.
+        source: what error messages call the data.
+        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+
+    Returns:
+        Pairs (chosen, rejected) in row order, their number as ``group``; and how many rows were dropped.
+
+    Raises:
+        DataError: a row lacks a key or has an unusable value there, or every row was dropped.
+    """
+    texts: list[tuple[RenderedPrompt, str]] = []
+    conversations: list[tuple[Tokens, Tokens] | None] = []
+    for index in range(len(rows)):
+        row = rows[index]
+        chosen, rejected = (_answer(row, key, source, index) for key in ("chosen", "rejected"))
+        if not chosen or not rejected:
+            continue
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            prompt = text_or_messages(row, "prompt", source, index)
+            rendered = render_prompt(tokenizer, prompt, disable_thinking, source, index)
+            texts += [(rendered, chosen), (rendered, rejected)]
+            conversations.append(None)
+        else:
+            conversations.append(_conversations(row, chosen, rejected, tokenizer, source, index))
+    encoded = encode_examples(tokenizer, texts, eos_token_ids)
+    candidates = [tokens or (next(encoded), next(encoded)) for tokens in conversations]
+    pairs = list(_usable(candidates, max_prompt_tokens + max_new_tokens, ending_token(tokenizer, eos_token_ids) or 0))
+    if not pairs:
+        raise DataError(
+            f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
+            f"--max-new-tokens {max_new_tokens}, whose sum bounds a prompt with its answer: {_shortest(candidates)}"
+        )
+    return pairs, len(rows) - len(pairs)
+
+
+def _answer(row: Mapping[str, Any], key: str, source: str, index: int) -> str | Messages:
+    """Text or messages; empty where the row is to be dropped."""
+    return [] if row.get(key) == [] else text_or_messages(row, key, source, index)
+
+
+def _conversations(
+    row: Mapping[str, Any], chosen: str | Messages, rejected: str | Messages, tokenizer: Any, source: str, index: int
+) -> tuple[Tokens, Tokens]:
+    """Context and answer tokens of both conversations."""
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"{named_row(source, index)}`chosen` and `rejected` must both be texts or both lists of messages, got "
+            f"{type(chosen).__name__} and {type(rejected).__name__}"
+        )
+    chats = [
+        _whole(row, messages, key, source, index) for key, messages in (("chosen", chosen), ("rejected", rejected))
+    ]
+    first, second = (_encode_chat(tokenizer, chat, source, index) for chat in chats)
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    return (first[:shared], first[shared:]), (second[:shared], second[shared:])
+
+
+def _whole(row: Mapping[str, Any], messages: Messages, key: str, source: str, index: int) -> Messages:
+    """A conversation from its beginning: one that begins with an assistant turn continues the prompt."""
+    if messages[0]["role"] != "assistant":
+        return messages
+    if row.get("prompt") is None:
+        raise DataError(
+            f"{named_row(source, index)}`{key}` begins with an assistant message, and there is no `prompt` before it; "
+            "give the whole conversation, or a prompt"
+        )
+    prompt = text_or_messages(row, "prompt", source, index)
+    return [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]
+
+
+def _encode_chat(tokenizer: Any, messages: Messages, source: str, index: int) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{named_row(source, index)}`chosen` and `rejected` are lists of messages, but the tokenizer has no chat "
+            "template; give texts, or a model with a template"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"{named_row(source, index)}the chat template refuses messages with the roles {roles}: {error}"
+        ) from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _usable(candidates: Sequence[tuple[Tokens, Tokens]], longest: int, eos: int) -> Iterator[Pair]:
+    """Training rows of the pairs that are short enough and whose answers differ."""
+    group = 0
+    for tokens in candidates:
+        fits = all(len(context) + len(answer) <= longest for context, answer in tokens)
+        if not fits or tokens[0] == tokens[1]:
+            continue
+        if not all(answer and len(context) + len(answer) > 1 for context, answer in tokens):
+            continue  # nothing to train on: the first token of a sequence is predicted by none
+        chosen, rejected = (
+            TrainSequence(
+                [True] * len(context) + [False] * len(answer), context + answer, eos_token_id=eos, group=group
+            )
+            for context, answer in tokens
+        )
+        yield chosen, rejected
+        group += 1
+
+
+def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
+    if not candidates:
+        return "every pair has an empty answer"
+    lengths = [[len(context) + len(answer) for context, answer in tokens] for tokens in candidates]
+    chosen, rejected = min(lengths, key=max)
+    return (
+        f"the shortest pair has {chosen} tokens chosen and {rejected} tokens rejected, and pairs with equal answers "
+        "are not used"
+    )

@@ -1,0 +1,32 @@
+"""From a prompt and a generated answer to what reward functions see; training and evaluation build it here alike."""
+
+from __future__ import annotations
+
+from areno.types import PromptItem, RewardRecord, RolloutSequence
+
+
+def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:
+    """The record of one answer.
+
+    Args:
+        item: the prompt and its data row.
+        prompt_index: place of the prompt in its batch.
+        sample_index: which of the prompt's answers it is.
+        sequence: the answer.
+    """
+    return RewardRecord(
+        prompt=item.prompt,
+        completion=sequence.text,
+        rendered_completion=sequence.text,
+        final_answer=sequence.text,
+        answer=item.solutions if item.solutions is not None else item.record.get("answer"),
+        tokens=sequence.resp_tokens,
+        logprobs=sequence.resp_logprobs,
+        loss_mask=[True] * len(sequence.resp_tokens),
+        source_record=item.record,
+        metadata={
+            "prompt_index": prompt_index,
+            "sample_index": sample_index,
+            "finish_reason": sequence.finish_reason,
+        },
+    )

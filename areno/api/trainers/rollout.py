@@ -1,0 +1,389 @@
+"""What all algorithms that learn from their own samples share: prompts, rollout, rewards, several passes, evaluation.
+
+One step: prompts -> samples -> rewards -> rows with what the loss reads -> optimizer steps. A subclass supplies the last
+two. Everything before the first optimizer step can be repeated, so a stop signal may interrupt it; the updates are done
+as a whole or, after an error, not saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from areno.api.datasets import iter_prompt_batches
+from areno.api.evaluation import OnScored, evaluate_prompts, evaluation_sampling
+from areno.api.records import reward_record
+from areno.api.trainers.loop import StepOutcome, TrainingLoop
+from areno.api.trainers.passes import merge_stats, plan_passes
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import EngineError, RewardError
+from areno.observability import lifecycle
+from areno.observability.samples import completions_to_log, log_completions, sample_records
+from areno.rewards import RewardOutcome, RewardRunner
+from areno.rewards.runner import OnError
+from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, SamplingParams, TrainSequence
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion on its way to a training row."""
+
+    item: PromptItem
+    prompt_index: int
+    sample_index: int
+    sequence: RolloutSequence
+    record: RewardRecord
+    reward: float = 0.0
+    advantage: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.item.input_tokens, *self.sequence.resp_tokens]
+
+
+class RolloutTrainer(TrainingLoop):
+    """Base of the trainers that sample; see :class:`~areno.api.trainers.loop.TrainingLoop`.
+
+    Attributes:
+        role: what the log lines call the model that samples.
+    """
+
+    role: ClassVar[lifecycle.Role] = "policy"
+    best_metric = "rewards_mean"
+    best_is_higher = True
+
+    # -- what an algorithm supplies --------------------------------------------------------------------------------
+
+    def roles(self) -> list[ModelRole]:
+        """Models that the algorithm needs besides the policy and a reward model."""
+        return []
+
+    @abstractmethod
+    def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
+        """One row per sample with all that the loss reads, and statistics of the step; sets ``sample.advantage``."""
+
+    @abstractmethod
+    def update(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """Train on the rows of a step, and return its statistics."""
+
+    # -- preparation -----------------------------------------------------------------------------------------------
+
+    def load_models(self) -> None:
+        """Load the auxiliary models that are not there yet."""
+        for role in [*self.roles(), *self._reward_role()]:
+            lifecycle.role_init_start(self.logger, role.name, role.trainable, role.path)
+            self.instance.ensure_roles({role.name: role})
+            lifecycle.role_init_end(self.logger, role.name)
+
+    def _reward_role(self) -> list[ModelRole]:
+        """The reward model, where no function gives the rewards."""
+        config = self.config
+        has_function = config.reward_fn_path is not None or self.reward_fn is not None
+        return [] if has_function or not config.reward_ckpt else [ModelRole("reward", config.reward_ckpt, False)]
+
+    def reference_role(self) -> ModelRole:
+        """The frozen policy that a KL term compares with: ``--ref-ckpt``, else ``--ckpt``."""
+        return ModelRole("ref", str(self.config.ref_ckpt or self.config.ckpt), False)
+
+    def prepare(self) -> None:
+        """Start the reward workers, so that a broken reward file shows before the first rollout."""
+        config = self.config
+        self.sampling = SamplingParams(
+            greedy=config.greedy,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            stop=list(config.stop) or None,
+            stop_token_ids=list(config.stop_token_ids) or None,
+            ignore_eos=config.ignore_eos,
+        )
+        self._log_limit = completions_to_log()
+        self._said_fewer_minibatches = False
+        self._runner: RewardRunner | None = None
+        if not self._reward_role():
+            self._runner = RewardRunner(
+                None if config.reward_fn_path else self.reward_fn,
+                path=config.reward_fn_path,
+                timeout_s=config.reward_timeout_s,
+                workers=config.reward_workers,
+                on_error=cast(OnError, config.on_reward_error),
+            )
+            self._runner.start()
+
+    def cleanup(self) -> None:
+        """End the reward workers."""
+        runner = getattr(self, "_runner", None)
+        if runner is not None:
+            runner.close()
+
+    def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
+        """Tokenized prompt batches; over-long prompts are passed over and counted."""
+        batches = iter_prompt_batches(
+            self.dataset,
+            self.instance.get_tokenizer(),
+            batch_size=self.config.batch_size,
+            max_prompt_tokens=self.config.max_prompt_tokens,
+            order=order,
+            start=start,
+            disable_thinking=self.config.disable_thinking,
+            source=str(self.config.dataset_path),
+        )
+        position = start
+        for batch in batches:
+            position += batch.scanned
+            yield batch, position
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def run_step(self, batch: PromptBatch) -> StepOutcome:
+        """One step."""
+        timings: dict[str, float] = {}
+        with self.stop.interruptible():
+            drawn = self._timed("rollout", timings, self._rollout, batch)
+            samples = self._timed("reward", timings, self._reward, drawn)
+            rows, stats = self._timed("advantage", timings, self.make_rows, samples)
+        stats = self._timed("train", timings, self.update, rows) | stats
+        self._updating = False
+        stats |= self._rollout_stats(samples, drawn, timings)
+        rewards = [sample.reward for sample in samples]
+        self.run_dir.append_samples(
+            sample_records(self.state.step, [s.record for s in samples], rewards, [s.advantage for s in samples])
+        )
+        return StepOutcome(
+            rows=rows,
+            stats=stats,
+            timings=timings,
+            rewards=rewards,
+            sample=_preview(samples[0]),
+            skipped_long=batch.skipped_long,
+        )
+
+    def _timed(self, phase: str, timings: dict[str, float], work: Any, argument: Any) -> Any:
+        self.display.phase(phase)
+        began = time.perf_counter()
+        result = work(argument)
+        timings[phase] = time.perf_counter() - began
+        return result
+
+    def _rollout(self, batch: PromptBatch) -> list[Sample]:
+        epoch, step, config = self.state.epoch, self.state.step, self.config
+        if batch.skipped_long:
+            self.logger.info(
+                "skipped %d prompts of more than --max-prompt-tokens=%d tokens",
+                batch.skipped_long,
+                config.max_prompt_tokens,
+            )
+        lifecycle.rollout_start(self.logger, epoch, step, self.role)
+        seeds = [
+            [derive_seed(config.seed, step, prompt, sample) for sample in range(config.n_samples)]
+            for prompt in range(len(batch.items))
+        ]
+        session = self.instance.rollout_session(
+            sampling_params=self.sampling, max_running_prompts=config.running_sequences, proxy=False
+        )
+        with session:
+            results = self.instance.rollout_token_batch(
+                [item.input_tokens for item in batch.items], config.n_samples, self.sampling, seeds=seeds
+            )
+        lifecycle.rollout_end(self.logger, epoch, step, self.role)
+        samples = [
+            Sample(item, prompt, index, sequence, reward_record(item, prompt, index, sequence))
+            for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
+            for index, sequence in enumerate(result.sequences)
+        ]
+        if self._log_limit:
+            log_completions(
+                self.logger,
+                [s.record for s in samples],
+                prompt_tokens=[s.item.input_tokens for s in samples],
+                decode=self.instance.get_tokenizer().decode,
+                limit=self._log_limit,
+            )
+        return samples
+
+    def _rollout_stats(self, samples: list[Sample], drawn: list[Sample], timings: dict[str, float]) -> dict[str, float]:
+        rewards: dict[int, list[float]] = {}
+        for sample in samples:
+            rewards.setdefault(sample.prompt_index, []).append(sample.reward)
+        tied = sum(min(group) == max(group) for group in rewards.values())
+        tokens = sum(len(sample.sequence.resp_tokens) for sample in drawn)
+        empty = sum(not sample.sequence.resp_tokens for sample in drawn)
+        stats = {
+            "reward_mean": sum(s.reward for s in samples) / len(samples),
+            "reward_errors": float(len(drawn) - empty - len(samples)),
+            "empty_responses": float(empty),
+            "zero_std_groups": tied / len(rewards),
+            "truncated_ratio": sum(s.sequence.finish_reason == "length" for s in samples) / len(samples),
+            "sampling_cut_mass": sum(s.sequence.cut_mass for s in samples) / len(samples),
+            "tokens_per_second": tokens / max(timings["rollout"], 1e-9),
+            "reward_score_time_s": timings["reward"],
+        }
+        return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._runner is None else {})
+
+    # -- rewards ---------------------------------------------------------------------------------------------------
+
+    def _reward(self, drawn: list[Sample]) -> list[Sample]:
+        """Set the rewards; samples without one, or without a token to train on, are left out."""
+        samples = [sample for sample in drawn if sample.sequence.resp_tokens]
+        if not samples:
+            raise EngineError(
+                f"step {self.state.step}: all {len(drawn)} responses are empty, nothing can be trained on"
+            )
+        outcomes = self.score([sample.record for sample in samples], [sample.tokens for sample in samples])
+        kept = []
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if outcome.value is not None:
+                sample.reward = outcome.value
+                kept.append(sample)
+        if not kept:
+            raise RewardError(f"every reward of this step failed; the first error: {outcomes[0].error}")
+        epoch, step = self.state.epoch, self.state.step
+        lifecycle.reward_mean(self.logger, epoch, step, sum(s.reward for s in kept) / len(kept))
+        logprobs = [value for sample in kept for value in sample.sequence.resp_logprobs]
+        lifecycle.rollout_logprob_mean(self.logger, epoch, step, sum(logprobs) / len(logprobs))
+        return kept
+
+    def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
+        """Score completions with the run's reward function or reward model.
+
+        Args:
+            records: what a function sees.
+            token_rows: prompt and response tokens of the same completions, what a model sees.
+
+        Raises:
+            RewardError: a function failed and ``--on-reward-error`` is ``stop``, or a model gave no finite score.
+        """
+        outcomes = self._runner.run(records) if self._runner is not None else self._model_scores(records, token_rows)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                self.logger.warning("sample dropped: %s", outcome.error)
+        return outcomes
+
+    def _model_scores(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
+        lifecycle.score_start(self.logger, "reward", "score", len(token_rows))
+        scores = self.instance.score_rewards("reward", token_rows, micro_bs=self.config.score_micro_bs)
+        lifecycle.score_end(self.logger, "reward", "score", len(token_rows))
+        for record, score in zip(records, scores, strict=True):
+            if not math.isfinite(score):
+                raise RewardError(
+                    f"the reward model {self.config.reward_ckpt} gave {score}, which is no finite number, to the completion "
+                    f"{record.completion[:200]!r}; check the model, or try --dtype float32"
+                )
+        return [RewardOutcome(score, None, 0.0) for score in scores]
+
+    def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
+        """Generate answers to held-out prompts and reward them as in training; ``on_scored`` sees each answer."""
+        config = self.config
+
+        def rewards(records: list[RewardRecord], token_rows: list[list[int]]) -> list[float | None]:
+            return [outcome.value for outcome in self.score(records, token_rows)]
+
+        return evaluate_prompts(
+            self.instance,
+            rows,
+            rewards,
+            sampling=evaluation_sampling(config),
+            n_samples=config.eval_n_samples,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_running=config.running_sequences,
+            seed=config.seed,
+            disable_thinking=config.disable_thinking,
+            source=str(config.eval_dataset_path),
+            on_scored=on_scored,
+        )
+
+    # -- rows and updates ------------------------------------------------------------------------------------------
+
+    def train_row(self, sample: Sample) -> TrainSequence:
+        """The row of a sample, without advantages."""
+        prompt, response = sample.item.input_tokens, sample.sequence.resp_tokens
+        return TrainSequence(
+            prompt_mask=[True] * len(prompt) + [False] * len(response),
+            tokens=[*prompt, *response],
+            logprobs=[0.0] * len(prompt) + sample.sequence.resp_logprobs,
+            reward=sample.reward,
+            eos_token_id=min(self.instance.backend.eos_token_ids(), default=0),
+            temperature=1.0 if self.sampling.greedy else self.sampling.temperature,
+            group=sample.prompt_index,
+            truncated=sample.sequence.finish_reason == "length",
+        )
+
+    def score_reference(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """Fill ``ref_logprobs`` from the role ``ref``, each row at its own temperature; returns statistics."""
+        lifecycle.score_start(self.logger, "ref", "logprob_score", len(rows))
+        began = time.perf_counter()
+        scores = self.instance.score_logprobs(
+            "ref",
+            [row.tokens for row in rows],
+            temperatures=[row.temperature for row in rows],
+            micro_bs=self.config.score_micro_bs,
+        )
+        elapsed = time.perf_counter() - began
+        lifecycle.score_end(self.logger, "ref", "logprob_score", len(rows))
+        for row, logprobs in zip(rows, scores, strict=True):
+            row.ref_logprobs = logprobs
+        values = trainable_values(rows, "ref_logprobs")
+        return {"ref_logprob_forward_time_s": elapsed, **spread("ref_logprob", values)}
+
+    def train_in_passes(
+        self,
+        rows: Sequence[TrainSequence],
+        train: Callable[[list[TrainSequence]], Mapping[str, float]],
+        role: lifecycle.Role,
+        *,
+        log_rows: bool = False,
+    ) -> dict[str, float]:
+        """Train one model on a step's rows, in ``--update-epochs`` passes of ``--update-minibatches`` calls each.
+
+        Args:
+            rows: rows of the step.
+            train: one train call.
+            role: the model, for the log.
+            log_rows: the log lines tell the number of rows.
+
+        Returns:
+            Statistics of all calls, see :func:`~areno.api.trainers.passes.merge_stats`.
+        """
+        config, epoch, step = self.config, self.state.epoch, self.state.step
+        groups = [row.group for row in rows]
+        prompts = len(set(groups))
+        if config.update_minibatches > prompts and not self._said_fewer_minibatches:
+            self._said_fewer_minibatches = True
+            self.logger.info(
+                "--update-minibatches %d is more than the %d prompts of step %d: one minibatch per prompt instead",
+                *(config.update_minibatches, prompts, step),
+            )
+        plan = plan_passes(
+            groups, passes=config.update_epochs, minibatches=config.update_minibatches, seed=config.seed, step=step
+        )
+        shown = len(rows) if log_rows else None
+        lifecycle.train_start(self.logger, epoch, step, role, rows=shown)
+        calls = []
+        for indices in plan:
+            calls.append(train([rows[index] for index in indices]))
+            self._updating = True  # until the last call of the step the weights belong to no step that could be saved
+        lifecycle.train_end(self.logger, epoch, step, role, rows=shown)
+        return merge_stats(calls)
+
+
+def trainable_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
+    """A per-token list of rows at the tokens that are trained on, end to end."""
+    return [value for row in rows for value, counts in zip(getattr(row, name), row.trainable(), strict=True) if counts]
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``<name>_mean``, ``_std`` (population), ``_min`` and ``_max`` of at least one value."""
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{name}_{kind}": float(getattr(array, kind)()) for kind in ("mean", "std", "min", "max")}
+
+
+def _preview(sample: Sample) -> str:
+    return f"{sample.item.prompt} → {sample.record.completion} (reward {sample.reward:g})"

@@ -1,0 +1,158 @@
+"""``areno eval``: measure a model on held-out prompts, and print accuracy, pass@k and lengths."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from areno.config.eval_options import EvalOptions, eval_help, parse_eval
+from areno.config.prepare import load_hooks
+from areno.errors import ArenoError
+from areno.observability.logs import route_console, setup_logging
+from areno.types import RewardRecord
+
+logger = logging.getLogger(__name__)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``eval``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the input cannot work.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(eval_help(), end="")
+        return 0
+    options = parse_eval(argv)
+    settings = options.as_train_options()
+    loader_fn, reward_fn = load_hooks(settings)
+    from areno.api.run import run_evaluation
+
+    answers = AnswerFile(options.output) if options.output else None
+    with setup_logging(None), Watch(options.n_samples, answers) as watch:
+        metrics = run_evaluation(
+            settings, reward_fn=reward_fn, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored
+        )
+    print(_as_json(options, metrics) if options.json else _as_table(options, metrics))
+    return 0
+
+
+class Watch:
+    """Follows an evaluation: a progress bar on a terminal, log lines elsewhere, and the answers to a file.
+
+    Args:
+        n_samples: answers per prompt.
+        answers: gets every answer; None writes none.
+    """
+
+    def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._n_samples, self._answers = n_samples, answers
+        self._total = self._prompts = self._rewarded = 0
+        self._sum, self._began = 0.0, time.monotonic()
+        console = Console(file=sys.stderr)
+        self._live = sys.stderr.isatty() and console.is_interactive
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not self._live)
+        self._task = self._bar.add_task("prompts", total=None)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        route_console(None)
+        self._bar.stop()
+
+    def start(self, rows: int) -> None:
+        """The model is loaded; ``rows`` prompts will be answered, less those that are too long."""
+        self._total, self._began = rows, time.monotonic()
+        self._bar.update(self._task, total=rows)
+        self._bar.start()
+        if self._live:
+            route_console(lambda line: self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True))
+
+    def scored(self, records: list[RewardRecord], rewards: list[float | None]) -> None:
+        """Some answers have their rewards, None where that failed."""
+        if self._answers is not None:
+            self._answers.append(records, rewards)
+        valid = [reward for reward in rewards if reward is not None]
+        self._sum, self._rewarded = self._sum + sum(valid), self._rewarded + len(valid)
+        self._prompts += len(records) // self._n_samples
+        mean = self._sum / max(self._rewarded, 1)
+        self._bar.update(self._task, completed=self._prompts, description=f"prompts, mean reward {mean:.3f}")
+        if not self._live:
+            pace = (time.monotonic() - self._began) / self._prompts
+            left = pace * (self._total - self._prompts)
+            logger.info("prompt %d/%d reward=%.6f ETA %.0f s", self._prompts, self._total, mean, left)
+
+
+class AnswerFile:
+    """Every answer with its reward, one JSON object a line, written as the evaluation goes on.
+
+    Args:
+        place: path; an existing file is replaced.
+
+    Raises:
+        ArenoError: the file cannot be written.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._path = Path(place).expanduser()
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_bytes(b"")
+
+    def append(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
+        """Add answers; the reward is None where it failed."""
+        lines = "".join(_line(record, reward) for record, reward in zip(records, rewards, strict=True))
+        with self._writing(), open(self._path, "ab") as file:
+            file.write(lines.encode(errors="backslashreplace"))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ArenoError(
+                f"--output {self._path} cannot be written: {error.strerror or error}; choose another file"
+            ) from error
+
+
+def _line(record: RewardRecord, reward: float | None) -> str:
+    values = {
+        **record.metadata,
+        "reward": reward,
+        "response_len": len(record.tokens),
+        "prompt": record.prompt,
+        "completion": record.completion,
+        "answer": record.answer,
+    }
+    return json.dumps(values, ensure_ascii=False, default=str) + "\n"
+
+
+def _as_json(options: EvalOptions, metrics: Mapping[str, float]) -> str:
+    names = ("ckpt", "dataset_path", "n_samples", "seed")
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return json.dumps(values | {"metrics": dict(metrics)})
+
+
+def _as_table(options: EvalOptions, metrics: Mapping[str, float]) -> str:
+    width = max(map(len, metrics))
+    lines = [f"{name:<{width}}  {value:.6g}" for name, value in metrics.items()]
+    if options.output is not None:
+        lines.append(f"{'answers':<{width}}  {options.output}")
+    return "\n".join([f"{options.ckpt} on {options.dataset_path}", "", *lines])
