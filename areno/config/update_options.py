@@ -114,6 +114,11 @@ class UpdateOptions:
     clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
     value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
     value_loss_coef: float = _ppo(0.5, above=0, help="Weight of the value loss.")
+    bootstrap_truncated: bool = _ppo(
+        True,
+        help="Count the critic's value of what would have followed an answer that was cut at --max-new-tokens. Switch it "
+        "off where most answers are cut: the reward judges the cut text already, and values would grow without bound.",
+    )
     whiten_advantages: bool = _ppo(True, help="Standardise the advantages of all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount of later rewards.")
     lam: float = _ppo(0.95, minimum=0, maximum=1, help="Bias against variance in advantage estimation (GAE lambda).")

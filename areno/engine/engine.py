@@ -26,7 +26,7 @@ from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
@@ -181,6 +181,7 @@ class Engine:
     def _load(self, name: str, wanted: ModelRole) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}")
+        self._refuse_other_tokenizer(name, wanted.path)
         if wanted.trainable:
             fields = dict(wanted.optimizer or {})
             if wanted.optimizer_lr is not None:
@@ -191,6 +192,22 @@ class Engine:
             if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
                 return Role(name, other.path, other.kind, other.model)
         return load_role(name, wanted.path, wanted.predicts, options, None, False)
+
+    def _refuse_other_tokenizer(self, name: str, path: str) -> None:
+        """Every role reads the actor's token ids, so a checkpoint that ships another vocabulary would score nonsense."""
+        if path == self.path:
+            return
+        try:
+            other = load_tokenizer(path, trust_remote_code=self.config.trust_remote_code)
+        except UsageError:
+            return  # weights without a tokenizer, or nothing at all, which loading the model reports
+        mine, theirs = self.tokenizer.get_vocab(), other.get_vocab()
+        if mine != theirs:
+            token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
+            raise UsageError(
+                f"role {name!r}: {path} has another tokenizer than {self.path}: token {token!r} is id {theirs.get(token)} "
+                f"there and {mine.get(token)} here; roles read the same token ids, so give a model of the same family"
+            )
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role.

@@ -47,6 +47,7 @@ class Role:
     model: PackedModel
     optimizer: MasterAdamW | None = None
     activation_checkpointing: bool = True
+    _step: TrainStep | None = None
 
     @property
     def trainable(self) -> bool:
@@ -67,8 +68,9 @@ class Role:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
-        step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
-        return step.run(rows, loss_fn, mini_bs, accumulation)
+        if self._step is None:
+            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
+        return self._step.run(rows, loss_fn, mini_bs, accumulation)
 
     def score_logprobs(
         self, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int

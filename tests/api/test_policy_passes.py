@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areno.api.trainers.passes import merge_stats, plan_passes
 from areno.errors import EngineError, RewardError, UsageError
 from tests.support.loops import equal, open_loop, open_trainer, save_classifier, step, weights_of
+from tests.support.tiny import save_tiny_checkpoint
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -170,16 +171,16 @@ def test_more_minibatches_than_prompts_are_said_once(tmp_path, tiny_checkpoint, 
 def test_an_error_between_two_calls_of_a_step_saves_no_half_trained_weights(tmp_path, tiny_checkpoint):
     with open_loop("grpo", tiny_checkpoint, tmp_path, update_epochs=2) as loop:
         step(loop)
-        real = loop.instance.train
+        real = loop.train
         seen = []
 
-        def fails_second(*arguments):
-            seen.append(1)
+        def fails_second(rows):
+            seen.append(rows)
             if len(seen) == 2:
                 raise EngineError("the device is gone")
-            return real(*arguments)
+            return real(rows)
 
-        loop.instance.train = fails_second
+        loop.train = fails_second
         with pytest.raises(EngineError, match="device is gone") as caught:
             step(loop)
         loop._rescue(caught.value)
@@ -293,6 +294,16 @@ def test_reference_log_probs_are_those_of_the_starting_policy_at_the_sampling_te
     scored = [v for r in second.rows for v, p in zip(r.ref_logprobs, r.prompt_mask, strict=True) if not p]
     assert second.stats["ref_logprob_mean"] == pytest.approx(sum(scored) / len(scored))
     assert second.stats["ref_logprob_min"] == min(scored)
+
+
+def test_a_reference_of_its_own_is_the_one_that_is_compared_with(tmp_path, tiny_checkpoint):
+    other = save_tiny_checkpoint(tmp_path / "other", seed=9, sharpen=2.0)
+    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", kl_coef=0.1, ref_ckpt=str(other)) as loop:
+        outcome = step(loop)
+    for row in outcome.rows[:3]:
+        expected = transformers_logprobs(other, row, 1.0)
+        assert torch.allclose(torch.tensor(row.ref_logprobs[1:]).double(), expected, atol=1e-4)
+    assert outcome.stats["kl_loss"] > 0.01
 
 
 def test_without_a_kl_term_no_reference_is_loaded(tmp_path, tiny_checkpoint):

@@ -98,7 +98,7 @@ TRAIN = [
 
 OTHER = [
     (["trian"], "'trian' is not a command (did you mean train?)"),
-    (["serve"], "'serve' is not a command"),
+    (["server"], "'server' is not a command"),
     (["--verbose"], "'--verbose' is not a command"),
     (["check", "--gpu"], "unrecognized arguments: --gpu; see areno check --help"),
     (["env", "--jsn"], "unrecognized arguments: --jsn; see areno env --help"),

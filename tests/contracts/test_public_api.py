@@ -262,6 +262,7 @@ OPTIONS = {
     "clip_ratio_c": 3.0,
     "value_clip_eps": 0.5,
     "value_loss_coef": 0.5,
+    "bootstrap_truncated": True,
     "whiten_advantages": True,
     "gamma": 1.0,
     "lam": 0.95,

@@ -372,6 +372,22 @@ def test_each_misuse_is_named(engine, other_checkpoint, classifier, tmp_path):
         engine.score_logprobs("actor", ROWS, [1.0, 1.0])
 
 
+def test_a_role_of_another_tokenizer_is_refused_by_name(engine, tmp_path):
+    other = save_tiny_checkpoint(
+        tmp_path / "other", texts=["entirely different words make different pieces"] * 9, vocab=300
+    )
+    with pytest.raises(UsageError, match=r"role 'ref': .* has another tokenizer than .*: token .* is id"):
+        engine.ensure_roles(role("ref", other))
+
+
+def test_gradients_that_are_not_finite_end_the_training_of_a_role_also_over_several_calls(engine):
+    rows = [TrainSequence([True, False], [4, 5])]
+    for _ in range(4):
+        assert engine.train(rows, lambda pack, logprobs: logprobs.sum() * float("nan"), 1)["update_skipped"] == 1.0
+    with pytest.raises(EngineError, match="not finite in 5 updates in a row"):
+        engine.train(rows, lambda pack, logprobs: logprobs.sum() * float("nan"), 1)
+
+
 def test_role_kinds_go_by_name_unless_they_are_given():
     kinds = {"ref": "policy", "critic": "value", "value_net": "value", "reward": "reward", "teacher": "policy"}
     assert {name: ModelRole(name, "p", False).predicts for name in kinds} == kinds

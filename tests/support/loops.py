@@ -61,11 +61,12 @@ def open_loop(
 
 
 def step(loop: RolloutTrainer) -> Any:
-    """Run the next step; returns its outcome."""
+    """Run the next step and complete it, as the loop does; returns its outcome."""
     size = loop.config.batch_size
     batch, _ = next(loop.batches(range(len(loop.dataset)), loop.state.step * size))
     outcome = loop.run_step(batch)
     loop.state.step += 1
+    loop._updating = False
     return outcome
 
 

@@ -200,6 +200,7 @@ class TrainingLoop(ABC):
         self._record(step, outcome)
         self.state.step, self.state.position = step + 1, position
         self.state.health, self.state.rng = self.health.state_dict(), capture_rng()
+        self._updating = False
         self.display.step_done(step, outcome.stats, outcome.sample)
         self._evaluate_if_due()
         if self.state.step % self.config.save_interval == 0:
@@ -207,10 +208,8 @@ class TrainingLoop(ABC):
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
         """One train call with the run's loss and sizes; not interrupted by a signal."""
-        self._updating = True
-        stats = self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
-        self._updating = False
-        return stats
+        self._updating = True  # until the step is complete, the weights belong to no step that could be saved
+        return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
 
     def _observe(self, step: int, outcome: StepOutcome) -> None:
         rows = outcome.rows

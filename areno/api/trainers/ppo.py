@@ -23,17 +23,10 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPOTrainer")
 
 
 class PPOTrainer(RolloutTrainer):
-    """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.api.trainers.loop.TrainingLoop`.
-
-    Attributes:
-        bootstrap_truncated: an answer that was cut at the token limit also earns the critic's value of what would have
-            followed (Pardo et al. 2018, arXiv:1712.00378). Off, because the reward judges the cut text already: both
-            together count twice, and where most answers are cut the values grow without bound.
-    """
+    """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.api.trainers.loop.TrainingLoop`."""
 
     logger = logger
     role: ClassVar[lifecycle.Role] = "actor"
-    bootstrap_truncated: ClassVar[bool] = False
 
     def roles(self) -> list[ModelRole]:
         """The critic, and the reference if there is a KL term."""
@@ -63,7 +56,7 @@ class PPOTrainer(RolloutTrainer):
         stats = self.score_reference(rows) if config.use_kl_loss else {}
         values, stats["critic_value_forward_time_s"] = self._score_values(rows)
         for row, row_values in zip(rows, values, strict=True):
-            bootstrap = row.truncated and self.bootstrap_truncated
+            bootstrap = row.truncated and config.bootstrap_truncated
             fill_returns(row, row_values, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap)
         stats |= _value_stats(rows)
         if config.whiten_advantages:

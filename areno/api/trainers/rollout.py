@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from areno.api.datasets import iter_prompt_batches
-from areno.api.evaluation import OnScored, evaluate_prompts, evaluation_sampling
+from areno.api.evaluation import OnScored, evaluate_prompts, evaluation_sampling, rollout_sampling
 from areno.api.records import reward_record
 from areno.api.trainers.loop import StepOutcome, TrainingLoop
 from areno.api.trainers.passes import merge_stats, plan_passes
@@ -27,7 +27,7 @@ from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError
-from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, SamplingParams, TrainSequence
+from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
 
 @dataclass(slots=True)
@@ -83,10 +83,9 @@ class RolloutTrainer(TrainingLoop):
             lifecycle.role_init_end(self.logger, role.name)
 
     def _reward_role(self) -> list[ModelRole]:
-        """The reward model, where no function gives the rewards."""
-        config = self.config
-        has_function = config.reward_fn_path is not None or self.reward_fn is not None
-        return [] if has_function or not config.reward_ckpt else [ModelRole("reward", config.reward_ckpt, False)]
+        """The reward model, where one gives the rewards."""
+        path = self.config.reward_ckpt
+        return [ModelRole("reward", path, False)] if path else []
 
     def reference_role(self) -> ModelRole:
         """The frozen policy that a KL term compares with: ``--ref-ckpt``, else ``--ckpt``."""
@@ -95,16 +94,7 @@ class RolloutTrainer(TrainingLoop):
     def prepare(self) -> None:
         """Start the reward workers, so that a broken reward file shows before the first rollout."""
         config = self.config
-        self.sampling = SamplingParams(
-            greedy=config.greedy,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            stop=list(config.stop) or None,
-            stop_token_ids=list(config.stop_token_ids) or None,
-            ignore_eos=config.ignore_eos,
-        )
+        self.sampling = rollout_sampling(config)
         self._log_limit = completions_to_log()
         self._said_fewer_minibatches = False
         self._runner: RewardRunner | None = None
@@ -151,7 +141,6 @@ class RolloutTrainer(TrainingLoop):
             samples = self._timed("reward", timings, self._reward, drawn)
             rows, stats = self._timed("advantage", timings, self.make_rows, samples)
         stats = self._timed("train", timings, self.update, rows) | stats
-        self._updating = False
         stats |= self._rollout_stats(samples, drawn, timings)
         rewards = [sample.reward for sample in samples]
         self.run_dir.append_samples(
@@ -307,7 +296,7 @@ class RolloutTrainer(TrainingLoop):
         prompt, response = sample.item.input_tokens, sample.sequence.resp_tokens
         return TrainSequence(
             prompt_mask=[True] * len(prompt) + [False] * len(response),
-            tokens=[*prompt, *response],
+            tokens=sample.tokens,
             logprobs=[0.0] * len(prompt) + sample.sequence.resp_logprobs,
             reward=sample.reward,
             eos_token_id=min(self.instance.backend.eos_token_ids(), default=0),
@@ -369,7 +358,6 @@ class RolloutTrainer(TrainingLoop):
         calls = []
         for indices in plan:
             calls.append(train([rows[index] for index in indices]))
-            self._updating = True  # until the last call of the step the weights belong to no step that could be saved
         lifecycle.train_end(self.logger, epoch, step, role, rows=shown)
         return merge_stats(calls)
 
