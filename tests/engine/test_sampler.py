@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from areno.engine.rollout import filters
 from areno.engine.rollout.counter_rng import derive_seed, uniforms
+from areno.engine.rollout.filters import Filters
+from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.sampler import SamplingTable
 from areno.types import SamplingParams
 
@@ -103,3 +106,147 @@ def test_derived_seeds_differ_and_repeat():
     seeds = {derive_seed(a, b, c) for a in range(5) for b in range(20) for c in range(20)}
     assert len(seeds) == 2000
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) != derive_seed(1, 3, 2)
+
+
+# -- filters and edits -------------------------------------------------------------------------------------------------
+
+
+def kept_by_sorting(weights, top_k, top_p, min_p):
+    """The definition, row by row, with a stable sort: top-k, then top-p of what is left, then min-p."""
+    order = torch.sort(weights, descending=True, stable=True).indices.tolist()
+    kept = order[:top_k] if top_k > 0 else order
+    total = sum(float(weights[i]) for i in kept)
+    nucleus, mass = [], 0.0
+    for index in kept:
+        if mass >= top_p * total and top_p < 1:
+            break
+        nucleus.append(index)
+        mass += float(weights[index])
+    return sorted(i for i in nucleus if weights[i] >= min_p * weights.max())
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 1000])
+def test_filters_keep_what_sorting_keeps_also_with_ties_and_beside_other_rows(vocab):
+    own = torch.Generator().manual_seed(vocab)
+    choices = [(k, p, m) for k in (-1, 1, 3, 400) for p in (1.0, 0.05, 0.5, 0.99) for m in (0.0, 0.2)]
+    params = [SamplingParams(top_k=k, top_p=p, min_p=m) for k, p, m in choices]
+    weights = (torch.randn(len(params), vocab, generator=own) * 3).exp()
+    weights[::3] = torch.randint(1, 4, (len(weights[::3]), vocab), generator=own).float()  # many ties
+    weights /= weights.amax(-1, keepdim=True)
+    together = Filters(params, "cpu").apply(weights.clone())
+    for row, (k, p, m) in enumerate(choices):
+        expected = kept_by_sorting(weights[row], k, p, m)
+        assert together[row].nonzero()[:, 0].tolist() == expected, (k, p, m)
+        assert torch.equal(together[row][expected], weights[row][expected])
+        alone = Filters([params[row]], "cpu").apply(weights[row : row + 1].clone())
+        assert torch.equal(alone[0], together[row])
+
+
+def test_a_nucleus_beyond_the_first_candidates_is_found():
+    weights = torch.ones(1, 4 * filters.FIRST_CANDIDATES)
+    kept = Filters([SamplingParams(top_p=0.9)], "cpu").apply(weights)
+    assert int((kept > 0).sum()) == math.ceil(0.9 * 4 * filters.FIRST_CANDIDATES)
+
+
+def test_min_p_gives_the_exact_distribution():
+    observed, _ = frequencies(SamplingParams(min_p=0.2))
+    probabilities = LOGITS.double().softmax(-1)
+    expected = torch.where(probabilities >= 0.2 * probabilities.max(), probabilities, 0.0)
+    assert (expected > 0).sum() == 3
+    assert chi_square(observed, expected / expected.sum()) < 20
+
+
+@pytest.mark.parametrize("vocab", [7, 300, 5000])
+def test_block_draws_follow_the_distribution_and_hit_every_region(vocab):
+    own = torch.Generator().manual_seed(1)
+    logits = torch.randn(vocab, generator=own)
+    rows = 4000
+    counts = torch.zeros(vocab)
+    for seed in range(10):
+        table = SamplingTable([SamplingParams()] * rows, list(range(seed * rows, (seed + 1) * rows)))
+        counts += torch.bincount(table.draw(logits.expand(rows, -1), [0] * rows).tokens, minlength=vocab)
+    expected = logits.double().softmax(-1) * rows * 10
+    order = expected.argsort()
+    bins = torch.tensor_split(order, min(vocab, 40))
+    statistic = sum(float((counts[b].sum() - expected[b].sum()) ** 2 / expected[b].sum()) for b in bins)
+    degrees = len(bins) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def penalised(logits, prompt, output, params):
+    """The definition, token by token."""
+    edited = logits.clone().double()
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            edited[token] = (
+                edited[token] / params.repetition_penalty
+                if edited[token] > 0
+                else edited[token] * params.repetition_penalty
+            )
+        count = output.count(token)
+        edited[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        edited[token] += (params.logit_bias or {}).get(token, 0.0)
+    return edited
+
+
+def test_penalties_and_biases_are_those_of_their_definitions_and_change_their_row_only():
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2)) * 2
+    params = SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.7, logit_bias={3: 4.0, 5: -100.0}
+    )
+    prompt, output = [1, 2, 2, 30], [2, 7, 7, 9]
+    edits = LogitEdits(params, prompt, None)
+    assert edits.apply(logits[0]).tolist() == pytest.approx(penalised(logits[0], prompt, [], params).tolist(), abs=1e-5)
+    for token in output:
+        edits.push(token)
+    expected = penalised(logits[0], prompt, output, params)
+    assert edits.apply(logits[0]).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    greedy = SamplingParams(greedy=True)
+    table = SamplingTable([params, SamplingParams(), greedy], [1, 2, 3], edits=[edits, None, None])
+    draw = table.draw(logits, [0, 0, 0])
+    plain = SamplingTable([SamplingParams(), greedy], [2, 3]).draw(logits[1:], [0, 0])
+    assert draw.tokens[1:].tolist() == plain.tokens.tolist()
+    assert draw.logprobs[0].item() == pytest.approx(logits[0].log_softmax(-1)[draw.tokens[0]].item(), abs=1e-5)
+    rows = 20_000
+    many = SamplingTable([params] * rows, list(range(rows)), edits=[edits] * rows)
+    observed = torch.bincount(many.draw(logits[:1].expand(rows, -1), [0] * rows).tokens, minlength=40) / rows
+    assert (observed - expected.softmax(-1)).abs().max() < 0.015
+
+
+class OnlyEven:
+    """A grammar: even tokens, three of them."""
+
+    def __init__(self):
+        self.taken = []
+
+    def allowed(self):
+        return np.arange(40) % 2 == 0
+
+    def push(self, token):
+        self.taken.append(token)
+
+    @property
+    def finished(self):
+        return len(self.taken) == 3
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_grammar_rules_tokens_out(greedy):
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3))
+    logits[0, 1] = 50.0
+    params = SamplingParams(greedy=greedy)
+    seen = set()
+    for seed in range(50):
+        edits = LogitEdits(params, [1], OnlyEven())
+        seen.add(int(SamplingTable([params], [seed], edits=[edits]).draw(logits, [0]).tokens[0]))
+    assert all(token % 2 == 0 for token in seen)
+    assert greedy == (seen == {int(logits[0, ::2].argmax()) * 2})
+
+
+def test_top_logprobs_are_the_largest_ones():
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(4))
+    table = SamplingTable([SamplingParams(top_logprobs=4, temperature=0.5), SamplingParams()], [1, 2])
+    tokens, values = table.draw(logits, [0, 0]).top
+    exact = (logits[0].double() / 0.5).log_softmax(-1)
+    assert tokens[0].tolist() == exact.topk(4).indices.tolist()
+    assert values[0].tolist() == pytest.approx(exact.topk(4).values.tolist(), abs=1e-5)

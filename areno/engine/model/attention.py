@@ -86,13 +86,17 @@ def _causal_mask(length: int, like: Tensor) -> Tensor:
     return window_mask(length, None, like)
 
 
-def window_mask(length: int, window: int | None, like: Tensor) -> Tensor:
-    """Additive mask [length, length] in the dtype of ``like``: causal, and banded where a window is given."""
-    rows = torch.arange(length, device=like.device)
-    visible = rows[None, :] <= rows[:, None]
+def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:
+    """Additive mask [length - first, length] in the dtype of ``like``: causal, and banded where a window is given.
+
+    Row i stands for the query at position ``first + i``.
+    """
+    rows = torch.arange(first, length, device=like.device)
+    columns = torch.arange(length, device=like.device)
+    visible = columns[None, :] <= rows[:, None]
     if window is not None:
-        visible &= rows[None, :] > rows[:, None] - window
-    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
+        visible &= columns[None, :] > rows[:, None] - window
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
 
 
 def _areno_attention(

@@ -25,6 +25,10 @@ class RecurrentPlan(Protocol):
         ...
 
 
+# Rows behind the slots, for the padding of a decode step: what it computes must not reach anybody's state.
+SCRATCH = 8
+
+
 class SlotStates:
     """Conv and recurrent states of every layer, one row per cache slot; a zero row means no past.
 
@@ -44,9 +48,9 @@ class SlotStates:
         layer = module.layer_idx
         if layer not in self._conv:
             weight = module.conv1d.weight
-            self._conv[layer] = weight.new_zeros(self.slots, module.conv_dim, module.conv_kernel_size)
+            self._conv[layer] = weight.new_zeros(self.slots + SCRATCH, module.conv_dim, module.conv_kernel_size)
             self._recurrent[layer] = torch.zeros(
-                self.slots, module.num_v_heads, module.head_k_dim, module.head_v_dim, device=weight.device
+                self.slots + SCRATCH, module.num_v_heads, module.head_k_dim, module.head_v_dim, device=weight.device
             )
         self._rows = rows
         return self
@@ -99,8 +103,8 @@ class SlotStates:
         """Make room for more slots, keeping what is there."""
         for table in (self._conv, self._recurrent):
             for layer, tensor in table.items():
-                bigger = tensor.new_zeros(slots, *tensor.shape[1:])
-                bigger[: self.slots] = tensor
+                bigger = tensor.new_zeros(slots + SCRATCH, *tensor.shape[1:])
+                bigger[: self.slots] = tensor[: self.slots]
                 table[layer] = bigger
         self.slots = slots
 

@@ -7,14 +7,17 @@ view and copies nothing; columns grow while sequences do, so memory follows what
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from areno.engine.model.attention import LayerAttention, scaled_dot_product
+from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import Forward, SlotStates
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
+
+Snapshot = dict[int, tuple[Tensor, Tensor]]
 
 # Matrix products round differently at some small row counts; multiples of eight do not depend on the batch around a row.
 ROW_STEP = 8
@@ -37,9 +40,10 @@ class SlotCache:
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for ``rows`` sequences of ``columns`` tokens, keeping what is cached."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
-        if columns > self.columns:
-            # A quarter of headroom keeps the number of copies logarithmic in the length.
-            columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP)
+        if columns >= self.columns:
+            # A quarter of headroom keeps the number of copies logarithmic in the length. The last column is nobody's:
+            # the padding of a decode step writes there.
+            columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP) + 1
         columns = max(columns, self.columns)
         if (slots, columns) == (self.slots, self.columns):
             return
@@ -73,6 +77,24 @@ class SlotCache:
         """Views [rows, heads, columns, size] of the first slots."""
         return self._keys[layer][:rows, :, :columns], self._values[layer][:rows, :, :columns]
 
+    def row(self, layer: int, slot: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Views [1, heads, columns, size] of one slot."""
+        return self._keys[layer][slot : slot + 1, :, :columns], self._values[layer][slot : slot + 1, :, :columns]
+
+    def snapshot(self, slot: int, length: int) -> Snapshot:
+        """A copy of the first ``length`` columns of a slot: per layer keys and values [heads, length, size]."""
+        return {
+            layer: (self._keys[layer][slot, :, :length].clone(), self._values[layer][slot, :, :length].clone())
+            for layer in self._keys
+        }
+
+    def restore(self, snapshot: Snapshot, slots: Seq[int], length: int) -> None:
+        """Write the first ``length`` columns of a snapshot to some slots."""
+        rows = torch.tensor(slots, device=self.device)
+        for layer, (keys, values) in snapshot.items():
+            self._keys[layer][rows, :, :length] = keys[:, :length]
+            self._values[layer][rows, :, :length] = values[:, :length]
+
     def move(self, moves: Seq[Move]) -> None:
         """Carry out the copies that a compaction asks for."""
         for move in moves:
@@ -82,62 +104,96 @@ class SlotCache:
             self.states.copy(move.source, torch.tensor([move.target], device=self.device))
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a context to prefill: ``length`` tokens behind ``offset`` cached ones, for all slots that share it."""
+
+    slots: Seq[int]
+    length: int
+    offset: int = 0
+
+
 class PrefillPlan(PackedPlan):
-    """Packed contexts without a past, whose keys and values go to all slots that share them.
+    """Packed pieces of contexts, whose keys and values go to all slots that share them.
 
     Args:
-        cache: where they go; it must have room already.
-        lengths: tokens of each context.
-        slots: slots of each context; each receives a copy.
+        cache: where they go; it must have room already, and hold what stands before each piece.
+        spans: the pieces, in packed order.
     """
 
-    def __init__(self, cache: SlotCache, lengths: Seq[int], slots: Seq[Seq[int]]) -> None:
-        super().__init__(lengths, cache.device)
-        self.cache = cache
-        self._slots = [torch.tensor(rows, device=cache.device) for rows in slots]
+    def __init__(self, cache: SlotCache, spans: Seq[Span]) -> None:
+        super().__init__([span.length for span in spans], cache.device)
+        self.cache, self.spans = cache, spans
         token, slot, position = [], [], []
-        for start, length, rows in zip(self.starts, self.lengths, slots, strict=False):
-            span = torch.arange(length)
-            token.append((span + start).repeat(len(rows)))
-            position.append(span.repeat(len(rows)))
-            slot.append(torch.tensor(rows).repeat_interleave(length))
+        for start, span in zip(self.starts, spans, strict=False):
+            own = torch.arange(span.length)
+            token.append((own + start).repeat(len(span.slots)))
+            position.append((own + span.offset).repeat(len(span.slots)))
+            slot.append(torch.tensor(span.slots).repeat_interleave(span.length))
         self._token, self._slot, self._position = (torch.cat(x).to(cache.device) for x in (token, slot, position))
-        cache.states.clear(torch.cat(self._slots))
+        self._continued = any(span.offset for span in spans)
+        self._piece_masks: dict[tuple[int, int, int | None], Tensor] = {}
+        if self._continued:
+            offsets = torch.tensor([span.offset for span in spans]).repeat_interleave(torch.tensor(self.lengths))
+            self.position_ids = self.position_ids + offsets.to(cache.device)
+        fresh = [slot for span in spans if not span.offset for slot in span.slots]
+        if fresh:
+            cache.states.clear(torch.tensor(fresh, device=cache.device))
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write to the cache, then attend inside each context."""
         self.cache.write(layer.layer, self._slot, self._position, k[self._token], v[self._token])
-        return super().attend(layer, q, k, v)
+        if not self._continued:
+            return super().attend(layer, q, k, v)
+        outputs = []
+        for start, span in zip(self.starts, self.spans, strict=False):
+            stop = span.offset + span.length
+            keys, values = self.cache.row(layer.layer, span.slots[0], stop)
+            own = q[start : start + span.length].transpose(0, 1)[None]
+            mask = self._piece_mask(span, layer.window, q)
+            outputs.append(scaled_dot_product(own, keys, values, layer, mask)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def _piece_mask(self, span: Span, window: int | None, like: Tensor) -> Tensor:
+        key = (span.offset, span.length, window)
+        if key not in self._piece_masks:
+            self._piece_masks[key] = window_mask(span.offset + span.length, window, like, span.offset)
+        return self._piece_masks[key]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """One context at a time: a state that is kept must not see padding."""
         outputs = []
-        for start, length, slots in zip(self.starts, self.lengths, self._slots, strict=False):
-            states = self.cache.states.at(module, slots[:1])
-            outputs.append(forward(hidden[None, start : start + length], cache_params=states)[0])
+        for start, span in zip(self.starts, self.spans, strict=False):
+            states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
+            outputs.append(forward(hidden[None, start : start + span.length], cache_params=states)[0])
         return torch.cat(outputs)
 
     def finish(self) -> None:
         """After the call: hand recurrent states on to the slots that share a context."""
-        for slots in self._slots:
-            if len(slots) > 1:
-                self.cache.states.copy(int(slots[0]), slots[1:])
+        for span in self.spans:
+            if len(span.slots) > 1:
+                self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
 
 
 class DecodePlan:
-    """One new token for each of the first ``rows`` slots.
+    """One new token for each of the first slots, and some rows of padding.
 
     Args:
         cache: holds their past.
-        positions: position of the new token of each row [rows].
+        positions: position of the new token of each row [rows]; any for padding.
         columns: cache columns to look at; beyond every position.
+        live: rows that are no padding.
     """
 
-    def __init__(self, cache: SlotCache, positions: Tensor, columns: int) -> None:
+    def __init__(self, cache: SlotCache, positions: Tensor, columns: int, live: int) -> None:
         self.cache = cache
         self.position_ids = positions
         self.columns = columns
-        self._rows = torch.arange(len(positions), device=positions.device)
+        rows = len(positions)
+        self._rows = torch.arange(rows, device=positions.device)
+        # Padding rows may lie over slots of samples that are being prefilled: they write where nobody reads.
+        self._write_at = torch.where(self._rows < live, positions, cache.columns - 1)
+        self._state_rows = torch.where(self._rows < live, self._rows, cache.slots + self._rows - live)
         self._masks: dict[int | None, Tensor] = {}
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -152,11 +208,11 @@ class DecodePlan:
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
-        self.cache.write(layer.layer, self._rows, self.position_ids, k, v)
+        self.cache.write(layer.layer, self._rows, self._write_at, k, v)
         keys, values = self.cache.read(layer.layer, len(self._rows), self.columns)
         mask = self._mask(layer.window, q.dtype)
         return scaled_dot_product(q[:, :, None], keys, values, layer, mask)[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """All rows in one step of the recurrence."""
-        return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._rows))[:, 0]
+        return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]

@@ -1,15 +1,17 @@
 """The rollout loop: one thread that serves every request of an engine.
 
-Requests arrive at any time and are answered through futures. Each turn of the loop admits waiting sequences, prefills
-them, and decodes one token for everything that lives. An error inside the loop fails all pending requests with its cause;
-nobody waits for a loop that has died.
+Requests arrive at any time and are answered through futures. Each turn of the loop admits waiting sequences, prefills a
+bounded number of tokens, and decodes one token for everything that runs: a long prompt never stalls the others. An error
+inside the loop fails all pending requests with its cause; nobody waits for a loop that has died.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache
+from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.logit_edits import LogitEdits
+from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
 from areno.engine.rollout.sequence import Group, Sequence, StopText
@@ -27,17 +31,45 @@ from areno.types import Request, RolloutResult
 
 # Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
 READ_STEP = 16
+# Prompt tokens of one prefill call while nothing is decoded, and while something waits for its next token.
+IDLE_PREFILL, BUSY_PREFILL = 8192, 512
 
 StopTextFactory = Callable[[list[str], bool], StopText]
 
 
 @dataclass(slots=True)
 class RolloutCounters:
-    """Totals since the loop began."""
+    """Totals since the loop began; ``reused`` are prompt tokens that came from the prefix store."""
 
     generated: int = 0
     prefilled: int = 0
+    reused: int = 0
     decode_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What a loop is busy with.
+
+    Attributes:
+        waiting: samples in the queue.
+        running: samples that hold a slot.
+        kv_tokens_used: cells of the KV cache in use.
+        kv_tokens: its budget.
+        generated_total: tokens sampled since the loop began.
+        prefilled_total: prompt tokens computed.
+        reused_total: prompt tokens taken from the prefix store.
+        preemptions_total: samples sent back to the queue.
+    """
+
+    waiting: int
+    running: int
+    kv_tokens_used: int
+    kv_tokens: int
+    generated_total: int
+    prefilled_total: int
+    reused_total: int
+    preemptions_total: int
 
 
 class RolloutLoop:
@@ -50,6 +82,7 @@ class RolloutLoop:
         budget_tokens: KV tokens that may be in use at once.
         max_running: most sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
+        prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
 
     def __init__(
@@ -61,6 +94,7 @@ class RolloutLoop:
         budget_tokens: int,
         max_running: int,
         progress: DecodeProgress | None = None,
+        prefix_tokens: int = 0,
     ) -> None:
         self.model = model
         self.eos_ids = eos_ids
@@ -68,17 +102,20 @@ class RolloutLoop:
         self.counters = RolloutCounters()
         self.scheduler = Scheduler(budget_tokens, max_running)
         self.cache = SlotCache(model.device)
+        self.prefixes = PrefixStore(prefix_tokens)
         self._make_stop_text = make_stop_text
         self._progress = progress
         self._table: SamplingTable | None = None
         self._threads = ThreadRule(model)
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
-        self._open: set[Group] = set()  # every group that is not answered, wherever its sequences are
+        self._open: dict[Future[RolloutResult], Group] = {}  # all that is not answered, wherever its sequences are
+        self._turning = threading.Lock()
         self._closing = False
         self._failure: BaseException | None = None
         self._busy = False
         self._cancel = False
+        self._cancellations = False
         self._thread: threading.Thread | None = None
 
     # -- called from any thread ------------------------------------------------------------------------------------
@@ -99,9 +136,49 @@ class RolloutLoop:
                 self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
                 self._thread.start()
             self._incoming += groups
-            self._open.update(groups)
+            self._open.update((group.future, group) for group in groups)
             self._wake.notify()
         return [group.future for group in groups]
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """Answer one request with what it has so far, ``finish_reason`` "abort"; its slots are free at the next step."""
+        with self._wake:
+            group = self._open.get(future)
+            if group is not None:
+                group.cancelled = True
+                self._cancellations = True
+                self._wake.notify()
+
+    def load(self) -> EngineLoad:
+        """What the loop is busy with, now."""
+        scheduler, counters = self.scheduler, self.counters
+        with self._wake:
+            waiting = len(scheduler.waiting) + sum(len(group.members) for group in self._incoming)
+        return EngineLoad(
+            waiting=waiting,
+            running=len(scheduler.live()),
+            kv_tokens_used=scheduler.cells(),
+            kv_tokens=scheduler.budget_tokens,
+            generated_total=counters.generated,
+            prefilled_total=counters.prefilled,
+            reused_total=counters.reused,
+            preemptions_total=scheduler.preemptions,
+        )
+
+    @contextmanager
+    def weights_changing(self, version: int) -> Iterator[None]:
+        """Hold generation between two tokens while the block changes the weights, which then have ``version``.
+
+        Samples go on afterwards from what they have said, over a cache computed anew; every later token carries the
+        new version. Nothing that was cached under the old weights is used again.
+        """
+        with self._turning:
+            yield
+            with self._wake:
+                self.scheduler.requeue()
+            self.prefixes.clear()
+            self._table = None
+            self.version = version
 
     def cancel_all(self) -> None:
         """Answer every pending request with what it has so far, ``finish_reason`` "abort"; returns when the loop is idle."""
@@ -137,10 +214,13 @@ class RolloutLoop:
                 "--max-new-tokens"
             )
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        group = Group(request.prompt_tokens, sampling, stop_ids, Future())
-        for seed in request.seeds:
+        group = Group(request.prompt_tokens, sampling, stop_ids, Future(), request.listener)
+        for index, seed in enumerate(request.seeds):
             watcher = self._make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
-            group.members.append(Sequence(group, seed, watcher))
+            constraint = request.constraint() if request.constraint is not None else None
+            edited = constraint is not None or sampling.edits_logits
+            edits = LogitEdits(sampling, request.prompt_tokens, constraint) if edited else None
+            group.members.append(Sequence(group, seed, index, watcher, edits))
         group.unfinished = len(group.members)
         group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
         return group
@@ -154,7 +234,8 @@ class RolloutLoop:
         try:
             with torch.inference_mode():
                 while self._next_work():
-                    self._turn()
+                    with self._turning:
+                        self._turn()
         except BaseException as error:
             self._fail(error)
 
@@ -164,8 +245,12 @@ class RolloutLoop:
             self._accept()
             if self._cancel:
                 self._cancel = False
-                self._abort_all()
-            self._busy = bool(self.scheduler.waiting or self.scheduler.running)
+                self._abort([*self.scheduler.waiting, *self.scheduler.live()])
+            if self._cancellations:
+                self._cancellations = False
+                mine = [*self.scheduler.waiting, *self.scheduler.live()]
+                self._abort([sequence for sequence in mine if sequence.group.cancelled])
+            self._busy = bool(self.scheduler.waiting or self.scheduler.live())
             if not self._busy:
                 self._threads.reset()
                 if self._progress is not None:
@@ -184,7 +269,7 @@ class RolloutLoop:
     def _fail(self, error: BaseException) -> None:
         with self._wake:
             self._failure = error
-            groups, self._open = self._open, set()
+            groups, self._open = list(self._open.values()), {}
             self._wake.notify_all()
         for group in groups:
             failure = EngineError(f"generation failed: {type(error).__name__}: {error}")
@@ -192,9 +277,8 @@ class RolloutLoop:
             group.future.set_exception(failure)
 
     def _turn(self) -> None:
-        """Admit and prefill what fits, then decode one token for every live sequence."""
-        while shared := self.scheduler.admit():
-            self._prefill(shared)
+        """Prefill what is admitted, then decode one token for every running sequence."""
+        self._prefill_some()
         moves = self.scheduler.make_room()
         if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):
             self.cache.move(moves)
@@ -202,31 +286,95 @@ class RolloutLoop:
         if self.scheduler.running:
             self._decode()
 
-    def _abort_all(self) -> None:
-        waiting = list(self.scheduler.waiting)
-        self.scheduler.waiting.clear()
-        self._leave(list(self.scheduler.running))
-        for sequence in waiting:
+    def _prefill_some(self) -> None:
+        """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
+        scheduler = self.scheduler
+        while True:
+            tokens = BUSY_PREFILL if scheduler.running else IDLE_PREFILL
+            if scheduler.entering is not None:
+                self._continue_entering(tokens)
+            elif shared := scheduler.admit(tokens):
+                self._prefill(shared)
+            elif scheduler.entering is None:
+                return
+            if scheduler.running and tokens == BUSY_PREFILL:
+                return
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        gone = set(sequences)
+        if not gone:
+            return
+        self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in gone)
+        queued = [s for s in sequences if s.slot < 0]
+        self._leave([s for s in sequences if s.slot >= 0])
+        for sequence in queued:
             self._finish(sequence)
 
     def _prefill(self, shared: list[list[Sequence]]) -> None:
-        contexts = [members[0].context for members in shared]
-        running = self.scheduler.running
-        self.cache.reserve(len(running), max(self.cache.columns, self.scheduler.columns()))
-        plan = PrefillPlan(self.cache, [len(c) for c in contexts], [[s.slot for s in members] for members in shared])
-        tokens = torch.tensor([token for context in contexts for token in context], device=self.model.device)
+        """Prefill whole contexts, less what the prefix store has, and sample the first token of each sample."""
+        self._reserve()
+        spans = []
+        for members in shared:
+            context, slots = members[0].context, [s.slot for s in members]
+            offset = self._reuse(context, slots)
+            spans.append(Span(slots, len(context) - offset, offset))
+        tokens = [
+            t
+            for m, span in zip(shared, spans, strict=True)
+            for t in m[0].context[span.offset : span.offset + span.length]
+        ]
+        self._first_tokens(shared, self._run_prefill(spans, tokens))
+
+    def _continue_entering(self, tokens: int) -> None:
+        """Prefill the next piece of the entering context; with its last piece the samples begin to run."""
+        entering = self.scheduler.entering
+        assert entering is not None
+        context, slots = entering.members[0].context, [s.slot for s in entering.members]
+        self._reserve()
+        if not entering.done:
+            entering.done = self._reuse(context, slots)
+        stop = min(entering.done + tokens, len(context))
+        piece = Span(slots, stop - entering.done, entering.done)
+        hidden = self._run_prefill([piece], context[entering.done : stop])
+        entering.done = stop
+        if stop == len(context):
+            self._first_tokens([self.scheduler.entered()], hidden)
+
+    def _reserve(self) -> None:
+        self.cache.reserve(len(self.scheduler.live()), self.scheduler.columns())
+
+    def _reuse(self, context: list[int], slots: list[int]) -> int:
+        """Copy what the prefix store has of a context into its slots; returns how many tokens that is."""
+        hit = self.prefixes.find(context, self.version)
+        if hit is None:
+            return 0
+        self.cache.restore(hit.snapshot, slots, hit.length)
+        self.counters.reused += hit.length
+        return hit.length
+
+    def _run_prefill(self, spans: list[Span], tokens: list[int]) -> Tensor:
+        """Hidden states after the last token of each span [spans, C]."""
+        plan = PrefillPlan(self.cache, spans)
         self._threads.apply(len(tokens))
-        hidden = self.model.body(tokens, plan.position_ids, plan)
+        hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
         plan.finish()
-        last = torch.tensor(plan.starts[1:], device=hidden.device) - 1
-        logits = self.model.logits(hidden.index_select(0, last))
+        self.counters.prefilled += len(tokens)
+        return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
+
+    def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
+        """Sample for all members of each context from the hidden state [contexts, C] after it."""
+        logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
         members = [sequence for members in shared for sequence in members]
-        table = SamplingTable([s.group.sampling for s in members], [s.seed for s in members], self.model.device)
-        self.counters.prefilled += len(tokens)
         self._table = None
-        self._take(
-            members, table.draw(logits[torch.tensor(owner, device=logits.device)], [len(s.output) for s in members])
+        self._take(members, self._table_of(members).draw(logits[self._upload(owner)], [len(s.output) for s in members]))
+
+    def _table_of(self, sequences: list[Sequence]) -> SamplingTable:
+        return SamplingTable(
+            [s.group.sampling for s in sequences],
+            [s.seed for s in sequences],
+            self.model.device,
+            [s.edits for s in sequences],
         )
 
     def _decode(self) -> None:
@@ -235,11 +383,10 @@ class RolloutLoop:
         self.cache.reserve(rows, self.scheduler.columns())
         columns = round_up(max(s.length for s in running), READ_STEP)
         if self._table is None:
-            sampling = [s.group.sampling for s in running]
-            self._table = SamplingTable(sampling, [s.seed for s in running], self.model.device)
+            self._table = self._table_of(running)
         padding = [0] * (rows - len(running))
         tokens = self._upload([s.last_token for s in running] + padding)
-        plan = DecodePlan(self.cache, self._upload([s.length - 1 for s in running] + padding), columns)
+        plan = DecodePlan(self.cache, self._upload([s.length - 1 for s in running] + padding), columns, len(running))
         self._threads.apply(rows)
         hidden = self.model.body(tokens, plan.position_ids, plan)
         logits = self.model.logits(hidden[: len(running)])
@@ -255,13 +402,14 @@ class RolloutLoop:
         """Give each sequence its token, and let those leave that are done."""
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
+        tops = _top_lists(draw, sequences)
         done = []
-        for sequence, token, logprob, cut in zip(sequences, tokens, logprobs, cuts, strict=True):
+        for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
                 raise EngineError(
                     "the model produced logits that are not finite; the weights have diverged or are broken"
                 )
-            if sequence.push(token, logprob, cut, self.version):
+            if sequence.push(token, logprob, cut, self.version, top):
                 done.append(sequence)
         self.counters.generated += len(tokens)
         self._leave(done)
@@ -269,15 +417,40 @@ class RolloutLoop:
     def _leave(self, done: list[Sequence]) -> None:
         if not done:
             return
+        for sequence in done:
+            self._remember(sequence)
         moves: list[Move] = self.scheduler.remove(done)
         self.cache.move(moves)
         self._table = None
         for sequence in done:
             self._finish(sequence)
 
+    def _remember(self, sequence: Sequence) -> None:
+        """Keep the cache of a finished sequence for requests that begin like it; its last token was never fed."""
+        entering = self.scheduler.entering
+        if not self.prefixes.budget_tokens or self.cache.states.tensors():
+            return  # a recurrent state belongs to one length only
+        if entering is not None and sequence in entering.members:
+            return
+        context = sequence.context[:-1]
+        if not self.prefixes.covers(context, self.version):
+            self.prefixes.add(context, self.cache.snapshot(sequence.slot, len(context)), self.version)
+
     def _finish(self, sequence: Sequence) -> None:
         group = sequence.group
         group.unfinished -= 1
         if group.unfinished == 0:
-            self._open.discard(group)
+            self._open.pop(group.future, None)
             group.future.set_result(group.result())
+
+
+def _top_lists(draw: Draw, sequences: list[Sequence]) -> list[list[tuple[int, float]] | None]:
+    """Per row the most likely tokens with their log-probs, as many as its request asked for; None where it did not."""
+    if draw.top is None:
+        return [None] * len(sequences)
+    tokens, values = draw.top[0].tolist(), draw.top[1].tolist()
+    wanted = [sequence.group.sampling.top_logprobs for sequence in sequences]
+    return [
+        list(zip(row[:n], own[:n], strict=True)) if n else None
+        for row, own, n in zip(tokens, values, wanted, strict=True)
+    ]

@@ -7,7 +7,7 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache
+from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.errors import UnsupportedModelError
 
@@ -27,13 +27,15 @@ def prove_decoding(model: CausalLM, name: str) -> int:
     expected = model.logits(model.body(tokens, whole.position_ids, whole)).float()
     cache = SlotCache(model.device)
     cache.reserve(1, COLUMN_STEP)
-    prefill = PrefillPlan(cache, [7], [[0]])
-    got = [model.logits(model.body(tokens[:7], prefill.position_ids, prefill)[-1:])]
-    prefill.finish()
+    for offset, stop in ((0, 4), (4, 7)):  # in two pieces, as a long prompt comes
+        prefill = PrefillPlan(cache, [Span([0], stop - offset, offset)])
+        hidden = model.body(tokens[offset:stop], prefill.position_ids, prefill)
+        prefill.finish()
+    got = [model.logits(hidden[-1:])]
     for position in (7, 8):
         rows = torch.zeros(ROW_STEP, dtype=torch.long, device=model.device)
         rows[0] = position
-        plan = DecodePlan(cache, rows, COLUMN_STEP)
+        plan = DecodePlan(cache, rows, COLUMN_STEP, live=1)
         fed = torch.where(rows > 0, tokens[position], tokens[0])
         got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
@@ -42,4 +44,4 @@ def prove_decoding(model: CausalLM, name: str) -> int:
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
             f"{float(gap):.1e}); {type(model.module).__name__} keeps a state that areno does not know"
         )
-    return -(-cache.nbytes() // (ROW_STEP * COLUMN_STEP))
+    return -(-cache.nbytes() // (cache.slots * cache.columns))

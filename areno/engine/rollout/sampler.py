@@ -2,7 +2,7 @@
 
 Each token draws one uniform number from a counter-based generator, keyed by the sample's seed and the token's index, and
 inverts the cumulative distribution. What a sample says therefore depends on its seed alone: not on the batch around it,
-on a preemption in between, or on how often the process was restarted. The vocabulary is sorted only for top-k and top-p.
+on a preemption in between, or on how often the process was restarted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from areno.engine.model.causal_lm import scale_logits
+from areno.engine.rollout import inverse_cdf
 from areno.engine.rollout.counter_rng import uniforms
+from areno.engine.rollout.filters import Filters
+from areno.engine.rollout.logit_edits import LogitEdits
 from areno.types import SamplingParams
 
 
@@ -25,13 +27,15 @@ class Draw:
 
     Attributes:
         tokens: chosen ids [B].
-        logprobs: their log-probs under the temperature-scaled, unfiltered policy [B].
-        cut_mass: probability that top-k and top-p removed [B]; None where no row filters.
+        logprobs: their log-probs under the temperature-scaled policy, before filters and edits [B].
+        cut_mass: probability that top-k, top-p and min-p removed [B]; None where no row filters.
+        top: the most likely tokens and their log-probs [B, K] each; None where no row asks.
     """
 
     tokens: Tensor
     logprobs: Tensor
     cut_mass: Tensor | None
+    top: tuple[Tensor, Tensor] | None = None
 
 
 class SamplingTable:
@@ -41,60 +45,83 @@ class SamplingTable:
         params: one entry per row.
         seeds: one seed per row.
         device: where the logits will be.
+        edits: penalties and grammars per row, None for rows without.
     """
 
-    def __init__(self, params: Seq[SamplingParams], seeds: Seq[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        params: Seq[SamplingParams],
+        seeds: Seq[int],
+        device: torch.device | str = "cpu",
+        edits: Seq[LogitEdits | None] | None = None,
+    ) -> None:
         self.seeds = list(seeds)
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         self.temperatures = torch.tensor(temperatures, device=device)
+        self.scales = any(value != 1.0 for value in temperatures)
         self.greedy = torch.tensor([p.greedy for p in params], device=device)
         self.all_greedy = all(p.greedy for p in params)
         self.any_greedy = any(p.greedy for p in params)
-        filters = [i for i, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1)]
-        self.filtered = torch.tensor(filters, dtype=torch.long, device=device)
-        self.top_k = torch.tensor([params[i].top_k for i in filters], device=device)
-        self.top_p = torch.tensor([params[i].top_p for i in filters], dtype=torch.float64, device=device)
+        self.edits = [(row, edit) for row, edit in enumerate(edits or []) if edit is not None]
+        rows = [i for i, p in enumerate(params) if Filters.wanted(p)]
+        self.filtered = torch.tensor(rows, dtype=torch.long, device=device)
+        self.filters = Filters([params[i] for i in rows], device) if rows else None
+        self.most_top = max((p.top_logprobs for p in params), default=0)
+        self._weights: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Every row is drawn from its scaled policy, with nothing else to do."""
+        return not (self.any_greedy or self.edits or self.filters or self.most_top)
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
         """Sample one token per row from logits [B, V]; ``counters`` is each row's index of the token to come."""
-        scaled = scale_logits(logits, self.temperatures)
-        normaliser = scaled.logsumexp(-1)
+        scaled = scale_logits(logits, self.temperatures) if self.scales else logits.float()
+        highest = scaled.amax(-1)
+        weights = self._room(scaled)
+        flat = weights.view(len(scaled), -1)[:, : scaled.shape[1]]
+        torch.exp(scaled - highest[:, None], out=flat)
+        sums = weights.sum(-1).double()
+        normaliser = highest + sums.sum(-1).log().to(highest.dtype)
         cut = None
-        if self.all_greedy:
-            tokens = scaled.argmax(-1)
-        else:
-            probabilities = (scaled - normaliser[:, None]).exp()
-            if len(self.filtered):
-                cut = self._filter(probabilities)
-            tokens = _invert_cdf(probabilities, uniforms(self.seeds, counters))
-            if self.any_greedy:
-                tokens = torch.where(self.greedy, scaled.argmax(-1), tokens)
+        if self.edits or self.filters is not None:
+            self._edit(logits, flat)
+            before = weights.sum((-1, -2)).double() if self.edits else sums.sum(-1)
+            if self.filters is not None:
+                flat[self.filtered] = self.filters.apply(flat[self.filtered])
+            sums = weights.sum(-1).double()
+            cut = (1.0 - sums.sum(-1) / before).clamp(min=0.0) if self.filters is not None else None
+        tokens = self._choose(scaled, flat, weights, sums, counters)
         logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
-        return Draw(tokens, logprobs, cut)
+        return Draw(tokens, logprobs, cut, self._top(scaled, normaliser))
 
-    def _filter(self, probabilities: Tensor) -> Tensor:
-        """Zero what top-k, then top-p remove, in place; returns the removed mass of every row."""
-        rows = probabilities[self.filtered]
-        ordered, index = torch.sort(rows, dim=-1, descending=True, stable=True)
-        rank = torch.arange(rows.shape[1], device=rows.device)[None, :]
-        limit = torch.where(self.top_k > 0, self.top_k, rows.shape[1])[:, None]
-        ordered = ordered.masked_fill(rank >= limit, 0.0)
-        # Nucleus of what top-k left: the smallest prefix that reaches p, so a token stays while the mass before it is below p.
-        mass = ordered.double().cumsum(-1)
-        before = mass - ordered
-        keep = (before < self.top_p[:, None] * mass[:, -1:]) | (self.top_p[:, None] >= 1.0)
-        ordered = torch.where(keep, ordered, 0.0)
-        probabilities[self.filtered] = torch.zeros_like(rows).scatter_(-1, index, ordered)
-        cut = torch.zeros(len(probabilities), device=rows.device)
-        cut[self.filtered] = (1.0 - ordered.sum(-1)).clamp(min=0.0)
-        return cut
+    def _room(self, scaled: Tensor) -> Tensor:
+        """Weights in blocks [B, blocks, size]; what lies behind the vocabulary stays 0."""
+        rows, vocab = scaled.shape
+        size = inverse_cdf.block_size(vocab)
+        blocks = -(-vocab // size)
+        if self._weights is None or self._weights.shape != (rows, blocks, size):
+            self._weights = scaled.new_zeros(rows, blocks, size)
+        return self._weights
 
+    def _edit(self, logits: Tensor, weights: Tensor) -> None:
+        for row, edit in self.edits:
+            edited = edit.apply(logits[row]) / self.temperatures[row]
+            torch.exp(edited - edited.max(), out=weights[row])
 
-def _invert_cdf(weights: Tensor, u: np.ndarray) -> Tensor:
-    """Index [B] at which the running sum of weights [B, V] first exceeds u [B] times its total."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    target = torch.from_numpy(u).to(weights.device)[:, None] * total
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    found = torch.searchsorted(cdf, torch.minimum(target, below_total), right=True)[:, 0]
-    return found.clamp(max=weights.shape[-1] - 1)  # a row of NaN finds nothing; its log-prob then reports it
+    def _choose(self, scaled: Tensor, flat: Tensor, weights: Tensor, sums: Tensor, counters: Seq[int]) -> Tensor:
+        if not self.all_greedy:
+            u = torch.from_numpy(uniforms(self.seeds, counters)).to(scaled.device)
+            tokens = inverse_cdf.draw(weights, sums, u).clamp(max=scaled.shape[1] - 1)
+            if not self.any_greedy:
+                return tokens
+        best = scaled.argmax(-1)
+        for row, _ in self.edits:
+            best[row] = flat[row].argmax()
+        return best if self.all_greedy else torch.where(self.greedy, best, tokens)
+
+    def _top(self, scaled: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self.most_top:
+            return None
+        values, tokens = torch.topk(scaled, min(self.most_top, scaled.shape[1]), dim=-1)
+        return tokens, values - normaliser[:, None]

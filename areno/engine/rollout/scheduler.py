@@ -30,79 +30,150 @@ class Move:
 
 
 @dataclass(slots=True)
+class Entering:
+    """Samples whose shared context is being prefilled piece by piece; they hold the slots behind the running ones.
+
+    Attributes:
+        members: samples of one context.
+        done: tokens of the context that are cached.
+    """
+
+    members: list[Sequence]
+    done: int = 0
+
+
+@dataclass(slots=True)
 class Scheduler:
     """Queue and slots of one rollout loop.
 
     Args:
         budget_tokens: cells of the KV rectangle that may be in use.
         max_running: most sequences decoded at once.
-        prefill_tokens: prompt tokens of one prefill call, unless a single context is longer.
     """
 
     budget_tokens: int
     max_running: int
-    prefill_tokens: int = 8192
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
+    entering: Entering | None = None
     preemptions: int = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue new sequences, first come first served."""
         self.waiting.extend(sequences)
 
-    def columns(self) -> int:
-        """Columns that the next decode step needs."""
-        return round_up(max((s.length for s in self.running), default=0), COLUMN_STEP)
+    def live(self) -> list[Sequence]:
+        """All sequences that hold a slot."""
+        return self.running + (self.entering.members if self.entering else [])
 
-    def admit(self) -> list[list[Sequence]]:
+    def columns(self) -> int:
+        """Columns that the live sequences need."""
+        return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
+
+    def cells(self) -> int:
+        """Cells of the KV rectangle in use."""
+        return len(self.live()) * self.columns()
+
+    def admit(self, tokens: int) -> list[list[Sequence]]:
         """Give slots to waiting sequences while the budget lasts.
 
+        Args:
+            tokens: context tokens to prefill at once. A longer context does not come back from here: it becomes
+                ``entering``, to be prefilled in pieces, and nobody else is admitted before it is done.
+
         Returns:
-            Lists of sequences with the same context: each list needs one prefill. Together they stay within
-            ``prefill_tokens``; call again for the rest.
+            Lists of sequences with the same context: each list needs one prefill. Call again for the rest.
         """
         shared: list[list[Sequence]] = []
-        tokens = 0
-        longest = max((s.length for s in self.running), default=0)
-        while self.waiting and len(self.running) < self.max_running:
+        used = 0
+        while self.entering is None and self.waiting and len(self.running) < self.max_running:
             head = self.waiting[0]
-            longest = max(longest, head.length)
-            columns = round_up(longest + 1, COLUMN_STEP)
+            columns = max(self.columns(), round_up(head.length + 1, COLUMN_STEP))
             if self.running and (len(self.running) + 1) * columns > self.budget_tokens:
                 break
             joins = bool(shared) and _same_context(shared[-1][0], head)
-            if not joins and shared and tokens + head.length > self.prefill_tokens:
+            if not joins and used + head.length > tokens:
+                if not shared:
+                    self._enter()
                 break
-            self.waiting.popleft()
-            head.slot = len(self.running)
-            self.running.append(head)
+            self._take_slot(self.waiting.popleft(), self.running)
             if joins:
                 shared[-1].append(head)
             else:
                 shared.append([head])
-                tokens += head.length
+                used += head.length
         return shared
+
+    def _enter(self) -> None:
+        """The head of the queue, and the samples that share its context as far as they fit, begin a prefill in pieces."""
+        first = self.waiting[0]
+        self.entering = Entering([])
+        columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
+        while self.waiting and (not self.entering.members or _same_context(first, self.waiting[0])):
+            held = len(self.live())
+            if held and (held == self.max_running or (held + 1) * columns > self.budget_tokens):
+                break
+            self._take_slot(self.waiting.popleft(), self.entering.members)
+
+    def _take_slot(self, sequence: Sequence, members: list[Sequence]) -> None:
+        sequence.slot = len(self.live())
+        members.append(sequence)
+
+    def entered(self) -> list[Sequence]:
+        """The entering samples are prefilled: from now on they run."""
+        assert self.entering is not None
+        members, self.entering = self.entering.members, None
+        self.running += members
+        return members
 
     def make_room(self) -> list[Move]:
         """Send the youngest sequences back to the queue until the next decode step fits the budget."""
         moves: list[Move] = []
-        while len(self.running) > 1 and len(self.running) * self.columns() > self.budget_tokens:
-            victim = self.running[-1]
+        while len(self.live()) > 1 and self.cells() > self.budget_tokens:
+            victim = self.live()[-1]
             moves += self.remove([victim])
             self.waiting.appendleft(victim)
             self.preemptions += 1
         return moves
 
+    def requeue(self) -> None:
+        """Send everyone back to the queue, in order: what is cached is worth nothing any more."""
+        live = self.live()
+        self.running, self.entering = [], None
+        for sequence in reversed(live):
+            sequence.slot = -1
+            self.waiting.appendleft(sequence)
+
     def remove(self, finished: Iterable[Sequence]) -> list[Move]:
         """Free slots and close the holes with the last live sequences; returns the copies that this needs, in order."""
         moves = []
+        before = len(self.running)
         for sequence in sorted(finished, key=lambda s: -s.slot):
             hole, sequence.slot = sequence.slot, -1
+            if hole >= before:
+                self._leave_entering(sequence)
+                continue
             last = self.running.pop()
             if last is not sequence:
                 moves.append(Move(last.slot, hole, last.length))
                 last.slot = hole
                 self.running[hole] = last
+        return moves + self._follow()
+
+    def _leave_entering(self, sequence: Sequence) -> None:
+        assert self.entering is not None
+        self.entering.members.remove(sequence)
+        if not self.entering.members:
+            self.entering = None
+
+    def _follow(self) -> list[Move]:
+        """Move entering samples up to the end of the running ones."""
+        moves: list[Move] = []
+        for index, member in enumerate(self.entering.members if self.entering else []):
+            target = len(self.running) + index
+            if member.slot != target:
+                moves.append(Move(member.slot, target, self.entering.done if self.entering else 0))
+                member.slot = target
         return moves
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from areno.types import FinishReason, RolloutResult, RolloutSequence, SamplingParams
+from areno.engine.rollout.logit_edits import LogitEdits
+from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
+
+Listener = Callable[[int, GeneratedToken], None]
 
 
 class StopText(Protocol):
@@ -30,8 +34,10 @@ class Group:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     future: Future[RolloutResult]
+    listener: Listener | None = None
     members: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
+    cancelled: bool = False
 
     def result(self) -> RolloutResult:
         """Answers of all members, in order."""
@@ -44,10 +50,13 @@ class Sequence:
 
     group: Group
     seed: int
+    index: int = 0
     stop_text: StopText | None = None
+    edits: LogitEdits | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     cut_mass: float = 0.0
     finish: FinishReason | None = None
     slot: int = -1
@@ -67,18 +76,29 @@ class Sequence:
         """The token that the next decode step feeds."""
         return self.output[-1] if self.output else self.group.prompt[-1]
 
-    def push(self, token: int, logprob: float, cut_mass: float, version: int) -> bool:
+    def push(
+        self, token: int, logprob: float, cut_mass: float, version: int, top: list[tuple[int, float]] | None = None
+    ) -> bool:
         """Take a sampled token; returns True when it ended the sequence."""
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         self.cut_mass += cut_mass
+        if top is not None:
+            self.top.append(top)
+        if self.edits is not None:
+            self.edits.push(token)
         stopped_by_text = self.stop_text is not None and self.stop_text.push(token)
-        if stopped_by_text or token in self.group.stop_ids:
+        if stopped_by_text or token in self.group.stop_ids or self._grammar_is_done():
             self.finish = "stop"
         elif len(self.output) >= self.group.sampling.max_new_tokens:
             self.finish = "length"
+        if self.group.listener is not None:
+            self.group.listener(self.index, GeneratedToken(token, logprob, top or [], version, self.finish))
         return self.finish is not None
+
+    def _grammar_is_done(self) -> bool:
+        return self.edits is not None and self.edits.constraint is not None and self.edits.constraint.finished
 
     def answer(self) -> RolloutSequence:
         """What the caller receives."""
@@ -89,4 +109,5 @@ class Sequence:
             text=self.stop_text.text if self.stop_text is not None else "",
             versions=self.versions,
             cut_mass=self.cut_mass / max(len(self.output), 1),
+            top_logprobs=self.top,
         )

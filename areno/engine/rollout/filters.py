@@ -1,0 +1,78 @@
+"""Top-k, top-p and min-p on rows of weights, without sorting the vocabulary where that can be avoided.
+
+All three come down to "the n largest weights": n is k itself, or the size of the nucleus, found among the largest few
+hundred. Ties at the border are broken by token id, so that a row's outcome does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areno.types import SamplingParams
+
+# Candidates among which a nucleus is looked for before everything is sorted.
+FIRST_CANDIDATES = 256
+
+
+class Filters:
+    """Filters of some rows of a batch.
+
+    Args:
+        params: parameters of those rows.
+        device: where the weights are.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
+        self._top_k = [p.top_k for p in params]
+        self._largest_k = max(self._top_k)
+        self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        self._min_p = torch.tensor([p.min_p for p in params], device=device)
+        self._any_nucleus = any(p.top_p < 1 for p in params)
+        self._any_rank = self._any_nucleus or self._largest_k > 0
+        self._any_floor = any(p.min_p > 0 for p in params)
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether these parameters filter anything."""
+        return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """Weights [R, V] with what the filters rule out set to 0; the largest weight of a row is 1."""
+        kept = self._keep_largest(weights) if self._any_rank else weights
+        if self._any_floor:
+            kept = torch.where(weights < self._min_p[:, None] * weights.amax(-1, keepdim=True), 0.0, kept)
+        return kept
+
+    def _keep_largest(self, weights: Tensor) -> Tensor:
+        vocab = weights.shape[1]
+        limits = torch.tensor([k if 0 < k < vocab else vocab for k in self._top_k], device=weights.device)
+        candidates = min(vocab, max(FIRST_CANDIDATES, self._largest_k))
+        while True:
+            values = torch.topk(weights, candidates, dim=-1).values
+            count = self._nucleus(values, weights, limits) if self._any_nucleus else limits
+            everything = count >= vocab
+            if bool((everything | (count <= candidates)).all()):
+                break
+            candidates = vocab
+        border = values.gather(1, (count.clamp(max=candidates) - 1)[:, None])
+        above, equal = weights > border, weights == border
+        room = count[:, None] - above.sum(-1, keepdim=True)
+        keep = everything[:, None] | above | (equal & (equal.cumsum(-1) <= room))
+        return torch.where(keep, weights, 0.0)
+
+    def _nucleus(self, values: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
+        """Tokens to keep [R]: the smallest number whose mass reaches p of what top-k left, at most the limit."""
+        rank = torch.arange(values.shape[1], device=values.device)[None, :]
+        mass = torch.where(rank < limits[:, None], values, 0.0).double().cumsum(-1)
+        whole = weights.double().sum(-1)
+        total = torch.where(limits <= values.shape[1], mass[:, -1], whole)
+        before = mass - values
+        inside = (before < (self._top_p * total)[:, None]) & (rank < limits[:, None])
+        count = inside.sum(-1)
+        # All that was looked at is inside, so the nucleus may go on behind it: one more than there are asks for more.
+        open_end = (count == values.shape[1]) & (limits > values.shape[1])
+        count = torch.where(open_end, values.shape[1] + 1, count)
+        return torch.where(self._top_p < 1, count, limits)

@@ -1,0 +1,102 @@
+"""Keys and values of finished contexts, for later requests that begin with the same tokens.
+
+An entry belongs to one version of the weights; when that changes the store is empty, so a stale hit cannot happen. The
+index knows each entry by the hashes of its first blocks, and a hit is checked token by token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from areno.engine.rollout.kv_cache import Snapshot
+
+BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest stored beginning of a context."""
+
+    snapshot: Snapshot
+    length: int
+
+
+class PrefixStore:
+    """Least recently used snapshots go first when there are too many tokens.
+
+    Args:
+        budget_tokens: tokens of all entries together; 0 stores nothing.
+    """
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.budget_tokens = budget_tokens
+        self.tokens = 0
+        self.hits = 0
+        self._version: int | None = None
+        self._entries: OrderedDict[int, tuple[tuple[int, ...], Snapshot]] = OrderedDict()
+        self._index: dict[int, int] = {}
+        self._keys = count()
+
+    def find(self, context: Sequence[int], version: int) -> Hit | None:
+        """The longest stored beginning of a context, in whole blocks and shorter than it, or None."""
+        if version != self._version or not self._entries:
+            return None
+        best, matched = None, 0
+        for length, key in _blocks(context[: len(context) - 1]):
+            if key not in self._index:
+                break
+            best, matched = self._index[key], length
+        if best is None:
+            return None
+        tokens, snapshot = self._entries[best]
+        if tokens[:matched] != tuple(context[:matched]):
+            return None  # two beginnings with one hash
+        self._entries.move_to_end(best)
+        self.hits += 1
+        return Hit(snapshot, matched)
+
+    def covers(self, context: Sequence[int], version: int) -> bool:
+        """Whether all whole blocks of a context are stored already."""
+        blocks = _blocks(context)
+        return version == self._version and (not blocks or blocks[-1][1] in self._index)
+
+    def add(self, context: Sequence[int], snapshot: Snapshot, version: int) -> None:
+        """Store the whole blocks of a context; ``snapshot`` has at least as many tokens."""
+        if version != self._version:
+            self.clear()
+            self._version = version
+        blocks = _blocks(context)
+        if not blocks or blocks[-1][0] > self.budget_tokens:
+            return
+        length = blocks[-1][0]
+        key = next(self._keys)
+        self._entries[key] = (tuple(context[:length]), snapshot)
+        self._index.update((block, key) for _, block in blocks)
+        self.tokens += length
+        while self.tokens > self.budget_tokens:
+            self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._index.clear()
+        self.tokens = 0
+
+    def _drop(self, key: int) -> None:
+        tokens, _ = self._entries.pop(key)
+        self.tokens -= len(tokens)
+        for _, block in _blocks(tokens):
+            if self._index.get(block) == key:
+                del self._index[block]
+
+
+def _blocks(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """End and chained hash of each whole block."""
+    found, chain = [], 0
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        chain = hash((chain, *tokens[end - BLOCK : end]))
+        found.append((end, chain))
+    return found
