@@ -22,7 +22,7 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.plan.memory import default_kv_tokens
 from areno.engine.role import Role, load_role
-from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.loop import EngineLoad, RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -53,6 +53,7 @@ class EngineConfig:
         keep_rollout_state: keep the KV cache between rollout phases.
         eager_decode: never capture or compile the decode step; this engine always decodes eagerly so far.
         kv_cache_tokens: KV budget; None takes a share of the free memory.
+        prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
         max_running: most sequences decoded at once.
         trust_remote_code: allow code that a checkpoint ships.
         dummy_load: random weights instead of the checkpoint's.
@@ -68,6 +69,7 @@ class EngineConfig:
     keep_rollout_state: bool = True
     eager_decode: bool = False
     kv_cache_tokens: int | None = None
+    prefix_cache_tokens: int = 0
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
@@ -117,6 +119,7 @@ class Engine:
             budget_tokens=budget,
             max_running=config.max_running,
             progress=DecodeProgress(config.decode_progress_interval_s),
+            prefix_tokens=config.prefix_cache_tokens,
         )
 
     @property
@@ -138,6 +141,14 @@ class Engine:
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; see :meth:`RolloutLoop.submit`."""
         return self.loop.submit(requests)
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """Abort one request; see :meth:`RolloutLoop.cancel`."""
+        self.loop.cancel(future)
+
+    def load(self) -> EngineLoad:
+        """What generation is busy with, now."""
+        return self.loop.load()
 
     def end_rollout(self) -> None:
         """Abort what is still pending, and drop the cache unless it is to be kept."""
@@ -172,13 +183,13 @@ class Engine:
         for name, wanted in roles.items():
             known = self.roles.get(name)
             if known is None:
-                self.roles[name] = self._load(name, wanted)
+                self.roles[name] = self._load_role(name, wanted)
             elif (known.path, known.kind, known.trainable) != (wanted.path, wanted.predicts, wanted.trainable):
                 raise EngineError(
                     f"role {name!r} is loaded from {known.path} already; call drop_role({name!r}) to replace it"
                 )
 
-    def _load(self, name: str, wanted: ModelRole) -> Role:
+    def _load_role(self, name: str, wanted: ModelRole) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}")
         self._refuse_other_tokenizer(name, wanted.path)
