@@ -13,6 +13,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent / "shared" / "data"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs of the tests, also those in processes of their own, leave the user's cache alone."""
+    os.environ.setdefault("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama checkpoint with a chat tokenizer."""

@@ -44,7 +44,7 @@ class UpdateOptions:
         8,
         group="Train",
         minimum=1,
-        algorithms=("dpo", "gspo", "grpo", "ppo"),
+        algorithms=("dpo", "gspo", "grpo", "ppo", "rm"),
         changes_results=False,
         help="Rows that a reference, critic or reward model scores at once.",
     )

@@ -126,9 +126,9 @@ def sft_dataset_filter(logger: Logger, skipped: int) -> None:
     logger.info("stage=sft_dataset_filter skipped_long_or_empty=%d", skipped)
 
 
-def dpo_dataset_filter(logger: Logger, skipped: int) -> None:
-    """``stage=dpo_dataset_filter skipped_invalid_or_long=0``."""
-    logger.info("stage=dpo_dataset_filter skipped_invalid_or_long=%d", skipped)
+def pair_dataset_filter(logger: Logger, algo: Literal["dpo", "rm"], skipped: int) -> None:
+    """``stage=dpo_dataset_filter skipped_invalid_or_long=0``, and the same of reward models (rm)."""
+    logger.info("stage=%s_dataset_filter skipped_invalid_or_long=%d", algo, skipped)
 
 
 def backend_time(logger: Logger, rollout_s: float, train_s: float, total_s: float) -> None:

@@ -56,7 +56,7 @@ class DPOTrainer(PreferenceTrainer):
 
     def report_dropped(self, dropped: int) -> None:
         """The documented log line."""
-        lifecycle.dpo_dataset_filter(logger, dropped)
+        lifecycle.pair_dataset_filter(logger, "dpo", dropped)
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
         """One step; the first one carries the time that the reference took."""

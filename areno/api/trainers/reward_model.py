@@ -10,6 +10,7 @@ from torch import Tensor
 
 from areno.api.trainers.preference import PreferenceTrainer
 from areno.engine.train.batch import PackedBatch
+from areno.observability import lifecycle
 from areno.types import TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.reward_model.RewardModelTrainer")
@@ -24,9 +25,9 @@ class RewardModelTrainer(PreferenceTrainer):
 
     def report_dropped(self, dropped: int) -> None:
         """How the DPO trainer says it, under this algorithm's name."""
-        logger.info("stage=rm_dataset_filter skipped_invalid_or_long=%d", dropped)
+        lifecycle.pair_dataset_filter(logger, "rm", dropped)
 
     def predict(self, rows: Sequence[TrainSequence], batch: PackedBatch) -> Tensor:
         """Scores of whole rows [sequences]."""
         tokens = [row.tokens for row in rows]
-        return torch.tensor(self.instance.score_rewards("actor", tokens, micro_bs=self.config.mini_bs))
+        return torch.tensor(self.instance.score_rewards("actor", tokens, micro_bs=self.config.score_micro_bs))
