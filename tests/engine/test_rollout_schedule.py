@@ -12,6 +12,7 @@ import torch
 from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.loop import RolloutLoop
+from areno.errors import EngineError
 from areno.types import Request, SamplingParams
 from tests.support.tiny import VOCAB, tiny_module
 
@@ -224,3 +225,27 @@ def test_each_sample_has_a_grammar_state_of_its_own(make_loop):
     constrained, free = answers(loop, [request, beside])
     assert constrained == [([9, 8, 7], "stop")] * 3
     assert free == answers(make_loop(), [beside])[0]
+
+
+@pytest.mark.parametrize("where", ["allowed", "push"])
+def test_a_grammar_that_fails_fails_its_request_alone(make_loop, where):
+    class Broken(Countdown):
+        def allowed(self):
+            if where == "allowed" and len(self.left) == 2:
+                raise ValueError("no way on")
+            return super().allowed()
+
+        def push(self, token):
+            if where == "push" and len(self.left) == 2:
+                raise ValueError("no way on")
+            super().push(token)
+
+    loop = make_loop()
+    beside = Request([5], SamplingParams(max_new_tokens=40), [1])
+    broken = Request([6], SamplingParams(max_new_tokens=50), [1, 2], constraint=Broken)
+    bad, good = loop.submit([broken, beside])
+    with pytest.raises(EngineError, match="grammar of a request failed: ValueError: no way on"):
+        bad.result(timeout=30)
+    assert len(good.result(timeout=30).sequences[0].resp_tokens) == 40
+    assert answers(loop, [beside]) == answers(make_loop(), [beside])
+    assert loop.load().kv_tokens_used == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """State of one sample.
 
+    A grammar is somebody else's code: when it fails, ``error`` says so, and the loop answers that request with it instead
+    of dying with everybody's.
+
     Args:
         params: penalties and biases.
         prompt: its token ids; they count for the repetition penalty.
@@ -21,6 +25,7 @@ class LogitEdits:
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], constraint: TokenConstraint | None) -> None:
         self.constraint = constraint
+        self.error: Exception | None = None
         self._params = params
         self._prompt = list(prompt)
         self._counts: Tensor | None = None
@@ -32,19 +37,36 @@ class LogitEdits:
         if self._counts is not None and self._seen is not None:
             self._counts[token] += 1
             self._seen[token] = True
-        if self.constraint is not None:
-            self.constraint.push(token)
+        if self.constraint is not None and self.error is None:
+            try:
+                self.constraint.push(token)
+            except Exception as error:
+                self.error = error
 
     def apply(self, logits: Tensor) -> Tensor:
         """Edited copy of logits [V], in fp32."""
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalised(edited)
-        allowed = self.constraint.allowed() if self.constraint is not None else None
+        allowed = self._allowed()
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]
             edited = edited.masked_fill(~torch.nn.functional.pad(mask, (0, len(logits) - len(mask))), float("-inf"))
         return edited
+
+    @property
+    def finished(self) -> bool:
+        """Whether a grammar lets nothing but an end of text follow."""
+        return self.constraint is not None and self.error is None and self.constraint.finished
+
+    def _allowed(self) -> np.ndarray | None:
+        if self.constraint is None or self.error is not None:
+            return None
+        try:
+            return self.constraint.allowed()
+        except Exception as error:
+            self.error = error
+            return None
 
     def _penalised(self, logits: Tensor) -> Tensor:
         params = self._params

@@ -413,6 +413,17 @@ class RolloutLoop:
                 done.append(sequence)
         self.counters.generated += len(tokens)
         self._leave(done)
+        self._refuse_broken_grammars(sequences)
+
+    def _refuse_broken_grammars(self, sequences: list[Sequence]) -> None:
+        """A request whose grammar failed is answered with that error; the others go on."""
+        broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
+        for group, error in broken.items():
+            if self._open.pop(group.future, None) is not None:
+                self._abort([s for s in group.members if s.finish is None])
+                failure = EngineError(f"the grammar of a request failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                group.future.set_exception(failure)
 
     def _leave(self, done: list[Sequence]) -> None:
         if not done:
@@ -439,8 +450,7 @@ class RolloutLoop:
     def _finish(self, sequence: Sequence) -> None:
         group = sequence.group
         group.unfinished -= 1
-        if group.unfinished == 0:
-            self._open.pop(group.future, None)
+        if group.unfinished == 0 and self._open.pop(group.future, None) is not None:
             group.future.set_result(group.result())
 
 

@@ -89,16 +89,14 @@ class Sequence:
         if self.edits is not None:
             self.edits.push(token)
         stopped_by_text = self.stop_text is not None and self.stop_text.push(token)
-        if stopped_by_text or token in self.group.stop_ids or self._grammar_is_done():
+        done_by_grammar = self.edits is not None and self.edits.finished
+        if stopped_by_text or token in self.group.stop_ids or done_by_grammar:
             self.finish = "stop"
         elif len(self.output) >= self.group.sampling.max_new_tokens:
             self.finish = "length"
         if self.group.listener is not None:
             self.group.listener(self.index, GeneratedToken(token, logprob, top or [], version, self.finish))
         return self.finish is not None
-
-    def _grammar_is_done(self) -> bool:
-        return self.edits is not None and self.edits.constraint is not None and self.edits.constraint.finished
 
     def answer(self) -> RolloutSequence:
         """What the caller receives."""
