@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import UsageError
+from areno.text.messages import shows_objects, template_messages, template_tools, with_tools_as_text
 
 CHAT_MARKERS = ("<|im_start|>", "<start_of_turn>", "<turn|>", "<|user|>", "<|assistant|>")
+
+# Arguments of `apply_chat_template`, and what the rendered prompt depends on.
+_OWN_VARIABLES = frozenset(
+    {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+    | {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
+    | {"padding", "truncation", "max_length", "tokenizer_kwargs"}
+)
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -54,25 +62,53 @@ class RenderedPrompt:
     templated: bool
 
 
-def render_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: bool = False) -> RenderedPrompt:
+def render_generation_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    disable_thinking: bool = False,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> RenderedPrompt:
     """Bring a prompt into the form that the model was trained to answer.
 
     Args:
         tokenizer: a ``transformers`` tokenizer.
-        prompt: a text, or a list of ``{"role", "content"}`` messages.
+        prompt: a text, or a list of ``{"role", "content"}`` messages as OpenAI clients send them: content in text parts,
+            ``tool_calls`` of the assistant and answers of the role ``tool`` included.
         disable_thinking: pass ``enable_thinking=False`` to templates that take it.
+        tools: what the model may call, in OpenAI's form; a template without a place for tools gets them as text in the
+            system message.
+        chat_template_kwargs: further variables of the template; they win over ``disable_thinking``.
 
     Raises:
-        UsageError: the template refuses the messages, for example because roles do not alternate.
+        UsageError: the template refuses the messages, for example because roles do not alternate; or a message holds
+            something other than text; or a variable is one that areno sets itself.
     """
     if isinstance(prompt, str):
-        if not tokenizer.chat_template or is_chat_formatted(prompt):
+        if not tools and (not tokenizer.chat_template or is_chat_formatted(prompt)):
             return RenderedPrompt(prompt, templated=False)
         prompt = [{"role": "user", "content": prompt}]
-    if not tokenizer.chat_template:
-        lines = [f"{message['role']}: {message['content']}\n" for message in prompt]
+    variables = _variables(disable_thinking, chat_template_kwargs)
+    template = _template_source(tokenizer)
+    messages = template_messages(prompt, template)
+    wrapped = template_tools(tools or [])
+    if wrapped and "tools" not in template:
+        messages, wrapped = with_tools_as_text(messages, wrapped), []
+    if not template:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return RenderedPrompt("".join(lines) + "assistant:", templated=False)
-    return RenderedPrompt(_apply_template(tokenizer, [dict(m) for m in prompt], disable_thinking), templated=True)
+    try:
+        text = _apply_template(tokenizer, messages, wrapped, variables)
+        wants_text = shows_objects(text, messages)
+    except TypeError:  # it adds text to the arguments of a call
+        wants_text = any("tool_calls" in message for message in messages)
+        if not wants_text:
+            raise
+    if wants_text:
+        messages = template_messages(prompt, template, arguments_as_text=True)
+        text = _apply_template(tokenizer, messages, wrapped, variables)
+    return RenderedPrompt(text, templated=True)
 
 
 def encode_rendered(tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
@@ -108,18 +144,34 @@ def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], disable_thinking: bool) -> str:
+def _variables(disable_thinking: bool, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    taken = sorted(set(given or {}) & _OWN_VARIABLES)
+    if taken:
+        raise UsageError(
+            f"chat_template_kwargs: {', '.join(taken)} cannot be given, areno sets it itself; leave it out"
+        )
+    return {**({"enable_thinking": False} if disable_thinking else {}), **(given or {})}
+
+
+def _template_source(tokenizer: Any) -> str:
+    template = tokenizer.chat_template or ""
+    return "\n".join(template.values()) if isinstance(template, Mapping) else template
+
+
+def _apply_template(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+) -> str:
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **({"tools": tools} if tools else {})}
     try:
-        if disable_thinking:
-            try:
-                return tokenizer.apply_chat_template(messages, enable_thinking=False, **options)
-            except TypeError:
-                # A tokenizer with an `apply_chat_template` of its own may not know the switch.
-                return tokenizer.apply_chat_template(messages, **options)
-        return tokenizer.apply_chat_template(messages, **options)
+        try:
+            return tokenizer.apply_chat_template(messages, **variables, **options)
+        except TypeError:
+            # A tokenizer with an `apply_chat_template` of its own may not know the switch.
+            if set(variables) != {"enable_thinking"}:
+                raise
+            return tokenizer.apply_chat_template(messages, **options)
     except TemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise UsageError(

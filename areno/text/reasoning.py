@@ -1,0 +1,279 @@
+"""What a model thinks, apart from what it says: ``<think>...</think>`` and its relatives, whole or streamed.
+
+Templates differ in who writes the opening marker: where the generation prompt already ends with it, the text begins inside
+the reasoning. Only reasoning at the beginning of a message counts, later markers are part of the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areno.errors import UsageError
+from areno.text.chat import render_generation_prompt
+from areno.text.tool_calls.base import ContentDelta, longest_marker_start
+
+_WHITE_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A further piece of the reasoning."""
+
+    text: str
+
+
+ReasoningOrContent = ReasoningDelta | ContentDelta
+
+
+class ReasoningStream(Protocol):
+    """One message that arrives in pieces."""
+
+    def push(self, text_piece: str) -> list[ReasoningOrContent]:
+        """Add text; returns what became certain with it."""
+        ...
+
+    def finish(self) -> list[ReasoningOrContent]:
+        """The rest at the end of the message; reasoning that was cut off stays reasoning."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningParser:
+    """Splits messages of one format.
+
+    Args:
+        name: what ``--reasoning-parser`` calls it.
+        opener: marker before the reasoning; empty: there is never any.
+        closer: marker after it.
+        starts_inside: the prompt has the opening marker already.
+    """
+
+    name: str
+    opener: str = ""
+    closer: str = ""
+    starts_inside: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens among these must not be left out of the decoded text."""
+        if self.name == "harmony":
+            return (*_HEADER_STARTS, _MESSAGE, *_BODY_ENDS)
+        return (self.opener, self.closer) if self.opener else ()
+
+    def after_prompt(self, prompt: str) -> ReasoningParser:
+        """The same parser for the answer to this rendered prompt, which may or may not open the reasoning itself."""
+        inside = bool(self.opener) and prompt.rstrip().endswith(self.opener)
+        return dataclasses.replace(self, starts_inside=inside)
+
+    def parse(self, text: str) -> tuple[str | None, str]:
+        """Reasoning (None: there is none) and content of a whole message."""
+        stream = self.stream()
+        reasoning = content = ""
+        for delta in stream.push(text) + stream.finish():
+            if isinstance(delta, ReasoningDelta):
+                reasoning += delta.text
+            else:
+                content += delta.text
+        return reasoning or None, content
+
+    def stream(self) -> ReasoningStream:
+        """The same for a message that arrives in pieces."""
+        if self.name == "harmony":
+            return _HarmonyStream()
+        return _MarkerStream(self)
+
+
+@dataclass(slots=True)
+class _MarkerStream:
+    """``where`` goes from start (only white space so far) over reasoning and gap (white space after it) to content."""
+
+    parser: ReasoningParser
+    where: str = field(init=False)
+    _buffer: str = ""
+    _started: bool = False  # something of the reasoning was handed out
+
+    def __post_init__(self) -> None:
+        self.where = "start" if self.parser.opener else "content"
+
+    def push(self, text_piece: str) -> list[ReasoningOrContent]:
+        return self._walk(text_piece, final=False)
+
+    def finish(self) -> list[ReasoningOrContent]:
+        return self._walk("", final=True)
+
+    def _walk(self, text_piece: str, final: bool) -> list[ReasoningOrContent]:
+        self._buffer += text_piece
+        out: list[ReasoningOrContent] = []
+        if self.where == "start":
+            self._start(final)
+        if self.where == "reasoning":
+            self._reasoning(out, final)
+        if self.where == "gap":
+            self._buffer = self._buffer.lstrip(_WHITE_SPACE)
+            self.where = "content" if self._buffer else "gap"
+        if self.where == "content" and self._buffer:
+            out.append(ContentDelta(self._buffer))
+            self._buffer = ""
+        return out
+
+    def _start(self, final: bool) -> None:
+        opener, body = self.parser.opener, self._buffer.lstrip(_WHITE_SPACE)
+        if body.startswith(opener):
+            self._buffer = body[len(opener) :]
+            self.where = "reasoning"
+        elif final or not opener.startswith(body):
+            self.where = "reasoning" if self.parser.starts_inside else "content"
+
+    def _reasoning(self, out: list[ReasoningOrContent], final: bool) -> None:
+        if not self._started:
+            self._buffer = self._buffer.lstrip(_WHITE_SPACE)
+        end = self._buffer.find(self.parser.closer)
+        if end >= 0:
+            text, self._buffer = self._buffer[:end].rstrip(_WHITE_SPACE), self._buffer[end + len(self.parser.closer) :]
+            self.where = "gap"
+        else:
+            keep = 0 if final else longest_marker_start(self._buffer, (self.parser.closer,))
+            text = self._buffer[: len(self._buffer) - keep].rstrip(_WHITE_SPACE)
+            self._buffer = "" if final else self._buffer[len(text) :]
+        if text:
+            self._started = True
+            out.append(ReasoningDelta(text))
+
+
+_HEADER_STARTS = ("<|start|>", "<|channel|>")
+_BODY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_MESSAGE = "<|message|>"
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+
+
+@dataclass(slots=True)
+class _HarmonyStream:
+    """gpt-oss: a message is a row of parts with a channel each; analysis is reasoning, a part to a tool is a call.
+
+    Calls come out in one form, ``<|channel|>commentary to=NAME<|message|>{...}<|call|>``, for the tool-call parser.
+    """
+
+    _buffer: str = ""
+    _channel: str | None = None  # of the part whose body is being read; None: a header may come
+    _kinds: set[str] = field(default_factory=set)
+
+    def push(self, text_piece: str) -> list[ReasoningOrContent]:
+        self._buffer += text_piece
+        out: list[ReasoningOrContent] = []
+        while self._buffer and self._step(out):
+            pass
+        return out
+
+    def finish(self) -> list[ReasoningOrContent]:
+        out = self.push("")
+        self._emit(out, self._buffer)
+        self._buffer = ""
+        if self._channel == "call":
+            out.append(ContentDelta(_BODY_ENDS[-1]))
+        return out
+
+    def _step(self, out: list[ReasoningOrContent]) -> bool:
+        if self._channel is None:
+            return self._header(out)
+        hits = [(place, end) for end in _BODY_ENDS + _HEADER_STARTS if (place := self._buffer.find(end)) >= 0]
+        if not hits:
+            keep = longest_marker_start(self._buffer, _BODY_ENDS + _HEADER_STARTS)
+            self._emit(out, self._buffer[: len(self._buffer) - keep])
+            self._buffer = self._buffer[len(self._buffer) - keep :]
+            return False
+        place, end = min(hits)
+        self._emit(out, self._buffer[:place])
+        if self._channel == "call":
+            out.append(ContentDelta(_BODY_ENDS[-1]))
+        self._buffer = self._buffer[place + (len(end) if end in _BODY_ENDS else 0) :]
+        self._channel = None
+        return True
+
+    def _header(self, out: list[ReasoningOrContent]) -> bool:
+        if not self._buffer.startswith(_HEADER_STARTS):
+            if any(start.startswith(self._buffer) for start in _HEADER_STARTS):
+                return False
+            self._channel = "final"  # text without a header
+            return True
+        end = self._buffer.find(_MESSAGE)
+        if end < 0:
+            return False
+        header, self._buffer = self._buffer[:end], self._buffer[end + len(_MESSAGE) :]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient:
+            out.append(ContentDelta(f"<|channel|>commentary to={recipient[1]}{_MESSAGE}"))
+        self._channel = "call" if recipient else channel[1] if channel else "final"
+        if self._channel == "analysis" and "analysis" in self._kinds:
+            out.append(ReasoningDelta("\n"))
+        self._kinds.add(self._channel)
+        return True
+
+    def _emit(self, out: list[ReasoningOrContent], text: str) -> None:
+        if text:
+            out.append(ReasoningDelta(text) if self._channel == "analysis" else ContentDelta(text))
+
+
+_PARSERS = {
+    parser.name: parser
+    for parser in (
+        ReasoningParser("none"),
+        ReasoningParser("think", "<think>", "</think>"),
+        ReasoningParser("seed", "<seed:think>", "</seed:think>"),
+        ReasoningParser("mistral", "[THINK]", "[/THINK]"),
+        ReasoningParser("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+        ReasoningParser("kimi", "◁think▷", "◁/think▷"),
+        ReasoningParser("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningParser("harmony"),
+    )
+}
+_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "glm45": "think", "gpt_oss": "harmony", "magistral": "mistral"}
+_SIGNS = (
+    ("<|channel|>", "harmony"),
+    ("<|channel>", "gemma4"),
+    ("[THINK]", "mistral"),
+    ("<seed:think>", "seed"),
+    ("<|START_THINKING|>", "cohere"),
+    ("◁think▷", "kimi"),
+    ("<think>", "think"),
+    ("</think>", "think"),
+)
+
+
+def list_reasoning_parsers() -> list[str]:
+    """All names that ``--reasoning-parser`` takes, ``auto`` aside."""
+    return sorted({*_PARSERS, *_ALIASES})
+
+
+def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
+    """The reasoning format of a model, for a prompt of its template's default form (see ``after_prompt`` for others).
+
+    Args:
+        tokenizer: the model's.
+        name: a known name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and takes
+            ``none`` where neither shows a format.
+
+    Raises:
+        UsageError: no format has this name.
+    """
+    wanted = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
+    parser = _PARSERS.get(_ALIASES.get(wanted, wanted))
+    if parser is None:
+        raise UsageError(f"--reasoning-parser {name}: unknown; known are auto, {', '.join(list_reasoning_parsers())}")
+    if not parser.opener:
+        return parser
+    try:
+        return parser.after_prompt(render_generation_prompt(tokenizer, [{"role": "user", "content": "?"}]).text)
+    except UsageError:  # a template that wants other messages; the caller's own prompt will tell
+        return parser
+
+
+def _detect(tokenizer: Any) -> str:
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = "\n".join(template.values())
+    added = "\n".join(tokenizer.get_added_vocab())
+    return next((found for text in (template, added) for sign, found in _SIGNS if sign in text), "none")

@@ -1,0 +1,385 @@
+"""What every tool-call format shares: the message that comes out, and the walk through text that may arrive in pieces.
+
+A format knows how one call looks from its opening marker on (:class:`CallFormat`, :class:`CallScanner`); the walk here
+finds the markers, hands out the text between them, and decides whether a call counts. A call is handed out once it is
+complete and known to be good, never before: only so can a malformed one stay text. Parsing a whole text is streaming it
+in one piece, so both always agree.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areno.errors import UsageError
+from areno.text.tool_calls.schema import typed_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool; ``arguments`` is compact JSON text of an object, as OpenAI clients expect it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """What a model said: text, calls, or both.
+
+    Attributes:
+        content: the text; None where there is none beside calls.
+        tool_calls: the calls in their order.
+        malformed: calls that could not be read or name an unknown tool; they are part of the text.
+    """
+
+    content: str | None
+    tool_calls: list[ToolCall]
+    malformed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """A further piece of the text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A further piece of the call number ``index``; ``id`` and ``name`` come with its first piece only."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments_piece: str
+
+
+Delta = ContentDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class RawCall:
+    """A call as the text has it.
+
+    Args:
+        name: the tool.
+        arguments: by name; only of type str where ``untyped``.
+        source: the piece of text that it was read from, which is what remains of it should it be refused.
+        untyped: the format writes all values as text, so the tool's schema must say what they are.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    source: str
+    untyped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A piece of text that was meant to be a call; it stays text and is counted."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A piece of text that only looked like the beginning of a call."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A marker around calls; it vanishes beside a call and stays where text follows."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a scanner found: the first ``length`` characters of its text stand for ``items``."""
+
+    length: int
+    items: Sequence[RawCall | Malformed | PlainText | Wrapper]
+
+
+class CallScanner(Protocol):
+    """Reads one call, or one block of calls, whose text may still be growing."""
+
+    def scan(self, text: str, final: bool) -> Outcome | None:
+        """Look at the text from the opening marker on.
+
+        Args:
+            text: what there is so far; each time the same text or a longer one.
+            final: no more will come.
+
+        Returns:
+            The outcome, None if it takes more text to know (never when ``final``). It depends on the text alone, not
+            on how it arrived.
+        """
+        ...
+
+
+class CallFormat(Protocol):
+    """One way to write calls."""
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """The markers that a call begins with; none of them is part of another."""
+        ...
+
+    def scanner(self) -> CallScanner:
+        """A fresh scanner of one block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    r"""How calls are written out; grammars that force a call are made of it.
+
+    The text is ``begin``, then calls with ``separator`` between them, then ``end``. A call is ``before`` (in which
+    ``{name}`` stands for the tool as a JSON string, ``{bare_name}`` for its mere name), the arguments, and ``after``. The
+    arguments are one JSON object; or, with ``argument_before`` (``{key}`` stands for the argument) and
+    ``argument_after``, each on its own between the two: strings as they are, other values as JSON.
+    """
+
+    before: str
+    after: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    argument_before: str = ""
+    argument_after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallParser:
+    """A named set of formats; made once, used for any number of messages.
+
+    Args:
+        name: what ``--tool-call-parser`` calls it.
+        formats: the ways in which the model writes calls.
+        wrappers: markers around calls that mean nothing on their own.
+        separators: characters besides white space that may stand between two calls.
+        shape: how to write a call, for grammars; None where they cannot say it.
+    """
+
+    name: str
+    formats: tuple[CallFormat, ...]
+    wrappers: tuple[str, ...] = ()
+    separators: str = ""
+    shape: CallShape | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All strings that begin something; special tokens among them must not be left out of the decoded text."""
+        return tuple(opener for form in self.formats for opener in form.openers) + self.wrappers
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
+        """Split a whole message into text and calls.
+
+        Args:
+            text: what the model said, without its end-of-turn token.
+            tools: the tools of the request, in OpenAI's form or flat (``{"name", "parameters"}``).
+            tool_choice: ``auto``, ``none`` (nothing is parsed), ``required``, or the one tool that may be called.
+
+        Raises:
+            UsageError: ``tools`` or ``tool_choice`` make no sense; the message names the entry.
+        """
+        stream = self.stream(tools, tool_choice)
+        content, calls = "", []
+        for delta in stream.push(text) + stream.finish():
+            if isinstance(delta, ContentDelta):
+                content += delta.text
+            else:
+                calls.append(ToolCall(delta.id or "", delta.name or "", delta.arguments_piece))
+        return ParsedMessage(content if content or not calls else None, calls, stream.malformed)
+
+    def stream(self, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> StreamingParser:
+        """The same for a message that arrives in pieces; arguments and errors as in :meth:`parse`."""
+        return StreamingParser(self, selectable_tools(tools, tool_choice))
+
+
+def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
+    """The function part of a tool in OpenAI's form or in the flat one.
+
+    Raises:
+        UsageError: it has no name, or is not a function.
+    """
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise UsageError(
+            f'{where}: {json.dumps(tool, default=str)} is not a function; give {{"type": "function", "function": '
+            '{"name": ..., "parameters": ...}}'
+        )
+    return function
+
+
+def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
+    """The functions that may be called, by name; empty where nothing is to be parsed.
+
+    Raises:
+        UsageError: a tool is not a function, or ``tool_choice`` is none of the known choices or names no tool.
+    """
+    functions = [function_of(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
+    by_name = {function["name"]: function for function in functions}
+    if tool_choice is None or tool_choice in ("auto", "required"):
+        return by_name
+    if tool_choice == "none":
+        return {}
+    if not isinstance(tool_choice, Mapping):
+        raise UsageError(
+            f"tool_choice: {tool_choice!r} is unknown; give auto, none, required or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    name = function_of(tool_choice, "tool_choice")["name"]
+    if name not in by_name:
+        raise UsageError(f"tool_choice: there is no tool {name!r}; the tools are {', '.join(by_name) or 'none'}")
+    return {name: by_name[name]}
+
+
+@dataclass(slots=True)
+class StreamingParser:
+    """Turns pieces of one message into pieces of text and complete calls.
+
+    Attributes:
+        malformed: how many calls stayed text so far.
+    """
+
+    parser: ToolCallParser
+    functions: dict[str, Mapping[str, Any]]
+    malformed: int = 0
+    _buffer: str = ""
+    _scanner: CallScanner | None = None
+    _held: str = ""  # white space and wrappers: text if text follows, nothing beside a call
+    _calls: int = 0
+    _after_call: bool = False
+    _out: list[Delta] = field(default_factory=list)
+
+    def push(self, text_piece: str) -> list[Delta]:
+        """Add text; returns what became certain with it."""
+        if not self.functions:
+            return [ContentDelta(text_piece)] if text_piece else []
+        self._buffer += text_piece
+        self._walk(final=False)
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """The rest at the end of the message: what was held back, and calls that are complete without a closing marker."""
+        self._walk(final=True)
+        if not self._after_call:
+            self._say(self._held)
+        self._held = ""
+        return self._take()
+
+    def _walk(self, final: bool) -> None:
+        while self._buffer:
+            if self._scanner is not None:
+                if not self._scan(self._scanner, final):
+                    return
+                continue
+            place, opener, form = self._next_marker()
+            if opener is None:
+                keep = 0 if final else self._possible_marker()
+                self._text(self._buffer[: len(self._buffer) - keep])
+                self._buffer = self._buffer[len(self._buffer) - keep :]
+                return
+            self._text(self._buffer[:place])
+            self._buffer = self._buffer[place:]
+            if form is None:
+                self._held += opener
+                self._buffer = self._buffer[len(opener) :]
+            else:
+                self._scanner = form.scanner()
+
+    def _scan(self, scanner: CallScanner, final: bool) -> bool:
+        outcome = scanner.scan(self._buffer, final)
+        if outcome is None:
+            return False
+        for item in outcome.items:
+            self._take_item(item)
+        self._buffer = self._buffer[outcome.length :]
+        self._scanner = None
+        return True
+
+    def _take_item(self, item: RawCall | Malformed | PlainText | Wrapper) -> None:
+        if isinstance(item, Wrapper):
+            self._held += item.source
+        elif isinstance(item, RawCall) and (arguments := self._arguments(item)) is not None:
+            self._held = ""
+            self._after_call = True
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            self._out.append(ToolCallDelta(self._calls, call_id, item.name, arguments))
+            self._calls += 1
+        else:
+            self.malformed += not isinstance(item, PlainText)
+            self._say(self._held + item.source)
+
+    def _arguments(self, call: RawCall) -> str | None:
+        function = self.functions.get(call.name)
+        if function is None:
+            return None
+        arguments = typed_arguments(call.arguments, function.get("parameters")) if call.untyped else call.arguments
+        return compact_json(arguments)
+
+    def _next_marker(self) -> tuple[int, str | None, CallFormat | None]:
+        best: tuple[int, str | None, CallFormat | None] = (len(self._buffer), None, None)
+        pairs: list[tuple[str, CallFormat | None]] = [(w, None) for w in self.parser.wrappers]
+        pairs += [(opener, form) for form in self.parser.formats for opener in form.openers]
+        for marker, form in pairs:
+            place = self._buffer.find(marker)
+            if 0 <= place < best[0]:
+                best = (place, marker, form)
+        return best
+
+    def _possible_marker(self) -> int:
+        """Length of the longest end of the buffer that may grow into a marker."""
+        return longest_marker_start(self._buffer, self.parser.markers)
+
+    def _text(self, text: str) -> None:
+        blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
+        rest = text.lstrip(blank)
+        self._held += text[: len(text) - len(rest)]
+        if rest:
+            body = rest.rstrip(_WHITE_SPACE)
+            self._say(self._held + body)
+            self._held = rest[len(body) :]
+
+    def _say(self, text: str) -> None:
+        self._held = ""
+        if text:
+            self._after_call = False
+            self._out.append(ContentDelta(text))
+
+    def _take(self) -> list[Delta]:
+        taken, self._out = self._out, []
+        return taken
+
+
+_WHITE_SPACE = " \t\r\n"
+
+
+def longest_marker_start(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of the markers."""
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0
+
+
+def compact_json(arguments: dict[str, Any]) -> str | None:
+    """JSON text without spaces; None where the values have no JSON form (infinite numbers, sets, endless nesting)."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if any("\ud800" <= char <= "\udfff" for char in text):  # half a surrogate pair cannot be sent as UTF-8
+            text = json.dumps(arguments, separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return text

@@ -1,0 +1,99 @@
+"""Calls as bare JSON: ``{"name", "arguments"}``, a list of them, or ``{"tool_calls": [...]}``, also inside a text.
+
+Llama 3 writes ``{"name", "parameters"}``, sometimes after ``<|python_tag|>`` and with ``;`` between two calls. JSON that
+does not describe a call is plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.text.tool_calls.base import CallScanner, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.block import raw_call
+from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json
+
+_FENCE, _FENCE_END = "```json", "```"
+_START = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?\{")
+_UNDER_WAY = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
+_LOOKS_LIKE_A_CALL = re.compile(r'[ \t\r\n\[]*\{\s*"(?:name|function|tool_calls)"\s*:')
+
+
+class _BareJson:
+    openers = ("{", "[", _FENCE)
+
+    def scanner(self) -> CallScanner:
+        return _Scanner()
+
+
+@dataclass(slots=True)
+class _Scanner:
+    _start: int = 0
+    _span: JsonSpan | None = None
+
+    def scan(self, text: str, final: bool) -> Outcome | None:
+        if self._span is None:
+            if not _START.match(text):
+                if _UNDER_WAY.fullmatch(text) and not final:
+                    return None
+                opener = _FENCE if text.startswith(_FENCE) else text[0]
+                return Outcome(len(opener), [PlainText(opener)])
+            self._start = min(place for char in "[{" if (place := text.find(char)) >= 0)
+            self._span = JsonSpan(self._start)
+        verdict = self._span.read(text)
+        if verdict == "closed":
+            return self._closed(text, self._span.at, final)
+        if verdict == "open" and not final:
+            return None
+        # Broken: prose with a brace in it, and a call may begin right after. Cut off: all of the rest was meant as one.
+        end = len(text) if verdict == "open" else max(self._span.at, self._start + 1)
+        kind = Malformed if _LOOKS_LIKE_A_CALL.match(text, self._start) else PlainText
+        return Outcome(end, [kind(text[:end])])
+
+    def _closed(self, text: str, end: int, final: bool) -> Outcome | None:
+        value_text = text[self._start : end]
+        if text.startswith(_FENCE):
+            rest = text[end:].lstrip(" \t\r\n")
+            if rest.startswith(_FENCE_END):
+                end = len(text) - len(rest) + len(_FENCE_END)
+            elif _FENCE_END.startswith(rest) and not final:
+                return None
+        return Outcome(end, _items(text[:end], value_text))
+
+
+def _items(source: str, value_text: str) -> Sequence[RawCall | Malformed | PlainText]:
+    try:
+        value = load_json(value_text)
+    except ValueError:
+        kind = Malformed if _LOOKS_LIKE_A_CALL.match(value_text) else PlainText
+        return [kind(source)]
+    if isinstance(value, Mapping) and isinstance(value.get("tool_calls"), list):
+        pieces = [(one, json.dumps(one, ensure_ascii=False)) for one in value["tool_calls"]]
+    else:
+        pieces = (array_elements(value_text) or []) if isinstance(value, list) else [(value, source)]
+    if not pieces or not all(_describes_a_call(one) for one, _ in pieces):
+        return [PlainText(source)]
+    return [raw_call(source if len(pieces) == 1 else piece, one) for one, piece in pieces]
+
+
+def _describes_a_call(value: Any) -> bool:
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+        value = value["function"]
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("name"), str)
+        and ("arguments" in value or "parameters" in value)
+    )
+
+
+JSON = ToolCallParser("json", (_BareJson(),), shape=CallShape('{"name": {name}, "arguments": ', "}", separator="\n"))
+LLAMA3 = ToolCallParser(
+    "llama3",
+    (_BareJson(),),
+    wrappers=("<|python_tag|>",),
+    separators=";",
+    shape=CallShape('{"name": {name}, "parameters": ', "}", separator="; "),
+)

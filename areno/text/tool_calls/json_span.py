@@ -1,0 +1,157 @@
+"""Where a JSON object or array ends, while its text is still arriving; and calls that are written as JSON.
+
+The scanner remembers how far it has read, so a long argument costs linear time. It is as strict as JSON about structure,
+which tells prose with a brace in it from a call after a few characters, and as lenient as models are about line breaks in
+strings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_STRING_PART = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
+_SCALAR_STARTS = re.compile(r"[-0-9tfn]")
+
+Verdict = Literal["open", "closed", "broken"]
+_Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
+
+
+@dataclass(slots=True)
+class JsonSpan:
+    """Finds the end of the object or array that begins at ``at``.
+
+    Attributes:
+        at: how far the text is read; the end of the value once it is closed.
+    """
+
+    at: int = 0
+    _stack: list[str] = field(default_factory=list)
+    _expect: _Expect = "value"
+    _in_string: bool = False
+    _verdict: Verdict = "open"
+
+    def read(self, text: str) -> Verdict:
+        """Read on in the same text, which may have grown; ``broken`` as soon as it cannot become JSON."""
+        while self._verdict == "open":
+            if self._in_string and not self._string(text):
+                break
+            self.at = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
+            if self.at == len(text):
+                break
+            verdict = self._token(text, text[self.at])
+            if verdict == "open":
+                break
+            self._verdict = verdict or "open"
+        return self._verdict
+
+    def _token(self, text: str, char: str) -> Verdict | None:
+        if char == '"' and self._expect != "colon" and self._expect != "comma" and self._stack:
+            self._in_string = True
+            self.at += 1
+            return None
+        if char in "]}":
+            return self._close(char)
+        if char == ":" and self._expect == "colon":
+            self._expect = "value"
+        elif char == "," and self._expect == "comma":
+            self._expect = "key" if self._stack[-1] == "}" else "value"
+        elif char in "[{" and self._expect in ("value", "first value"):
+            self._stack.append("]" if char == "[" else "}")
+            self._expect = "first value" if char == "[" else "first key"
+        else:
+            return self._scalar(text, char)
+        self.at += 1
+        return None
+
+    def _string(self, text: str) -> bool:
+        """Whether the string ends in the text; an escape of which only the backslash is here is left for later."""
+        self.at = _STRING_PART.match(text, self.at).end()  # type: ignore[union-attr]
+        if self.at == len(text) or text[self.at] != '"':
+            return False
+        self.at += 1
+        self._in_string = False
+        self._expect = "colon" if self._expect in ("key", "first key") else "comma"
+        return True
+
+    def _close(self, char: str) -> Verdict | None:
+        fits = self._stack and self._stack[-1] == char and self._expect in ("comma", "first value", "first key")
+        if not fits:
+            return "broken"
+        self.at += 1
+        self._stack.pop()
+        self._expect = "comma"
+        return None if self._stack else "closed"
+
+    def _scalar(self, text: str, char: str) -> Verdict | None:
+        if not self._stack or self._expect not in ("value", "first value") or not _SCALAR_STARTS.match(char):
+            return "broken"
+        end = _SCALAR.match(text, self.at).end()  # type: ignore[union-attr]
+        if end == len(text):
+            return "open"
+        self.at = end
+        self._expect = "comma"
+        return None
+
+
+def load_json(text: str) -> Any:
+    """Read JSON as models write it (line breaks in strings are fine).
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def load_arguments(value: Any) -> dict[str, Any] | None:
+    """Arguments as an object; models also write them as JSON text, or leave them out. None: they are something else."""
+    if isinstance(value, str):
+        try:
+            value = load_json(value) if value.strip() else {}
+        except ValueError:
+            return None
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else None
+
+
+def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of ``{"name", "arguments"}``, also with ``parameters`` or inside ``{"function": ...}``."""
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+        value = value["function"]
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return None
+    arguments = load_arguments(value.get("arguments", value.get("parameters")))
+    return None if arguments is None else (value["name"], arguments)
+
+
+def array_elements(text: str) -> list[tuple[Any, str]] | None:
+    """The elements of a JSON array, each with its own text; None where the text is no array."""
+    decoder = json.JSONDecoder(strict=False, parse_constant=_refuse)
+    found: list[tuple[Any, str]] = []
+    try:
+        at = _skip(text, text.index("[") + 1)
+        while text[at] != "]":
+            value, end = decoder.raw_decode(text, at)
+            found.append((value, text[at:end]))
+            at = _skip(text, end)
+            at = _skip(text, at + 1) if text[at] == "," else at
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    return _BLANK.match(text, at).end()  # type: ignore[union-attr]

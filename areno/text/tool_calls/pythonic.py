@@ -1,0 +1,98 @@
+"""Calls as a Python list, ``[get_weather(city="Rome"), now()]``, as Llama 3.2 and 4 and some others write them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.text.tool_calls.base import CallScanner, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+
+_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_UNDER_WAY = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
+_TOKEN = re.compile(r"""[\[\](){}"']""")
+_STRING_PARTS = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "\"'"}
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class _CallList:
+    openers = ("[",)
+
+    def scanner(self) -> CallScanner:
+        return _Scanner()
+
+
+@dataclass(slots=True)
+class _Scanner:
+    _at: int = 0
+    _depth: int = 0
+    _quote: str = ""  # of the string that is being read
+
+    def scan(self, text: str, final: bool) -> Outcome | None:
+        if not _START.match(text):
+            if _UNDER_WAY.fullmatch(text) and not final:
+                return None
+            return Outcome(1, [PlainText("[")])
+        if self._closed(text):
+            return Outcome(self._at, _items(text[: self._at]))
+        return Outcome(len(text), [Malformed(text)]) if final else None
+
+    def _closed(self, text: str) -> bool:
+        while True:
+            if self._quote:
+                self._at = _STRING_PARTS[self._quote].match(text, self._at).end()  # type: ignore[union-attr]
+                if text[self._at : self._at + 1] != self._quote:
+                    return False
+                self._at += 1
+                self._quote = ""
+            token = _TOKEN.search(text, self._at)
+            self._at = token.end() if token else len(text)
+            if token is None:
+                return False
+            if token[0] in _STRING_PARTS:
+                self._quote = token[0]
+            else:
+                self._depth += 1 if token[0] in "[({" else -1
+                if not self._depth:
+                    return True
+
+
+def _items(text: str) -> Sequence[RawCall | Malformed]:
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        calls = listed.elts if isinstance(listed, ast.List) else []
+        return [_call(call, text if len(calls) == 1 else ast.get_source_segment(text, call) or "") for call in calls]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [Malformed(text)]
+
+
+def _call(call: ast.expr, source: str) -> RawCall | Malformed:
+    if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, (ast.Name, ast.Attribute)):
+        return Malformed(source)
+    try:
+        arguments = {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
+    except (ValueError, TypeError):
+        return Malformed(source)
+    return Malformed(source) if "" in arguments else RawCall(ast.unparse(call.func), arguments, source)
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+    return ast.literal_eval(node)
+
+
+def _key(node: ast.expr | None) -> str:
+    key = ast.literal_eval(node) if node is not None else None
+    if not isinstance(key, str):
+        raise ValueError("keys of JSON objects are text")
+    return key
+
+
+PYTHONIC = ToolCallParser("pythonic", (_CallList(),))

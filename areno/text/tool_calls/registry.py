@@ -1,0 +1,118 @@
+"""Which format a model writes its calls in: by name, or found out from its chat template and its added tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.errors import UsageError
+from areno.text.tool_calls.base import ToolCallParser
+from areno.text.tool_calls.deepseek import DEEPSEEK, DEEPSEEK_V31, KIMI
+from areno.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA
+from areno.text.tool_calls.harmony import HARMONY
+from areno.text.tool_calls.hermes import HERMES, QWEN, QWEN3_CODER
+from areno.text.tool_calls.json_calls import JSON, LLAMA3
+from areno.text.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
+from areno.text.tool_calls.pythonic import PYTHONIC
+from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINICPM, MINIMAX
+
+_PARSERS: dict[str, ToolCallParser] = {}
+_ALIASES = {
+    "qwen3": "qwen",
+    "qwen3_moe": "qwen",
+    "qwen3_5": "qwen3_coder",
+    "qwen3_5_moe": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
+    "minicpmv46": "minicpm",
+    "gemma": "gemma4",
+    "llama": "llama3",
+    "llama3_json": "llama3",
+    "llama4_pythonic": "pythonic",
+    "bailing_moe_linear_v2": "json",
+    "deepseek_v3": "deepseek",
+    "deepseek_r1": "deepseek",
+    "glm4": "glm",
+    "glm45": "glm",
+    "glm47": "glm",
+    "gpt_oss": "harmony",
+    "kimi_k2": "kimi",
+    "minimax_m2": "minimax",
+}
+
+# Signs of a format in a chat template, the telling ones first: a template that explains a format in words often holds
+# signs of a more general one as well.
+_SIGNS: tuple[tuple[str, str], ...] = (
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<｜DSML｜", "deepseek_v32"),
+    ("function<｜tool▁sep｜>", "deepseek"),
+    ("'function' + '<｜tool▁sep｜>", "deepseek"),
+    ("tool['type'] + '<｜tool▁sep｜>", "deepseek"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+    ("<|tool_calls_section_begin|>", "kimi"),
+    ("<|channel|>", "harmony"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<arg_key>", "glm"),
+    ("<function name=", "minicpm"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "qwen"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3"),
+    ("<|start_header_id|>", "llama3"),
+)
+
+
+def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
+    """Make a format available under a name.
+
+    Raises:
+        UsageError: the name is taken and ``replace`` is not given, or it is ``auto``.
+    """
+    if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
+        raise UsageError(f"tool-call parser {name!r} exists already; take another name or pass replace=True")
+    _PARSERS[name] = parser
+
+
+def list_tool_call_parsers() -> list[str]:
+    """All names that ``--tool-call-parser`` takes, ``auto`` aside."""
+    return sorted({*_PARSERS, *_ALIASES})
+
+
+def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
+    """The format of a model.
+
+    Args:
+        tokenizer: the model's; asked only for ``auto``.
+        name: a registered name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and
+            takes plain JSON where neither shows a format.
+
+    Raises:
+        UsageError: no format has this name.
+    """
+    if name == "auto":
+        return _PARSERS[_detect(tokenizer)]
+    wanted = name if name in _PARSERS else name.replace("-", "_")
+    wanted = wanted if wanted in _PARSERS else _ALIASES.get(wanted, wanted)
+    if wanted not in _PARSERS:
+        raise UsageError(f"--tool-call-parser {name}: unknown; known are auto, {', '.join(list_tool_call_parsers())}")
+    return _PARSERS[wanted]
+
+
+def _detect(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):  # named templates; the one for tools tells most
+        template = template.get("tool_use") or "\n".join(template.values())
+    added = "\n".join(tokenizer.get_added_vocab())
+    for text in (template, added):
+        for sign, found in _SIGNS:
+            if sign in text:
+                return found
+    return "json"
+
+
+for _parser in (
+    *(HERMES, QWEN, QWEN3_CODER, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA, FUNCTION_GEMMA, DEEPSEEK, DEEPSEEK_V31),
+    *(DEEPSEEK_V32, KIMI, GLM, MINICPM, MINIMAX, PYTHONIC, HARMONY),
+):
+    register_tool_call_parser(_parser.name, _parser)

@@ -1,0 +1,323 @@
+"""Tool calls of every format: what is a call, what stays text, and which format a model writes."""
+
+import json
+import re
+import time
+
+import pytest
+
+from areno.errors import UsageError
+from areno.text.tool_calls import ToolCallParser, list_tool_call_parsers, parser_for, register_tool_call_parser
+from areno.text.tool_calls.schema import typed_arguments
+from tests.text.tool_call_cases import NOW, OSLO, ROME, TOOLS, WRITERS, bare_json, hermes
+
+FORMATS = sorted(WRITERS)
+
+
+def _calls(message):
+    return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("calls", [(ROME,), (ROME, OSLO, NOW), (NOW,)])
+def test_calls_are_read(name, calls):
+    message = parser_for(None, name).parse(WRITERS[name](*calls), TOOLS)
+    assert _calls(message) == list(calls)
+    assert message.content is None
+    assert message.malformed == 0
+    assert all(re.fullmatch(r"call_[0-9a-f]{24}", call.id) for call in message.tool_calls)
+    assert len({call.id for call in message.tool_calls}) == len(calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_before_calls_is_the_content(name):
+    message = parser_for(None, name).parse("Let me look.\n\n" + WRITERS[name](ROME, OSLO) + "\n", TOOLS)
+    assert message.content == "Let me look."
+    assert _calls(message) == [ROME, OSLO]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_text_without_calls_stays_as_it_is(name):
+    text = "  If a < b then f(x) = {1, 2} and [3, 4]; `a[0]` is <b>bold</b>.\n"
+    message = parser_for(None, name).parse(text, TOOLS)
+    assert message.content == text
+    assert message.tool_calls == []
+    assert message.malformed == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_of_an_unknown_tool_stays_text_and_is_counted(name):
+    text = WRITERS[name](("launch_rocket", {"city": "Rome"}))
+    message = parser_for(None, name).parse(text, TOOLS)
+    assert message.content == text
+    assert message.tool_calls == []
+    assert message.malformed == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bad_call_does_not_spoil_the_good_one_after_it(name):
+    bad, good = WRITERS[name](("launch_rocket", {"city": "Rome"})), WRITERS[name](OSLO)
+    message = parser_for(None, name).parse(f"{bad}\n{good}", TOOLS)
+    assert _calls(message) == [OSLO]
+    assert "launch_rocket" in message.content
+    assert message.malformed == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_tools_or_with_choice_none_nothing_is_parsed(name):
+    text = WRITERS[name](ROME)
+    for tools, choice in ((TOOLS, "none"), ([], "auto"), (None, "auto")):
+        message = parser_for(None, name).parse(text, tools, choice)
+        assert (message.content, message.tool_calls, message.malformed) == (text, [], 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_the_named_tool_may_be_called(name):
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    message = parser_for(None, name).parse(WRITERS[name](NOW) + "\n" + WRITERS[name](ROME), TOOLS, choice)
+    assert _calls(message) == [ROME]
+    assert message.malformed == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_off_stays_text(name):
+    whole = WRITERS[name](ROME)
+    cut = whole[: whole.index("Rome") + 2]
+    message = parser_for(None, name).parse("Hm. " + cut, TOOLS)
+    assert message.content == "Hm. " + cut
+    assert message.tool_calls == []
+    assert message.malformed == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text_passes_through_an_argument(name):
+    city = "São \"Paulo\" \\ </tool_call> {[ 'x' ; `"
+    if name in ("json", "llama3"):
+        city += " <tool_call>"
+    message = parser_for(None, name).parse(WRITERS[name](("get_weather", {"city": city})), TOOLS)
+    assert _calls(message) == [("get_weather", {"city": city})]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nested_values_arrive(name):
+    call = ("get_weather", {"city": "Rome", "where": [1.5, -2]})
+    assert _calls(parser_for(None, name).parse(WRITERS[name](call), TOOLS)) == [call]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_long_argument_costs_linear_time(name):
+    text = WRITERS[name](("get_weather", {"city": "x" * 100_000}))
+    stream = parser_for(None, name).stream(TOOLS)
+    started = time.perf_counter()
+    found = [delta for at in range(0, len(text), 20) for delta in stream.push(text[at : at + 20])] + stream.finish()
+    assert len(found) == 1
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    "babble", ["[", "{", '{"a":', "<tool_call>", "[TOOL_CALLS]", "[f(", "<function=", '"', "```json"]
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_babble_ends_in_text_soon(name, babble):
+    text = babble * 3000
+    started = time.perf_counter()
+    message = parser_for(None, name).parse(text, TOOLS)
+    assert message.content == text
+    assert time.perf_counter() - started < 5
+
+
+def test_arguments_are_compact_json_of_what_the_model_wrote():
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city":  "Zürich",\n "days": 1.0}}</tool_call>'
+    call = parser_for(None, "hermes").parse(text, TOOLS).tool_calls[0]
+    assert call.arguments == '{"city":"Zürich","days":1.0}'
+
+
+def test_half_a_surrogate_pair_can_still_be_sent():
+    call = (
+        parser_for(None, "json").parse(r'{"name": "get_weather", "arguments": {"city": "\ud83d"}}', TOOLS).tool_calls[0]
+    )
+    assert json.loads(call.arguments.encode()) == {"city": "\ud83d"}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[1]", "5", '"no json"', '{"city": NaN}', '{"city": 1e999}', "{'city': 1}", '{"city": nope}']
+)
+def test_arguments_that_are_no_json_object_make_the_call_malformed(arguments):
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    message = parser_for(None, "qwen").parse(text, TOOLS)
+    assert (message.content, message.tool_calls, message.malformed) == (text, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"type": "function", "function": {"name": "now", "arguments": {}}}', [NOW]),
+        (json.dumps({"tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}), [NOW]),
+        (f"[{bare_json(ROME)}, {bare_json(NOW)}]", [ROME, NOW]),
+        (f"```json\n{bare_json(ROME)}\n```", [ROME]),
+        ('{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 3}"}', [ROME]),
+    ],
+)
+def test_the_usual_variants_of_bare_json_are_calls(text, expected):
+    message = parser_for(None, "json").parse(text, TOOLS)
+    assert _calls(message) == expected
+    assert message.content is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"city": "Rome"}', "[1, 2]", '{"name": "Ada", "age": 3}', '```json\n{"a": 1}\n```', "[{}]"]
+)
+def test_json_that_is_no_call_is_text_and_not_counted(text):
+    message = parser_for(None, "json").parse(text, TOOLS)
+    assert (message.content, message.tool_calls, message.malformed) == (text, [], 0)
+
+
+def test_a_qwen_parser_reads_json_and_tags():
+    text = hermes(ROME) + "\n" + WRITERS["qwen3_coder"](OSLO)
+    message = parser_for(None, "qwen").parse(text, TOOLS)
+    assert _calls(message) == [ROME, OSLO]
+    assert message.content is None
+
+
+def test_an_unclosed_call_ends_where_the_next_begins():
+    text = f"<tool_call>{bare_json(ROME)}\n<tool_call>{bare_json(OSLO)}"
+    assert _calls(parser_for(None, "hermes").parse(text, TOOLS)) == [ROME, OSLO]
+
+
+def test_a_broken_string_costs_one_call_only():
+    text = '<tool_call>{"name": "now", "arguments": {"a": "oops}}</tool_call> and ' + hermes(ROME)
+    message = parser_for(None, "hermes").parse(text, TOOLS)
+    assert _calls(message) == [ROME]
+    assert message.malformed == 1
+    assert message.content == '<tool_call>{"name": "now", "arguments": {"a": "oops}}</tool_call> and'
+
+
+def test_mistral_identifiers_are_left_out():
+    text = '[TOOL_CALLS]get_weather[CALL_ID]9x8y7z6w5[ARGS]{"city": "Rome", "days": 3}'
+    assert _calls(parser_for(None, "mistral").parse(text, TOOLS)) == [ROME]
+
+
+@pytest.mark.parametrize("name", ["now.x(city='a')", "now('a')", "now(**{'a': 1})", "now(a=open('f'))", "now(a={1})"])
+def test_python_that_is_no_plain_call_is_never_run_or_called(name):
+    message = parser_for(None, "pythonic").parse(f"[{name}]", TOOLS)
+    assert (message.tool_calls, message.malformed) == ([], 1)
+
+
+def test_python_calls_know_json_constants_and_dotted_names():
+    tools = [{"name": "web.search", "parameters": {}}]
+    message = parser_for(None, "pythonic").parse("[web.search(a=true, b=None, c=[null, -1], d={'k': 'v'})]", tools)
+    assert _calls(message) == [("web.search", {"a": True, "b": None, "c": [None, -1], "d": {"k": "v"}})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "number"}, "1.5", 1.5),
+        ({"type": "number"}, "2", 2),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "array"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["string", "integer"]}, "7", 7),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({}, "[1]", [1]),
+        ({}, "plain words", "plain words"),
+        (None, "NaN", "NaN"),
+    ],
+)
+def test_values_written_as_text_take_the_type_of_the_schema(schema, text, value):
+    properties = {} if schema is None else {"x": schema}
+    typed = typed_arguments({"x": text}, {"type": "object", "properties": properties})["x"]
+    assert typed == value
+    assert type(typed) is type(value)
+
+
+def test_values_keep_their_own_line_breaks_and_tags():
+    code = "def f():\n    return '</function>'\n"
+    text = f"<function=get_weather>\n<parameter=city>\n{code}\n</parameter>\n</function>"
+    assert _calls(parser_for(None, "qwen3_coder").parse(text, TOOLS)) == [("get_weather", {"city": code})]
+
+
+SIGNS = {
+    "qwen": "{% for t in tools %}...{% endfor %}<tool_call>{{ tool_call | tojson }}</tool_call>",
+    "qwen3_coder": "write <tool_call>\n<function=example>\n<parameter=x>",
+    "llama3": "<|start_header_id|>system<|end_header_id|>{{ tools }}",
+    "mistral": "{{ '[TOOL_CALLS][' + calls + ']' }}",
+    "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "gemma4": "<|tool_call>call:{{ name }}",
+    "deepseek": "{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name }}",
+    "deepseek_v31": "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}",
+    "deepseek_v32": "<｜DSML｜function_calls>",
+    "glm": "<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "minimax": "<minimax:tool_call>",
+    "minicpm": '<function name="x">',
+    "pythonic": "reply with [func_name1(params_name1=params_value1), func_name2(params)]",
+    "harmony": "<|start|>assistant<|channel|>analysis",
+    "json": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", sorted(SIGNS))
+def test_the_chat_template_tells_the_format(make_tokenizer, name):
+    assert parser_for(make_tokenizer(chat_template=SIGNS[name])).name == name
+
+
+def test_the_template_for_tools_is_asked_first(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "<tool_call>", "tool_use": "[TOOL_CALLS]"}
+    assert parser_for(tokenizer).name == "mistral"
+
+
+def test_added_tokens_tell_the_format_where_the_template_does_not(make_tokenizer, chatml):
+    tokenizer = make_tokenizer(chat_template=chatml)
+    assert parser_for(tokenizer).name == "json"
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    assert parser_for(tokenizer).name == "qwen"
+
+
+def test_names_have_aliases_and_unknown_ones_are_refused():
+    assert parser_for(None, "qwen3-coder").name == "qwen3_coder"
+    assert parser_for(None, "llama").name == "llama3"
+    assert all(parser_for(None, name) for name in list_tool_call_parsers())
+    with pytest.raises(UsageError, match=r"--tool-call-parser nosuch: unknown; known are auto, bailing"):
+        parser_for(None, "nosuch")
+
+
+def test_a_format_of_ones_own_can_be_registered(monkeypatch):
+    from areno.text.tool_calls import registry
+
+    monkeypatch.setattr(registry, "_PARSERS", dict(registry._PARSERS))
+    mine = ToolCallParser("mine", parser_for(None, "hermes").formats)
+    register_tool_call_parser("mine", mine)
+    assert _calls(parser_for(None, "mine").parse(hermes(ROME), TOOLS)) == [ROME]
+    for taken in ("mine", "qwen3", "auto"):
+        with pytest.raises(UsageError, match="exists already"):
+            register_tool_call_parser(taken, mine)
+    register_tool_call_parser("mine", parser_for(None, "json"), replace=True)
+    assert parser_for(None, "mine").name == "json"
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([{"type": "function"}], "auto", r"tools\[0\].*is not a function"),
+        ([{"name": ""}], "auto", r"tools\[0\]"),
+        (TOOLS, "sometimes", "tool_choice: 'sometimes' is unknown"),
+        (TOOLS, {"function": {"name": "nosuch"}}, "no tool 'nosuch'; the tools are get_weather, now"),
+        (TOOLS, {"function": {}}, "tool_choice: .* is not a function"),
+    ],
+)
+def test_tools_and_choices_that_make_no_sense_are_usage_errors(tools, choice, message):
+    with pytest.raises(UsageError, match=message):
+        parser_for(None, "json").parse("", tools, choice)
+
+
+def test_flat_tools_are_understood():
+    flat = [tool["function"] for tool in TOOLS]
+    assert _calls(parser_for(None, "qwen").parse(hermes(ROME), flat)) == [ROME]
