@@ -15,10 +15,12 @@ from areno import __version__
 from areno.errors import ArenoError, UsageError
 
 COMMANDS = {
+    "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
+    "serve": "Serve a model over HTTP with the OpenAI protocol.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }
 """Command names and their one-line help; each has a module ``areno.cli.<name>`` with ``run(argv) -> int``."""

@@ -34,7 +34,7 @@ _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "tempera
 _OWN = ("output", "json")
 
 
-def _as_in(declaration: type, name: str, **changes: Any) -> Any:
+def as_in(declaration: type, name: str, **changes: Any) -> Any:
     """The option that another command declares, for every algorithm, with some of its texts or its default changed."""
     entry = next(entry for entry in options_of(declaration) if entry.name == name)
     info = asdict(entry.info) | {"algorithms": ()} | changes
@@ -49,62 +49,62 @@ class EvalOptions:
         explicit: names of the options that were given.
     """
 
-    ckpt: str | None = _as_in(
+    ckpt: str | None = as_in(
         BasicOptions,
         "ckpt",
         help="Model to measure: a folder in Hugging Face format, a repo id, or a run directory, whose newest checkpoint "
         "is taken. Required.",
     )
-    dataset_path: str | None = _as_in(
+    dataset_path: str | None = as_in(
         BasicOptions,
         "dataset_path",
         help="Prompts: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, or a hub "
         "reference name[:config[:split]] such as gsm8k:main:test. Required.",
     )
-    dataset_loader_fn: str | None = _as_in(
+    dataset_loader_fn: str | None = as_in(
         BasicOptions,
         "dataset_loader_fn",
         help="Python function that turns the data into rows with a prompt; it is load_training_dataset unless named.",
     )
-    seed: int = _as_in(BasicOptions, "seed", help="Fixes every draw; the same seed repeats the measurement.")
-    device: str = _as_in(BasicOptions, "device")
-    dtype: str = _as_in(BasicOptions, "dtype")
-    trust_remote_code: bool = _as_in(BasicOptions, "trust_remote_code")
+    seed: int = as_in(BasicOptions, "seed", help="Fixes every draw; the same seed repeats the measurement.")
+    device: str = as_in(BasicOptions, "device")
+    dtype: str = as_in(BasicOptions, "dtype")
+    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
 
-    max_running_prompts: int = _as_in(RolloutOptions, "max_running_prompts", default=256, unset="")
-    max_prompt_tokens: int = _as_in(RolloutOptions, "max_prompt_tokens")
-    max_new_tokens: int = _as_in(RolloutOptions, "max_new_tokens", help="Most tokens of an answer.")
-    temperature: float | None = _as_in(
+    max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=256, unset="")
+    max_prompt_tokens: int = as_in(RolloutOptions, "max_prompt_tokens")
+    max_new_tokens: int = as_in(RolloutOptions, "max_new_tokens", help="Most tokens of an answer.")
+    temperature: float | None = as_in(
         EvaluationOptions,
         "eval_temperature",
         group="Rollout",
         unset="1.0, greedy for one sample",
         help="Sampling temperature.",
     )
-    top_k: int = _as_in(RolloutOptions, "top_k")
-    top_p: float = _as_in(RolloutOptions, "top_p")
-    greedy: bool = _as_in(RolloutOptions, "greedy")
-    stop: tuple[str, ...] = _as_in(RolloutOptions, "stop")
-    stop_token_ids: tuple[int, ...] = _as_in(RolloutOptions, "stop_token_ids")
-    ignore_eos: bool = _as_in(RolloutOptions, "ignore_eos")
-    kv_cache_tokens: int | None = _as_in(RolloutOptions, "kv_cache_tokens")
-    attn_backend: str = _as_in(RolloutOptions, "attn_backend")
-    disable_thinking: bool = _as_in(RolloutOptions, "disable_thinking")
-    reward_fn_path: str | None = _as_in(RolloutOptions, "reward_fn_path")
-    reward_ckpt: str | None = _as_in(RolloutOptions, "reward_ckpt")
-    reward_timeout_s: float = _as_in(RolloutOptions, "reward_timeout_s")
-    reward_workers: int | None = _as_in(RolloutOptions, "reward_workers")
-    on_reward_error: str = _as_in(
+    top_k: int = as_in(RolloutOptions, "top_k")
+    top_p: float = as_in(RolloutOptions, "top_p")
+    greedy: bool = as_in(RolloutOptions, "greedy")
+    stop: tuple[str, ...] = as_in(RolloutOptions, "stop")
+    stop_token_ids: tuple[int, ...] = as_in(RolloutOptions, "stop_token_ids")
+    ignore_eos: bool = as_in(RolloutOptions, "ignore_eos")
+    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
+    attn_backend: str = as_in(RolloutOptions, "attn_backend")
+    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
+    reward_fn_path: str | None = as_in(RolloutOptions, "reward_fn_path")
+    reward_ckpt: str | None = as_in(RolloutOptions, "reward_ckpt")
+    reward_timeout_s: float = as_in(RolloutOptions, "reward_timeout_s")
+    reward_workers: int | None = as_in(RolloutOptions, "reward_workers")
+    on_reward_error: str = as_in(
         RolloutOptions,
         "on_reward_error",
         help="When a reward fails: stop, or leave that sample out of the averages and count it.",
     )
-    score_micro_bs: int = _as_in(
+    score_micro_bs: int = as_in(
         UpdateOptions, "score_micro_bs", group="Rollout", help="Answers that a reward model scores at once."
     )
 
-    max_rows: int | None = _as_in(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
-    n_samples: int = _as_in(
+    max_rows: int | None = as_in(EvaluationOptions, "eval_max_rows", help="Use only the first N rows.")
+    n_samples: int = as_in(
         EvaluationOptions, "eval_n_samples", help="Answers per prompt; pass@k is reported up to this k."
     )
     output: str | None = option(

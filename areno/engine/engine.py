@@ -53,7 +53,8 @@ class EngineConfig:
         keep_rollout_state: keep the KV cache between rollout phases.
         eager_decode: never capture or compile the decode step; this engine always decodes eagerly so far.
         kv_cache_tokens: KV budget; None takes a share of the free memory.
-        prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
+        prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
+            0 keeps none, None keeps a quarter of that budget.
         max_running: most sequences decoded at once.
         trust_remote_code: allow code that a checkpoint ships.
         dummy_load: random weights instead of the checkpoint's.
@@ -69,7 +70,7 @@ class EngineConfig:
     keep_rollout_state: bool = True
     eager_decode: bool = False
     kv_cache_tokens: int | None = None
-    prefix_cache_tokens: int = 0
+    prefix_cache_tokens: int | None = 0
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
@@ -111,6 +112,7 @@ class Engine:
         config = self.config
         bytes_per_token = prove_decoding(model, self.path)
         budget = config.kv_cache_tokens or default_kv_tokens(config.device, bytes_per_token)
+        prefixes = config.prefix_cache_tokens
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, bytes_per_token)
         return RolloutLoop(
             model,
@@ -119,7 +121,7 @@ class Engine:
             budget_tokens=budget,
             max_running=config.max_running,
             progress=DecodeProgress(config.decode_progress_interval_s),
-            prefix_tokens=config.prefix_cache_tokens,
+            prefix_tokens=budget // 4 if prefixes is None else prefixes,
         )
 
     @property

@@ -14,6 +14,7 @@ import pytest
 from areno.cli.main import COMMANDS, main
 from areno.config import TrainOptions, options_of
 from areno.config.eval_options import EvalOptions
+from areno.config.serve_options import ChatOptions, ServeOptions
 from areno.quickstart.run import RL_STEPS, SFT_STEPS
 from tests.support.cli import environment, task_arguments, write_task
 
@@ -25,7 +26,7 @@ PAGES = sorted(
         *(REPO / "examples").rglob("*.md"),
     ]
 )
-# Flags in the pages that are no options of `areno train` or `areno eval`, with whose they are.
+# Flags in the pages that are no options of a command with declared ones, with whose they are.
 OTHER_FLAGS = {
     "--help": "every command",
     "--version": "areno",
@@ -63,7 +64,8 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page):
 
 @pages
 def test_options_that_a_page_names_exist(page):
-    entries = (*options_of(TrainOptions), *options_of(EvalOptions))
+    commands = (TrainOptions, EvalOptions, ServeOptions, ChatOptions)
+    entries = [entry for declaration in commands for entry in options_of(declaration)]
     known = {entry.flag for entry in entries} | OTHER_FLAGS.keys()
     known |= {"--no-" + entry.flag.removeprefix("--") for entry in entries if entry.kind is bool}
     named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9](?![\w-])", page.read_text(encoding="utf-8")))

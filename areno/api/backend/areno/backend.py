@@ -28,6 +28,7 @@ _RUNTIME = {
     "keep_rollout_state",
     "eager_decode",
     "kv_cache_tokens",
+    "prefix_cache_tokens",
     "device",
     "dtype",
     "trust_remote_code",

@@ -1,0 +1,164 @@
+"""``areno chat``: talk to a model in the terminal, or answer the lines of a pipe one by one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from areno.cli.serve import load_engine, need_server_packages
+from areno.config.serve_options import ChatOptions, chat_help, parse_chat
+from areno.errors import ArenoError
+from areno.observability.logs import setup_logging
+from areno.serving.client import ChatClient
+
+_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit ends"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``chat``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the input cannot work.
+        ArenoError: the server cannot be reached or refuses; in a terminal only before the first question.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(chat_help(), end="")
+        return 0
+    options = parse_chat(argv)
+    with setup_logging(None, level="WARNING"), _server(options) as (client, model):
+        conversation = Conversation(client, model, options)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            _talk(conversation)
+        else:
+            _answer_lines(conversation)
+    return 0
+
+
+@contextmanager
+def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
+    """The running server that was named, or one in this process for ``--model-path``."""
+    if options.base_url:
+        client = ChatClient(options.base_url, options.api_key)
+        yield client, options.model or client.first_model()
+        return
+    need_server_packages("areno chat --model-path")
+    from areno.serving.server import ServerThread
+    from areno.serving.service import Service, ServingConfig
+
+    model = str(options.model_path)
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
+    engine = load_engine(options, max_running=1)
+    try:
+        with ServerThread(Service(ServingConfig(model_name=model), engine)) as server:
+            yield ChatClient(server.base_url), model
+    finally:
+        engine.close()
+
+
+class Conversation:
+    """The messages so far, and how to go on.
+
+    Args:
+        client: the server.
+        model: name of the model there.
+        options: sampling and the system message.
+    """
+
+    def __init__(self, client: ChatClient, model: str, options: ChatOptions) -> None:
+        self._client = client
+        self.system = options.system
+        self.messages: list[dict[str, str]] = []
+        self._body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            **({"top_k": options.top_k} if options.top_k != -1 else {}),
+            **({"seed": options.seed} if options.seed is not None else {}),
+            **({"chat_template_kwargs": {"enable_thinking": False}} if options.disable_thinking else {}),
+        }
+
+    def ask(self, question: str) -> Iterator[tuple[str, bool]]:
+        """Ask; yields pieces of the answer, each with whether it is reasoning. Without an answer nothing is remembered.
+
+        Raises:
+            ArenoError: the server refuses or fails.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        answer = ""
+        for delta in self._client.stream({**self._body, "messages": [*system, *asked]}):
+            if text := delta.get("reasoning_content"):
+                yield text, True
+            if text := delta.get("content"):
+                answer += text
+                yield text, False
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def command(self, line: str) -> str | None:
+        """Carry out ``/reset`` or ``/system``; returns what to tell the user, None where the line is no command."""
+        name, _, text = line.partition(" ")
+        if name == "/reset":
+            self.messages = []
+            return "the conversation is forgotten"
+        if name == "/system":
+            self.system = text.strip() or None
+            return f"system message: {self.system or 'none'}"
+        return None
+
+
+def _answer_lines(conversation: Conversation) -> None:
+    """One line in, one answer out."""
+    for line in sys.stdin:
+        question = line.strip()
+        if question == "/quit":
+            return
+        if not question or conversation.command(question) is not None:
+            continue
+        for text, is_reasoning in conversation.ask(question):
+            if not is_reasoning:
+                print(text, end="", flush=True)
+        print(flush=True)
+
+
+def _talk(conversation: Conversation) -> None:
+    """The interactive conversation; Ctrl-C stops an answer, Ctrl-D ends."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_HELP, style="dim")
+    while True:
+        try:
+            question = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if question == "/quit":
+            return
+        if not question:
+            continue
+        if (told := conversation.command(question)) is not None:
+            console.print(told, style="dim")
+        elif question.startswith("/"):
+            console.print(f"{question.split()[0]} is no command: {_HELP}", style="dim", markup=False)
+        else:
+            _show(console, conversation, question)
+
+
+def _show(console: Any, conversation: Conversation, question: str) -> None:
+    try:
+        for text, is_reasoning in conversation.ask(question):
+            console.print(text, end="", style="dim italic" if is_reasoning else None, markup=False, soft_wrap=True)
+        console.print()
+    except KeyboardInterrupt:
+        console.print("\nstopped; the question is forgotten", style="dim")
+    except ArenoError as error:
+        console.print(f"\nerror: {error}", style="red", markup=False)

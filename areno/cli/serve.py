@@ -1,0 +1,111 @@
+"""``areno serve``: an OpenAI-compatible HTTP server over the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from areno.config.serve_options import ChatOptions, ServeOptions, parse_serve, serve_help
+from areno.errors import UsageError
+from areno.observability.logs import setup_logging
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``serve``.
+
+    Returns:
+        The exit code: 0 after an orderly end.
+
+    Raises:
+        UsageError: the input cannot work.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(serve_help(), end="")
+        return 0
+    options = parse_serve(argv)
+    need_server_packages("areno serve")
+    from areno.serving.server import listen, serve_process
+    from areno.serving.service import Service, ServingConfig
+
+    config = ServingConfig(
+        model_name=options.model_name,
+        default_max_tokens=options.default_max_tokens,
+        max_queue=options.max_queue,
+        api_key=options.api_key,
+        disable_thinking=options.disable_thinking,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        cors_origins=options.cors_origin,
+    )
+    sock = listen(options.host, options.port)
+    with setup_logging(None):
+        serve_process(
+            Service(config),
+            lambda: _load(options),
+            sock,
+            drain_timeout_s=options.drain_timeout_s,
+            say=lambda text: print(f"areno serve: {text}", flush=True),
+        )
+    return 0
+
+
+def _load(options: ServeOptions) -> Engine:
+    return load_engine(
+        options,
+        max_running=options.max_running_prompts,
+        decode_progress_interval_s=options.decode_progress_interval_s,
+        eager_decode=options.eager_decode,
+        prefix_cache_tokens=options.prefix_cache_tokens,
+    )
+
+
+def load_engine(
+    options: ServeOptions | ChatOptions,
+    *,
+    max_running: int,
+    decode_progress_interval_s: float = 0.0,
+    eager_decode: bool = False,
+    prefix_cache_tokens: int | None = None,
+) -> Engine:
+    """Load the model of ``--model-path`` to generate, without anything that training needs.
+
+    Raises:
+        UsageError: the checkpoint or the device cannot be used.
+    """
+    from areno.api.backend.areno.backend import ArenoBackend
+    from areno.api.backend.base import ArenoConfig
+
+    names = ("attn_backend", "kv_cache_tokens", "device", "dtype", "trust_remote_code")
+    runtime = {name: getattr(options, name) for name in names}
+    config = ArenoConfig(
+        runtime={
+            **runtime,
+            "eager_decode": eager_decode,
+            "prefix_cache_tokens": prefix_cache_tokens,
+            "trains": "nothing",
+        },
+        max_running_prompts=max_running,
+        decode_progress_interval_s=decode_progress_interval_s,
+    )
+    backend = ArenoBackend(str(options.model_path), 1, config)
+    backend.initialize()
+    return backend.engine
+
+
+def need_server_packages(command: str) -> None:
+    """Check that the optional packages of the server are there.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{command} needs the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")

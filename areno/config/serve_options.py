@@ -1,0 +1,258 @@
+"""Options of ``areno serve`` and ``areno chat``; those that training has too keep their meaning."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from areno.config.effects import later_text
+from areno.config.eval_options import as_in, checkpoint_of
+from areno.config.options import flag_of, option, options_of
+from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.paths import ckpt_problem
+from areno.config.rollout_options import RolloutOptions
+from areno.config.run_options import BasicOptions
+from areno.config.train_options import TrainOptions
+from areno.config.validate import shared_problems, value_problem
+
+SERVE = CommandText(
+    "areno serve",
+    "areno serve --model-path MODEL [--host ADDRESS] [--port N] [options]",
+    "Serve a model over HTTP with the OpenAI protocol: chat, completions, streaming, tools, structured output.",
+)
+"""The texts of ``areno serve``."""
+
+CHAT = CommandText(
+    "areno chat",
+    "areno chat (--model-path MODEL | --base-url URL) [options]",
+    "Talk to a model in the terminal; with a pipe, each line in is a question and gets an answer out.",
+    "In the conversation: /reset forgets it, /system TEXT sets the system message, /quit ends. "
+    "Every on/off option has a --no- form.",
+)
+"""The texts of ``areno chat``."""
+
+API_KEY_VARIABLE = "ARENO_API_KEY"
+"""Environment variable that stands in for ``--api-key``, so that the key need not show in the list of processes."""
+
+_basic = partial(option, group="Basic")
+_rollout = partial(option, group="Rollout")
+
+_MODEL_HELP = "Model: a folder in Hugging Face format, a repo id, or a run directory, whose newest checkpoint is taken."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """All options of ``areno serve``.
+
+    Attributes:
+        explicit: names of the options that were given.
+    """
+
+    model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Required.")
+    served_model_name: str | None = _basic(
+        None, unset="the value of --model-path", help="Name of the model in requests and answers."
+    )
+    host: str = _basic("127.0.0.1", help="Address to listen on; any but loopback needs --api-key.")
+    port: int = _basic(8000, minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one.")
+    api_key: str | None = _basic(
+        None,
+        unset=f"the environment variable {API_KEY_VARIABLE}, or none",
+        help="Key that clients must send as bearer token.",
+    )
+    cors_origin: tuple[str, ...] = _basic(
+        (), metavar="URL", help="Let web pages of this origin call the server. Repeatable; * for all."
+    )
+    world_size: int = as_in(BasicOptions, "world_size", documented_default="")
+    tp_size: int = as_in(BasicOptions, "tp_size", documented_default="")
+    device: str = as_in(BasicOptions, "device")
+    dtype: str = as_in(BasicOptions, "dtype")
+    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+    drain_timeout_s: float = _basic(
+        30.0, minimum=0, help="On SIGTERM or SIGINT, let running requests finish for this long, then cancel them."
+    )
+
+    max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=16, unset="")
+    max_queue: int = _rollout(
+        256, minimum=0, help="Most samples that wait for a slot; more are refused with status 429."
+    )
+    default_max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer whose request names no limit.")
+    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
+    prefix_cache_tokens: int | None = _rollout(
+        None,
+        minimum=0,
+        unset="a quarter of the KV budget",
+        help="Tokens of finished conversations to keep, so that one which goes on is not computed again; 0 keeps none.",
+    )
+    eager_decode: bool = as_in(RolloutOptions, "eager_decode")
+    attn_backend: str = as_in(RolloutOptions, "attn_backend")
+    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
+    tool_call_parser: str = _rollout(
+        "auto", help="Format of the model's tool calls; auto tells it by the chat template."
+    )
+    reasoning_parser: str = _rollout(
+        "auto", help="Format of the model's reasoning; auto tells it by the chat template, none leaves it in the text."
+    )
+
+    decode_progress_interval_s: float = option(
+        0.0, group="Observability", minimum=0, help="Seconds between two log lines on decode speed; 0 writes none."
+    )
+
+    explicit: frozenset[str] = frozenset()
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in requests and answers."""
+        return self.served_model_name or str(self.model_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """All options of ``areno chat``.
+
+    Attributes:
+        explicit: names of the options that were given.
+    """
+
+    model_path: str | None = _basic(None, help=f"{_MODEL_HELP} It is loaded into this process.")
+    base_url: str | None = _basic(None, metavar="URL", help="A running server, such as http://127.0.0.1:8000/v1.")
+    model: str | None = _basic(None, unset="the server's first", help="Model to talk to, with --base-url.")
+    api_key: str | None = _basic(
+        None, unset=f"the environment variable {API_KEY_VARIABLE}, or none", help="Key of the server, with --base-url."
+    )
+    device: str = as_in(BasicOptions, "device")
+    dtype: str = as_in(BasicOptions, "dtype")
+    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+
+    system: str | None = _rollout(None, unset="none", help="System message.")
+    max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer.")
+    temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 takes the most likely token.")
+    top_p: float = as_in(RolloutOptions, "top_p")
+    top_k: int = as_in(RolloutOptions, "top_k")
+    seed: int | None = _rollout(None, minimum=0, unset="a new one each time", help="Repeats the same answers.")
+    disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
+    kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
+    attn_backend: str = as_in(RolloutOptions, "attn_backend")
+
+    explicit: frozenset[str] = frozenset()
+
+
+def parse_serve(argv: Sequence[str]) -> ServeOptions:
+    """Parse and check the arguments of ``areno serve``.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options: ServeOptions = parse_flags(argv, ServeOptions, SERVE)
+    name = options.served_model_name or options.model_path
+    options = _with_key(_with_checkpoint(options))
+    _raise_all(_serve_problems(options))
+    return replace(options, served_model_name=name)
+
+
+def parse_chat(argv: Sequence[str]) -> ChatOptions:
+    """Parse and check the arguments of ``areno chat``.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options: ChatOptions = parse_flags(argv, ChatOptions, CHAT)
+    options = _with_key(_with_checkpoint(options))
+    _raise_all(_chat_problems(options))
+    return options
+
+
+def serve_help() -> str:
+    """Write ``areno serve --help``."""
+    return flags_help(ServeOptions, SERVE)
+
+
+def chat_help() -> str:
+    """Write ``areno chat --help``."""
+    return flags_help(ChatOptions, CHAT)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _with_checkpoint(options: Any) -> Any:
+    path = options.model_path
+    return replace(options, model_path=path and checkpoint_of(path, "--model-path"))
+
+
+def _with_key(options: Any) -> Any:
+    if options.api_key is None:
+        return replace(options, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+    return options
+
+
+def _raise_all(texts: Iterator[str]) -> None:
+    problems = Problems()
+    for text in texts:
+        problems.add(text)
+    problems.raise_if_any()
+
+
+def _serve_problems(options: ServeOptions) -> Iterator[str]:
+    if not options.model_path:
+        yield "--model-path is required; give a model folder, a run directory or a repo id such as Qwen/Qwen3-0.6B"
+    else:
+        yield ckpt_problem(options.model_path, "--model-path")
+    for entry in options_of(ServeOptions):
+        value = getattr(options, entry.name)
+        yield value_problem(entry, value)
+        if later := later_text(entry, value):
+            yield f"{entry.flag} {value} is not in this version yet: {later}"
+    yield from shared_problems(TrainOptions(device=options.device))
+    if options.served_model_name == "":
+        yield "--served-model-name must not be empty; give a name, or leave it out"
+    yield from _key_problems(options)
+
+
+def _key_problems(options: ServeOptions) -> Iterator[str]:
+    key = options.api_key
+    if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+        yield "--api-key must be printable ASCII without spaces; give one such as `openssl rand -hex 24` makes"
+    if key is None and not is_loopback(options.host):
+        yield (
+            f"--host {options.host} lets other machines in, but there is no key; give --api-key or set {API_KEY_VARIABLE}, "
+            "or stay on --host 127.0.0.1"
+        )
+    for origin in options.cors_origin:
+        if origin != "*" and not origin.startswith(("http://", "https://")):
+            yield f"--cors-origin {origin!r} is no origin; write it as https://example.org"
+
+
+def _chat_problems(options: ChatOptions) -> Iterator[str]:
+    if bool(options.model_path) == bool(options.base_url):
+        yield (
+            "--model-path loads a model here, --base-url talks to a server that runs; give one of the two, "
+            "such as --base-url http://127.0.0.1:8000/v1"
+        )
+    elif options.model_path:
+        yield ckpt_problem(options.model_path, "--model-path")
+        yield from _idle(options, ("model", "api_key"), "--model-path")
+    else:
+        if not str(options.base_url).startswith(("http://", "https://")):
+            yield f"--base-url {options.base_url!r} is no URL; write it as http://127.0.0.1:8000/v1"
+        names = ("device", "dtype", "trust_remote_code", "kv_cache_tokens", "attn_backend")
+        yield from _idle(options, names, "--base-url")
+    for entry in options_of(ChatOptions):
+        yield value_problem(entry, getattr(options, entry.name))
+    yield from shared_problems(TrainOptions(device=options.device))
+
+
+def _idle(options: ChatOptions, names: Sequence[str], other: str) -> Iterator[str]:
+    for name in names:
+        if name in options.explicit:
+            yield f"{flag_of(name)} has no effect with {other}; leave one of the two out"

@@ -1,0 +1,1 @@
+"""The OpenAI protocol over the engine: request schemas, HTTP server, streaming."""

@@ -1,0 +1,152 @@
+"""The HTTP application: routes, and around them the key, the body limit and the counters.
+
+The same application serves a machine (``areno serve``) and, inside a process, the agents of a rollout session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from areno import __version__
+from areno.serving.chat import ChatAnswer, prepare_chat
+from areno.serving.completions import CompletionAnswer, prepare_completion
+from areno.serving.errors import install_error_handlers
+from areno.serving.guard import Guard
+from areno.serving.respond import respond
+from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody
+from areno.serving.service import ServedModel, Service
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, text in {
+        400: "A field cannot work.",
+        401: "The API key is missing or wrong.",
+        404: "Another model is served.",
+        413: "The body is too large.",
+        429: "The queue is full.",
+        503: "The model is being loaded, or the server is shutting down.",
+    }.items()
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """Make the application.
+
+    Args:
+        service: what it serves; its engine may still be loading.
+    """
+    app = FastAPI(title="areno", version=__version__, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    _add_status(app, service)
+    _add_generation(app, service)
+    app.add_middleware(Guard, service=service)
+    if service.config.cors_origins:
+        origins = list(service.config.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    _describe_errors(app)
+    return app
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """The process lives; 503 once its engine has failed for good."""
+        failed = service.state == "failed"
+        return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Requests are taken; 503 while the model is loaded and while the server shuts down."""
+        return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Counters in Prometheus' text format."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """The model, by its name."""
+        service.check_model(name)
+        return _model(service)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    created = service.metrics.started_ns // 10**9
+    entry: dict[str, Any] = {
+        "id": service.config.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "areno",
+    }
+    if service.state == "ready":
+        entry["max_model_len"] = service.ready_model().engine.actor.model.context_length
+    return entry
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        model = _admit(service, body)
+        job, expected = await service.prepare(lambda: prepare_chat(service, model, body))
+        answer = ChatAnswer(job, expected, service.config.model_name, model.texts, service.metrics)
+        return await respond(service, request, job, answer)
+
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts or tokens."""
+        model = _admit(service, body)
+        job = await service.prepare(lambda: prepare_completion(service, model.engine, body))
+        answer = CompletionAnswer(job, service.config.model_name, model.texts)
+        return await respond(service, request, job, answer)
+
+
+def _admit(service: Service, body: GenerationBody) -> ServedModel:
+    """What can be refused before any work is refused here."""
+    model = service.ready_model()
+    service.check_model(body.model)
+    service.make_room(body.samples)
+    return model
+
+
+def _describe_errors(app: FastAPI) -> None:
+    """Put the shape of errors into the OpenAPI description, in place of the framework's own."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = describe()
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        text = {"type": ["string", "null"]}
+        schemas["Error"] = {
+            "type": "object",
+            "required": ["error"],
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "required": ["message", "type", "param", "code"],
+                    "properties": {
+                        "message": {"type": "string"},
+                        "type": {"type": "string"},
+                        "param": text,
+                        "code": text,
+                    },
+                }
+            },
+        }
+        for path in page["paths"].values():
+            for operation in path.values():
+                operation.get("responses", {}).pop("422", None)
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]

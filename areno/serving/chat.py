@@ -1,0 +1,224 @@
+"""``POST /v1/chat/completions``: messages through the model's chat template, answers with tool calls and reasoning apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from areno.errors import UsageError
+from areno.serving.errors import ApiError
+from areno.serving.formats import Expectation, MessageReader, Piece
+from areno.serving.job import Job, check_text, make_job
+from areno.serving.metrics import ServingMetrics
+from areno.serving.schemas import ChatRequest, NamedTool
+from areno.serving.service import ServedModel, Service
+from areno.serving.text import TokenTexts
+from areno.serving.wire import Frame, Sample, chat_logprobs
+from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
+from areno.text.reasoning import ReasoningDelta
+from areno.text.tool_calls import ContentDelta
+from areno.types import GeneratedToken
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
+
+def prepare_chat(service: Service, model: ServedModel, body: ChatRequest) -> tuple[Job, Expectation]:
+    """Check a request, render and encode its messages, and compile what constrains the answer.
+
+    Returns:
+        What the engine shall do, and how to read what comes.
+
+    Raises:
+        ApiError: 400, a field cannot work.
+    """
+    _check(body)
+    prompt = _render(service, model.engine, body)
+    check_text(prompt.text, "messages")
+    try:
+        parallel = body.parallel_tool_calls is not False
+        expected = model.formats.expectation(prompt.text, _tools(body), _tool_choice(body), parallel)
+        constraint = model.formats.constraint(expected, body.response_format)
+    except UsageError as error:
+        raise ApiError(400, str(error), param=_blamed(body)) from error
+    job = make_job(
+        body,
+        model.engine,
+        encode_rendered(model.engine.tokenizer, [prompt]),
+        prompt_field="messages",
+        max_tokens=body.max_completion_tokens or body.max_tokens or service.config.default_max_tokens,
+        seeds=lambda: service.seeds(body.seed, body.samples),
+        top_logprobs=body.top_logprobs or 0,
+        skip_special_tokens=not expected.needs_special_tokens,
+        constraint=constraint,
+    )
+    return job, expected
+
+
+def _check(body: ChatRequest) -> None:
+    form = body.response_format
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if form is not None and (form.json_schema is not None) != (form.type == "json_schema"):
+        message = "response_format: the type json_schema and the field json_schema go together; give both or none"
+        raise ApiError(400, message, param="response_format")
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice: there are no tools to choose from; give tools", param="tool_choice")
+    if form is not None and form.type != "text" and _tool_choice(body) != "none":
+        message = (
+            f"response_format: an answer of the type {form.type} cannot be a tool call; leave tools out, or send "
+            'tool_choice "none"'
+        )
+        raise ApiError(400, message, param="response_format")
+
+
+def _blamed(body: ChatRequest) -> str:
+    """The field that a mistake in tools or formats is about."""
+    return "response_format" if _tool_choice(body) == "none" and body.response_format is not None else "tools"
+
+
+def _tools(body: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
+    """In the form that parsers take; without tools nothing can be called."""
+    choice = (body.tool_choice or "auto") if body.tools else "none"
+    return choice.model_dump() if isinstance(choice, NamedTool) else choice
+
+
+def _render(service: Service, engine: Engine, body: ChatRequest) -> RenderedPrompt:
+    # Also with tool_choice "none" the model sees the tools: a conversation that has called some must keep its meaning.
+    messages = [message.plain() for message in body.messages]
+    try:
+        return render_generation_prompt(
+            engine.tokenizer,
+            messages,
+            service.config.disable_thinking,
+            tools=_tools(body) or None,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+    except UsageError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that is being put together."""
+
+    sample: Sample
+    reader: MessageReader
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """Take a piece; returns it as a stream's ``delta``."""
+        if isinstance(piece, ContentDelta):
+            self.content += piece.text
+            return {"content": piece.text}
+        if isinstance(piece, ReasoningDelta):
+            self.reasoning += piece.text
+            return {"reasoning_content": piece.text}
+        function = {"name": piece.name, "arguments": piece.arguments_piece}
+        self.calls.append({"id": piece.id, "type": "function", "function": function})
+        return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
+
+    def whole(self) -> dict[str, Any]:
+        """The message."""
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": self.content if self.content or not self.calls else None,
+        }
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, in OpenAI's words."""
+        return "tool_calls" if self.calls and self.sample.finish == "stop" else self.sample.finish
+
+
+class ChatAnswer:
+    """The answer to one request.
+
+    Args:
+        job: the request.
+        expected: how messages are to be read.
+        model: name of the model.
+        texts: looks single tokens up.
+        metrics: counts calls that could not be read.
+    """
+
+    def __init__(self, job: Job, expected: Expectation, model: str, texts: TokenTexts, metrics: ServingMetrics) -> None:
+        body = job.body
+        assert isinstance(body, ChatRequest)
+        self._job, self._body, self._texts, self._metrics = job, body, texts, metrics
+        self._frame = Frame(job, "chatcmpl", "chat.completion", "chat.completion.chunk", model)
+        self._samples = [Sample(index, job.sample_text()) for index in range(body.samples)]
+        self._failures = expected.failures
+        self._messages = [_Message(sample, expected.reader()) for sample in self._samples]
+
+    def problem(self) -> ApiError | None:
+        """What keeps the answer from being complete."""
+        if self._failures:
+            message = f"the form of the answer cannot be followed: {self._failures[0]}; simplify the schema"
+            return ApiError(400, message, param=_blamed(self._body), code="grammar_failed")
+        return self._frame.problem(self._samples)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The role of each message."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
+
+    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
+        """Take a token; chunks where it makes something certain, and at the end."""
+        message = self._messages[sample]
+        pieces = message.reader.push(message.sample.take(token))
+        if token.finish is not None:
+            pieces += message.reader.finish()
+            self._metrics.malformed_tool_calls.inc(message.reader.malformed)
+        deltas = [message.add(piece) for piece in pieces]
+        chunks = [self._chunk(message, delta, message.sample.unshown()) for delta in deltas]
+        if token.finish is not None:
+            chunks.append(self._chunk(message, {}, message.sample.unshown(), finish=message.finish_reason))
+        return chunks
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Usage, where it was asked for."""
+        return self._frame.closing(self._samples)
+
+    def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [
+            {"index": message.sample.index, "message": message.whole(), "finish_reason": message.finish_reason}
+            | self._details(message.sample, range(len(message.sample.tokens)), first=True)
+            for message in self._messages
+        ]
+        return self._frame.whole(choices, self._frame.usage(self._samples))
+
+    def _chunk(
+        self,
+        message: _Message,
+        delta: dict[str, Any],
+        places: range,
+        *,
+        finish: str | None = None,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        choice = {"index": message.sample.index, "delta": delta, "finish_reason": finish}
+        return self._frame.chunk([choice | self._details(message.sample, places, first=first)])
+
+    def _details(self, sample: Sample, places: range, *, first: bool) -> dict[str, Any]:
+        """What a choice says about its tokens at some places."""
+        tokens = [sample.tokens[place] for place in places]
+        wanted = self._body.logprobs and (tokens or not self._body.stream)
+        found: dict[str, Any] = {"logprobs": chat_logprobs(tokens, self._texts) if wanted else None}
+        if self._body.return_token_ids:
+            if first:
+                found["prompt_token_ids"] = self._job.prompt_of(0)
+            found["token_ids"] = [token.token for token in tokens]
+        return found

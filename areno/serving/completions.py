@@ -1,0 +1,152 @@
+"""``POST /v1/completions``: continue texts or token ids as they are, without a chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areno.serving.errors import ApiError
+from areno.serving.job import Job, check_prompt_ids, check_text, make_job
+from areno.serving.schemas import MAX_SAMPLES, CompletionRequest
+from areno.serving.service import Service
+from areno.serving.text import TokenTexts
+from areno.serving.wire import Frame, Sample, finite
+from areno.text.chat import RenderedPrompt, encode_rendered
+from areno.types import GeneratedToken
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
+
+def prepare_completion(service: Service, engine: Engine, body: CompletionRequest) -> Job:
+    """Check a request, and encode its prompts.
+
+    Raises:
+        ApiError: 400, a field cannot work.
+    """
+    _check(body)
+    prompts = _encode(engine, body)
+    if len(prompts) * body.samples > MAX_SAMPLES:
+        message = f"prompt: {len(prompts)} prompts of {body.samples} samples are more than {MAX_SAMPLES}; send fewer"
+        raise ApiError(400, message, param="prompt", code="too_many_samples")
+    return make_job(
+        body,
+        engine,
+        prompts,
+        prompt_field="prompt",
+        max_tokens=body.max_tokens or service.config.default_max_tokens,
+        seeds=lambda: service.seeds(body.seed, body.samples),
+        top_logprobs=body.logprobs or 0,
+    )
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix:
+        raise ApiError(400, "suffix: text cannot be inserted before a suffix; leave it out", param="suffix")
+    if body.best_of is not None and body.best_of != body.samples:
+        message = f"best_of: {body.best_of} is not n={body.samples}; every sample is returned, so leave it out"
+        raise ApiError(400, message, param="best_of")
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo: log-probs of the prompt are not reported; leave echo or logprobs out", param="echo")
+
+
+def _encode(engine: Engine, body: CompletionRequest) -> list[list[int]]:
+    """Token ids of the prompts; texts get the BOS token where the tokenizer has one."""
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not given:
+        raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
+    if isinstance(given[0], int):
+        given = [given]
+    if isinstance(given[0], str):
+        for text in given:
+            check_text(text, "prompt")
+        prompts = encode_rendered(engine.tokenizer, [RenderedPrompt(text, templated=False) for text in given])
+    else:
+        prompts = given
+        for prompt in prompts:
+            check_prompt_ids(engine, prompt)
+    return prompts
+
+
+class CompletionAnswer:
+    """The answer to one request.
+
+    Args:
+        job: the request.
+        model: name of the model.
+        texts: looks single tokens up.
+    """
+
+    def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
+        body = job.body
+        assert isinstance(body, CompletionRequest)
+        self._job, self._body, self._texts = job, body, texts
+        self._frame = Frame(job, "cmpl", "text_completion", "text_completion", model)
+        count = len(job.requests) * body.samples
+        self._samples = [Sample(index, job.sample_text()) for index in range(count)]
+        self._content = [self._echo(index) for index in range(count)]
+        self._echoed = [len(text) for text in self._content]
+
+    def _echo(self, sample: int) -> str:
+        if not self._body.echo:
+            return ""
+        given: Any = self._body.prompt
+        if isinstance(given, str):
+            return given
+        if isinstance(given[0], str):
+            return str(given[sample // self._body.samples])
+        return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
+
+    def problem(self) -> ApiError | None:
+        """What keeps the answer from being complete."""
+        return self._frame.problem(self._samples)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The prompts, where they are to be repeated or their token ids were asked for."""
+        if not (self._body.echo or self._body.return_token_ids):
+            return []
+        return [
+            self._frame.chunk([self._choice(sample, self._content[sample.index], range(0), first=True)])
+            for sample in self._samples
+        ]
+
+    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
+        """Take a token; a chunk where it makes text final, and at the end."""
+        state = self._samples[sample]
+        text = state.take(token)
+        self._content[sample] += text
+        if not text and token.finish is None:
+            return []
+        return [self._frame.chunk([self._choice(state, text, state.unshown())])]
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Usage, where it was asked for."""
+        return self._frame.closing(self._samples)
+
+    def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self._choice(s, self._content[s.index], range(len(s.tokens)), first=True) for s in self._samples]
+        return self._frame.whole(choices, self._frame.usage(self._samples))
+
+    def _choice(self, sample: Sample, text: str, places: range, *, first: bool = False) -> dict[str, Any]:
+        choice = {
+            "index": sample.index,
+            "text": text,
+            "logprobs": self._logprobs(sample, places) if self._body.logprobs is not None and places else None,
+            "finish_reason": sample.finish,
+        }
+        if self._body.return_token_ids:
+            if first:
+                choice["prompt_token_ids"] = self._job.prompt_of(sample.index)
+            choice["token_ids"] = [sample.tokens[place].token for place in places]
+        return choice
+
+    def _logprobs(self, sample: Sample, places: range) -> dict[str, Any]:
+        tokens = [sample.tokens[place] for place in places]
+        name = self._texts.name
+        tops = [{name(other): finite(logprob) for other, logprob in token.top} for token in tokens]
+        return {
+            "tokens": [name(token.token) for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": tops if self._body.logprobs else None,
+            "text_offset": [self._echoed[sample.index] + sample.offsets[place] for place in places],
+        }

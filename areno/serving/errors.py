@@ -1,0 +1,99 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` with the status that fits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from areno.errors import ArenoError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(ArenoError):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong, and what to do.
+        param: the field that is wrong.
+        code: a name that programs can test for.
+        headers: further response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every error that an endpoint raises be answered in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def _(_: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
+        return _invalid(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, ApiError):  # raised while the body was read
+            return error.__cause__.response()
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return ApiError(error.status_code, message, headers=dict(error.headers or {}) or None).response()
+
+
+def unexpected(error: BaseException) -> ApiError:
+    """What a client is told about an error that nobody foresaw; the log has the traceback."""
+    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError(500, "the server failed on this request; its log has the cause", code="internal_error")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first complaint of the deepest kind: a union reports one per member."""
+    problems = error.errors()
+    first = max(problems, key=lambda problem: len(problem["loc"])) if len(problems) > 1 else problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    names = [str(part) for part in first["loc"][1:]]
+    if not names:
+        return ApiError(400, f"the body cannot be read: {first['msg']}; send a JSON object as application/json")
+    field = names[0]
+    others = {problem["loc"][1] for problem in problems if len(problem["loc"]) > 1} - {field}
+    also = f" (and {', '.join(sorted(map(str, others)))})" if others else ""
+    return ApiError(400, f"{'.'.join(names)}: {first['msg']}{also}", param=field, code=str(first["type"]))

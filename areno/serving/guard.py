@@ -1,0 +1,108 @@
+"""Around every request: the API key, the limit of the body, a request id, the counters, and the last net for errors."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areno.serving.errors import ApiError, unexpected
+from areno.serving.service import Service
+
+# What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
+_OPEN_PATHS = ("/health", "/ready")
+
+
+class Guard:
+    """ASGI middleware; see the module's text.
+
+    Args:
+        app: the application inside.
+        service: the server.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        watched = _Sending(send)
+        began = time.perf_counter()
+        try:
+            await self._guarded(scope, _limited(receive, self._service.config.max_body_bytes), watched)
+        except ApiError as error:
+            await watched.error(error, scope, receive)
+        except Exception as error:
+            await watched.error(unexpected(error), scope, receive)
+        finally:
+            # The route's own path, never the client's: otherwise anybody could make endless label values.
+            endpoint = getattr(scope.get("route"), "path", "other")
+            self._service.metrics.requests.labels(endpoint, str(watched.status)).inc()
+            if endpoint.startswith("/v1/") and scope["method"] == "POST":
+                self._service.metrics.request_seconds.observe(time.perf_counter() - began)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        key = self._service.config.api_key
+        if key is not None and scope["path"] not in _OPEN_PATHS and not _has_key(headers, key):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._service.config.max_body_bytes:
+            raise _too_large(self._service.config.max_body_bytes)
+        await self._app(scope, receive, send)
+
+
+def _has_key(headers: dict[bytes, bytes], key: str) -> bool:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    # compare_digest takes the same time wherever the difference is, so the key cannot be guessed byte by byte.
+    return secrets.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes; send less", code="body_too_large")
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Stop reading a body beyond the limit, also one that does not say its length."""
+    taken = 0
+
+    async def read() -> Message:
+        nonlocal taken
+        message = await receive()
+        if message["type"] == "http.request":
+            taken += len(message.get("body", b""))
+            if taken > limit:
+                raise _too_large(limit)
+        return message
+
+    return read
+
+
+class _Sending:
+    """Passes messages on, notes the status, and gives every answer an id."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", uuid.uuid4().hex.encode())]
+        await self._send(message)
+
+    async def error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if not self.status:
+            await error.response()(scope, receive, self)

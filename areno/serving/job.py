@@ -1,0 +1,191 @@
+"""From a request's fields to what the engine is asked for; what both endpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from areno.serving.errors import ApiError
+from areno.serving.schemas import GenerationBody
+from areno.serving.text import SampleText
+from areno.types import Request, SamplingParams, TokenConstraint
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+    from areno.engine.model.causal_lm import CausalLM
+
+# Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
+_GREEDY_BELOW = 1e-4
+# Keeps the most likely token alone, which is what a nucleus of no mass means.
+_SMALLEST_TOP_P = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        body: the request.
+        engine: will do it.
+        requests: one per prompt.
+        stop: stop strings.
+        stop_ids: tokens that end a sample.
+        skip_special_tokens: special tokens are no part of the text.
+    """
+
+    body: GenerationBody
+    engine: Engine
+    requests: list[Request]
+    stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    skip_special_tokens: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_tokens) for request in self.requests)
+
+    def prompt_of(self, sample: int) -> list[int]:
+        """Prompt tokens of a sample."""
+        return self.requests[sample // self.body.samples].prompt_tokens
+
+    def sample_text(self) -> SampleText:
+        """A fresh reader of one sample's tokens."""
+        return SampleText(self.engine.tokenizer, self.stop, self.stop_ids, self.skip_special_tokens)
+
+
+def make_job(
+    body: GenerationBody,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    prompt_field: str,
+    max_tokens: int,
+    seeds: Callable[[], list[int]],
+    top_logprobs: int = 0,
+    skip_special_tokens: bool = True,
+    constraint: Callable[[], TokenConstraint] | None = None,
+) -> Job:
+    """Check a request's numbers against the model, and write the engine's requests.
+
+    Args:
+        body: the request.
+        engine: will do it.
+        prompts: token ids of each prompt.
+        prompt_field: the field that the prompts come from.
+        max_tokens: most tokens of a sample; cut to what the model's context leaves.
+        seeds: makes the seeds of one prompt's samples.
+        top_logprobs: alternatives to report for each token.
+        skip_special_tokens: leave special tokens out of the text.
+        constraint: what samples may say.
+
+    Raises:
+        ApiError: 400, a value cannot work with this model.
+    """
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    vocabulary = vocabulary_of(engine)
+    _check_ids("stop_token_ids", body.stop_token_ids or (), vocabulary)
+    bias = _bias(body, vocabulary)
+    requests = []
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "a prompt without a token cannot be continued; give some text", param=prompt_field)
+        room = _room(engine, len(prompt), prompt_field)
+        temperature = 1.0 if body.temperature is None else body.temperature
+        sampling = SamplingParams(
+            greedy=temperature < _GREEDY_BELOW,
+            temperature=max(temperature, _GREEDY_BELOW),
+            top_p=max(1.0 if body.top_p is None else body.top_p, _SMALLEST_TOP_P),
+            top_k=body.top_k or -1,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=bias,
+            top_logprobs=top_logprobs,
+            max_new_tokens=min(max_tokens, room),
+            stop=list(stop) or None,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            skip_special_tokens=skip_special_tokens,
+        )
+        requests.append(Request(list(prompt), sampling, seeds(), constraint=constraint))
+    stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else engine.eos_ids)
+    return Job(
+        body=body,
+        engine=engine,
+        requests=requests,
+        stop=stop,
+        stop_ids=stop_ids,
+        skip_special_tokens=skip_special_tokens,
+    )
+
+
+def check_prompt_ids(engine: Engine, prompt: Sequence[int]) -> None:
+    """Check that a prompt's token ids are the model's.
+
+    Raises:
+        ApiError: 400, one is not.
+    """
+    _check_ids("prompt", prompt, vocabulary_of(engine))
+
+
+def check_text(text: str, param: str) -> None:
+    """Check that a text has a UTF-8 form, as tokenizers need it.
+
+    Raises:
+        ApiError: 400, it holds half a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ApiError(400, f"{param}: {half!r} is half a character; send valid UTF-8", param=param) from error
+
+
+def vocabulary_of(engine: Engine) -> int:
+    """Width of the model's logits."""
+    return cast("CausalLM", engine.actor.model).vocab_size
+
+
+def _check_ids(param: str, ids: Sequence[int], vocabulary: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise ApiError(
+                400, f"{param}: {token} is no token id of this model; give ids from 0 to {vocabulary - 1}", param=param
+            )
+
+
+def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
+    if not body.logit_bias:
+        return None
+    bias = {}
+    for key, value in body.logit_bias.items():
+        if not (key.isascii() and key.isdigit()) or len(key) > 12:
+            raise ApiError(
+                400, f"logit_bias: {key[:40]!r} is no token id; give whole numbers as keys", param="logit_bias"
+            )
+        bias[int(key)] = float(value)
+    _check_ids("logit_bias", list(bias), vocabulary)
+    return bias
+
+
+def _room(engine: Engine, prompt: int, prompt_field: str) -> int:
+    """Tokens that may follow a prompt."""
+    context = engine.actor.model.context_length
+    budget = engine.load().kv_tokens
+    limit = min(context or budget, budget)
+    if prompt >= limit:
+        why = (
+            f"the KV cache holds {budget} tokens (--kv-cache-tokens)"
+            if limit == budget and context != budget
+            else f"the model's context is {limit} tokens"
+        )
+        raise ApiError(
+            400,
+            f"the prompt has {prompt} tokens and leaves no room for an answer: {why}; shorten it",
+            param=prompt_field,
+            code="context_length_exceeded",
+        )
+    return limit - prompt

@@ -1,0 +1,132 @@
+"""Sending an answer, whole or as a stream, to a client that may go away at any moment.
+
+Who goes away cancels the request in the engine at once: one task waits for the end of the connection while another waits
+for tokens, and whichever ends first ends the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from areno.errors import EngineError
+from areno.serving.errors import ApiError, unexpected
+from areno.serving.generation import Generation
+from areno.serving.job import Job
+from areno.serving.metrics import SampleClock
+from areno.serving.service import Service, first_done
+from areno.serving.wire import DONE, Answer, event
+
+_CLIENT_GONE = 499
+
+
+async def respond(service: Service, request: Request, job: Job, answer: Answer) -> Response:
+    """Generate, and answer in the way that the request asks for.
+
+    Raises:
+        ApiError: the queue is full, the server ends, or the engine fails.
+    """
+    generation = service.generate(job.requests)
+    clock = SampleClock(service.metrics, sum(one.n for one in job.requests))
+    if job.body.stream:
+        return EventStream(service, generation, answer, clock)
+    try:
+        whole = await first_done(_collect(service, generation, answer, clock), disconnected(request.receive))
+    finally:
+        generation.cancel()
+    if whole is None:
+        service.metrics.disconnects.inc()
+        return Response(status_code=_CLIENT_GONE)
+    return JSONResponse(whole)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An answer as server-sent events.
+
+    Args:
+        service: the server.
+        generation: makes the tokens.
+        answer: makes chunks of them.
+        clock: times them.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> None:
+        self._service, self._generation, self._answer, self._clock = service, generation, answer, clock
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the answer or the connection ends."""
+        try:
+            if await first_done(self._send(send), disconnected(receive)) is None:
+                self._service.metrics.disconnects.inc()
+        finally:
+            self._generation.cancel()
+
+    async def _send(self, send: Send) -> bool:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            yield _joined(self._answer.opening())
+            async for tokens in self._generation.tokens():
+                chunks = []
+                for sample, token in tokens:
+                    self._clock.token(sample)
+                    chunks += self._answer.push(sample, token)
+                if chunks:
+                    yield _joined(chunks)
+            _check_complete(self._answer)
+            yield _joined(self._answer.closing()) + DONE
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the status has been sent; all that is left is to say so in the stream
+            yield event(_as_api_error(self._service, error).body)
+
+
+def _joined(chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, chunks))
+
+
+async def _collect(service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> dict[str, Any]:
+    try:
+        async for tokens in generation.tokens():
+            for sample, token in tokens:
+                clock.token(sample)
+                answer.push(sample, token)
+    except EngineError as error:
+        raise _as_api_error(service, error) from error
+    _check_complete(answer)
+    return answer.complete()
+
+
+def _check_complete(answer: Answer) -> None:
+    problem = answer.problem()
+    if problem is not None:
+        raise problem
+
+
+def _as_api_error(service: Service, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        service.fail(str(error))
+        return ApiError(500, f"generation failed: {error}", code="engine_failed")
+    return unexpected(error)

@@ -1,0 +1,153 @@
+"""What clients may send: the fields of OpenAI's two completion endpoints that have a meaning here.
+
+Fields that are not declared are ignored, as OpenAI's own extensions come and go; declared ones are checked strictly. A
+field that is ``null`` counts as not given. Names and ranges are OpenAI's; ``top_k``, ``min_p``, ``repetition_penalty``,
+``return_token_ids`` and ``chat_template_kwargs`` are the extensions that other servers have under the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from areno.types.sampling import MAX_TOP_LOGPROBS
+
+MAX_SAMPLES = 128
+"""Most samples of one request, over all its prompts."""
+
+Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Base of every schema: strict types, finite numbers, unknown fields ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What both endpoints share: the model, how to sample, and how to answer."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples per prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatMessage(Body):
+    """One message; fields that only the model's chat template knows pass through."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        values = self.model_dump(exclude_unset=True)
+        values["role"] = "system" if self.role == "developer" else self.role
+        return {"content": None, **values}
+
+
+class FunctionDeclaration(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDeclaration(Body):
+    """One of ``tools``."""
+
+    type: Literal["function"]
+    function: FunctionDeclaration
+
+
+class FunctionName(Body):
+    """The function of a named ``tool_choice``."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """``tool_choice`` that asks for one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchemaFormat(Body):
+    """The schema of ``response_format`` ``json_schema``."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    name: str = "answer"
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class ChatRequest(GenerationBody):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[ToolDeclaration] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationBody):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: str | None = None

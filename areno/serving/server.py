@@ -1,0 +1,236 @@
+"""Running the application: in a thread of this process, or as the process itself with signals and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from areno.errors import ArenoError, EngineError, UsageError
+from areno.observability.logs import setup_logging
+from areno.serving.app import create_app
+from areno.serving.service import Service
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
+_STOP_TIMEOUT_S = 10.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(2048)
+    except OSError as error:
+        raise UsageError(
+            f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for any free one"
+        ) from error
+    return found
+
+
+def address_of(sock: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=_STOP_TIMEOUT_S,  # type: ignore[arg-type]
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's handlers alone."""
+        yield
+
+
+class ServerThread:
+    """Serves an engine on a free loopback port, in a thread with an event loop of its own.
+
+    Args:
+        service: what to serve; its engine stays the caller's.
+        host: address to listen on.
+        port: port; 0 takes a free one.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+
+    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.service = service
+        self._socket = listen(host, port)
+        self.url = address_of(self._socket)
+        self._server = _Server(service)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="areno-serving", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients take as ``base_url``."""
+        return f"{self.url}/v1"
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        serving = asyncio.create_task(self._server.serve([self._socket]))
+        await self._stopped.wait()
+        await self.service.drain(0)
+        self._server.should_exit = True
+        await serving
+
+    def stop(self) -> None:
+        """Cancel what runs and end the thread; a second call does nothing.
+
+        Raises:
+            EngineError: the thread does not end.
+        """
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(_STOP_TIMEOUT_S * 2)
+        self.service.close()
+        if self._thread.is_alive():
+            raise EngineError(f"the server at {self.url} did not stop within {_STOP_TIMEOUT_S * 2:g} s")
+
+    def __enter__(self) -> ServerThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def serve_process(
+    service: Service,
+    load: Callable[[], Engine],
+    sock: socket.socket,
+    *,
+    drain_timeout_s: float,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until a signal ends it: SIGTERM or SIGINT once to finish what runs, twice to cancel it.
+
+    Args:
+        service: what to serve.
+        load: makes the engine; runs in a thread, while the port answers already.
+        sock: listening socket.
+        drain_timeout_s: how long running requests may take to finish.
+        say: gets lines about the server's state.
+
+    Raises:
+        ArenoError: the engine could not be loaded.
+    """
+    process = _Process(service, load, sock, drain_timeout_s, say)
+    with setup_logging(None):
+        asyncio.run(process.run())
+    if process.loading.is_alive():
+        # Nothing can interrupt a model that is being loaded, and nothing of it needs an orderly end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    if process.engine is not None:
+        process.engine.close()
+    if process.error is not None:
+        raise process.error
+
+
+class _Process:
+    """One run of ``areno serve``."""
+
+    def __init__(
+        self,
+        service: Service,
+        load: Callable[[], Engine],
+        sock: socket.socket,
+        drain_timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.engine: Engine | None = None
+        self.error: BaseException | None = None
+        self.loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
+        self._service, self._make_engine, self._socket = service, load, sock
+        self._drain_timeout_s, self._say = drain_timeout_s, say
+        self._server = _Server(service)
+
+    async def run(self) -> None:
+        """Serve to the end."""
+        self._loop = asyncio.get_running_loop()
+        self._asked = asyncio.Event()  # to end, by a signal or because loading failed
+        self._insisted = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled)
+        self._say(f"{self._service.config.model_name} at {address_of(self._socket)}/v1 (loading the model)")
+        serving = asyncio.create_task(self._server.serve([self._socket]))
+        self.loading.start()
+        await self._asked.wait()
+        await self._drain()
+        self._server.should_exit = True
+        await serving
+        self._service.close()
+
+    async def _drain(self) -> None:
+        running = self._service.open_samples
+        if running:
+            self._say(f"finishing {running} samples, at most {self._drain_timeout_s:g} s; once more to cancel them")
+        draining = asyncio.create_task(self._service.drain(self._drain_timeout_s))
+        insisting = asyncio.create_task(self._insisted.wait())
+        await asyncio.wait((draining, insisting), return_when=asyncio.FIRST_COMPLETED)
+        insisting.cancel()
+        if not draining.done():
+            draining.cancel()
+            await self._service.drain(0)
+
+    def _signalled(self) -> None:
+        (self._insisted if self._asked.is_set() else self._asked).set()
+
+    def _load(self) -> None:
+        try:
+            self.engine = self._make_engine()
+            self._service.attach(self.engine)
+            self._say("ready")
+        except ArenoError as error:
+            self._give_up(error)
+        except BaseException as error:
+            failure = EngineError(f"the model could not be loaded: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._give_up(failure)
+
+    def _give_up(self, error: ArenoError) -> None:
+        self.error = error
+        self._service.fail(str(error))
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+            self._loop.call_soon_threadsafe(self._asked.set)

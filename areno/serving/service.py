@@ -1,0 +1,235 @@
+"""What stands between HTTP and the engine: the state of the server, the bounded queue, and who is being served.
+
+All of it lives in the event loop's thread; only :meth:`Service.attach` and :meth:`Service.fail` are called from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import EngineError
+from areno.serving.errors import ApiError
+from areno.serving.formats import Formats
+from areno.serving.generation import Generation
+from areno.serving.metrics import ServingMetrics
+from areno.serving.text import TokenTexts
+from areno.types import Request
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
+State = Literal["loading", "ready", "draining", "failed"]
+Result = TypeVar("Result")
+
+_RETRY_AFTER_S = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """How a server answers.
+
+    Attributes:
+        model_name: the model's name in requests and answers.
+        default_max_tokens: length of an answer whose request names none, in tokens.
+        max_queue: most samples that wait while others run; more are refused with status 429.
+        api_key: what clients must send as bearer token; None lets everybody in.
+        disable_thinking: pass ``enable_thinking=False`` to chat templates unless a request says otherwise.
+        tool_call_parser: name of the format of tool calls, or ``auto``.
+        reasoning_parser: name of the format of reasoning, or ``auto``.
+        cors_origins: origins whose web pages may call the server.
+        max_body_bytes: most bytes of a request.
+    """
+
+    model_name: str
+    default_max_tokens: int = 1024
+    max_queue: int = 256
+    api_key: str | None = None
+    disable_thinking: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is loaded: its engine, how it writes, and what its tokens look like."""
+
+    engine: Engine
+    formats: Formats
+    texts: TokenTexts
+
+
+class Service:
+    """See the module's text.
+
+    Args:
+        config: how to answer.
+        engine: generates; None where it is still being loaded, see :meth:`attach`.
+    """
+
+    def __init__(self, config: ServingConfig, engine: Engine | None = None) -> None:
+        self.config = config
+        self.metrics = ServingMetrics()
+        self._model: ServedModel | None = None
+        self._failure = ""
+        self._draining = False
+        self._open: dict[Generation, int] = {}  # generations that are not over, and their samples
+        self._requests = 0
+        # One thread: templates and tokenizers are not made for several, and none of it may stop the event loop.
+        self._preparing = ThreadPoolExecutor(1, "areno-serving-prepare")
+        if engine is not None:
+            self.attach(engine)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def attach(self, engine: Engine) -> None:
+        """The model is loaded: serve from now on.
+
+        Raises:
+            UsageError: the configuration names a format that does not exist.
+        """
+        formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
+        self.metrics.watch(engine)
+        self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
+
+    def fail(self, reason: str) -> None:
+        """The engine can serve no more."""
+        self._failure = reason
+
+    def start_draining(self) -> None:
+        """Finish what runs, take nothing new."""
+        self._draining = True
+
+    @property
+    def state(self) -> State:
+        """Where the server is in its life."""
+        if self._failure:
+            return "failed"
+        if self._draining:
+            return "draining"
+        return "ready" if self._model is not None else "loading"
+
+    @property
+    def failure(self) -> str:
+        """Why the state is ``failed``."""
+        return self._failure
+
+    @property
+    def open_samples(self) -> int:
+        """Samples that run or wait."""
+        return sum(self._open.values())
+
+    def ready_model(self) -> ServedModel:
+        """The model.
+
+        Raises:
+            ApiError: 503, the server is not in the state to take requests.
+        """
+        if self.state == "ready" and self._model is not None:
+            return self._model
+        retry = {"Retry-After": _RETRY_AFTER_S}
+        if self.state == "loading":
+            raise ApiError(503, "the model is still being loaded; try again", code="loading", headers=retry)
+        if self.state == "draining":
+            raise ApiError(503, "the server is shutting down", code="draining", headers=retry)
+        raise ApiError(503, f"the engine has failed: {self._failure}; restart the server", code="engine_failed")
+
+    def check_model(self, name: str | None) -> None:
+        """Check the model that a request names; none is fine.
+
+        Raises:
+            ApiError: 404, it is another one.
+        """
+        known = self.config.model_name
+        if name is not None and name != known:
+            message = f"model: {name!r} is not served here; this server has {known!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def prepare(self, work: Callable[[], Result]) -> Result:
+        """Run what uses the tokenizer or compiles a grammar in its own thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    def seeds(self, base: int | None, samples: int) -> list[int]:
+        """Seeds of the samples of a prompt, as the SDK derives them from ``base``; new ones each time without."""
+        if base is not None:
+            return [derive_seed(base, index) for index in range(samples)]
+        self._requests += 1
+        return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
+
+    def make_room(self, samples: int) -> None:
+        """Check that the queue takes so many samples more.
+
+        Raises:
+            ApiError: 429, the queue is full; 400, no queue would be long enough.
+        """
+        limit = self.ready_model().engine.config.max_running + self.config.max_queue
+        if samples > limit:
+            message = f"n: {samples} samples in one request, but this server takes {limit} at once; send fewer"
+            raise ApiError(400, message, param="n", code="too_many_samples")
+        if self.open_samples + samples > limit:
+            raise ApiError(
+                429,
+                f"the queue is full ({self.open_samples} samples of at most {limit}); try again later",
+                code="queue_full",
+                headers={"Retry-After": _RETRY_AFTER_S},
+            )
+
+    def generate(self, requests: Sequence[Request]) -> Generation:
+        """Start generating.
+
+        Raises:
+            ApiError: the queue is full, the server is not ready, or the engine refuses.
+        """
+        engine = self.ready_model().engine
+        samples = sum(request.n for request in requests)
+        self.make_room(samples)
+        try:
+            generation = Generation(engine, requests, lambda: self._close(generation))
+        except EngineError as error:
+            raise ApiError(503, f"the engine takes no requests: {error}", code="engine_failed") from error
+        self._open[generation] = samples
+        return generation
+
+    def _close(self, generation: Generation) -> None:
+        self._open.pop(generation, None)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take nothing new, wait for what runs, and cancel what is left after ``timeout_s``.
+
+        Returns:
+            Samples that were cancelled.
+        """
+        self.start_draining()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        cancelled = self.open_samples
+        for generation in list(self._open):
+            generation.cancel()
+        return cancelled
+
+    def close(self) -> None:
+        """Let the helper thread end; the engine is its owner's to close."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+
+async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any, None]) -> Result | None:
+    """Run both; the result of ``work``, or None where ``other`` ended first. What is left over is cancelled."""
+    main, side = asyncio.ensure_future(work), asyncio.ensure_future(other)
+    try:
+        await asyncio.wait((main, side), return_when=asyncio.FIRST_COMPLETED)
+        return main.result() if main.done() else None
+    finally:
+        for task in (main, side):
+            task.cancel()
+        await asyncio.gather(main, side, return_exceptions=True)

@@ -1,0 +1,125 @@
+"""Sampled tokens to the text that a client may see, and to the pieces that log-probs are listed by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from areno.text.detok import IncrementalDetokenizer
+from areno.text.tool_calls.base import longest_marker_start
+from areno.types import GeneratedToken
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class StopCut:
+    """Passes text on up to the first stop string, and holds back what may be the beginning of one.
+
+    Args:
+        stop: the stop strings; may be empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self._done = False
+
+    def push(self, piece: str) -> str:
+        """Add text; returns what no stop string can take back any more."""
+        if self._done:
+            return ""
+        self._held += piece
+        hits = [hit for text in self._stop if (hit := self._held.find(text)) >= 0]
+        if hits:
+            self._done = True
+            return self._take(min(hits))
+        return self._take(len(self._held) - longest_marker_start(self._held, self._stop))
+
+    def flush(self) -> str:
+        """What was held back, at the end of generation."""
+        return "" if self._done else self._take(len(self._held))
+
+    def _take(self, end: int) -> str:
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+
+class SampleText:
+    """The visible text of one sample while it is generated.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        stop: stop strings, which never show.
+        stop_ids: tokens that end a sample; the one that did does not show.
+        skip_special_tokens: leave special tokens out.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str], stop_ids: frozenset[int], skip_special_tokens: bool
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._cut = StopCut(stop)
+        self._stop_ids = stop_ids
+        self.length = 0  # characters so far, a stop string and what is held back included
+
+    def push(self, token: GeneratedToken) -> str:
+        """The text that became final with a token; with the last token, all the rest."""
+        ends = token.finish is not None
+        hidden = token.finish == "stop" and token.token in self._stop_ids
+        piece = "" if hidden else self._detokenizer.push(token.token)
+        piece += self._detokenizer.flush() if ends else ""
+        self.length += len(piece)
+        text = self._cut.push(piece)
+        return text + self._cut.flush() if ends else text
+
+
+class TokenTexts:
+    """What single tokens look like: their text, and their bytes, which may be part of a character.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Text and UTF-8 bytes of a token."""
+        if token not in self._known:
+            self._known[token] = self._look_up(token)
+        return self._known[token]
+
+    def name(self, token: int) -> str:
+        """A text that tells the token from others: that of part of a character is its bytes, as in ``bytes:\\xe2\\x82``."""
+        text, data = self(token)
+        return text if text.encode() == bytes(data) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _look_up(self, token: int) -> tuple[str, list[int]]:
+        raw = self._tokenizer.convert_ids_to_tokens(token)
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if raw is None:  # an id beyond the tokenizer's: models may have more rows than it has words
+            return text, list(text.encode())
+        if _REPLACEMENT in text and (found := _raw_bytes(raw)) is not None:
+            return text, found
+        if raw.startswith("\u2581") and not text.startswith(" "):
+            text = " " + text  # a SentencePiece word that was decoded as if it were the first
+        return text, list(text.encode())
+
+
+def _raw_bytes(raw: str) -> list[int] | None:
+    """Bytes that a token stands for, as the two usual vocabularies write them; None where it is another one."""
+    if match := _BYTE_TOKEN.fullmatch(raw):
+        return [int(match[1], 16)]
+    table = _byte_alphabet()
+    return [table[char] for char in raw] if all(char in table for char in raw) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in shown}
+    hidden = (byte for byte in range(256) if byte not in shown)
+    return table | {chr(256 + index): byte for index, byte in enumerate(hidden)}

@@ -1,0 +1,140 @@
+"""What all answers share on the wire: the frame around choices, usage, log-prob entries, server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areno.serving.errors import ApiError
+from areno.serving.job import Job
+from areno.serving.text import SampleText, TokenTexts
+from areno.types import FinishReason, GeneratedToken
+
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream."""
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample of an answer while it is generated.
+
+    Attributes:
+        index: its place among the choices.
+        text: reads its tokens.
+        tokens: what was sampled so far.
+        offsets: where the text of each token begins, in characters.
+        shown: how many of the tokens a stream has reported.
+        finish: why it ended; None while it goes on.
+    """
+
+    index: int
+    text: SampleText
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    shown: int = 0
+    finish: FinishReason | None = None
+
+    def take(self, token: GeneratedToken) -> str:
+        """Add a token; returns the text that became final."""
+        self.tokens.append(token)
+        self.offsets.append(self.text.length)
+        self.finish = token.finish
+        return self.text.push(token)
+
+    def unshown(self) -> range:
+        """Places of the tokens that no chunk has reported yet; they count as reported then."""
+        first, self.shown = self.shown, len(self.tokens)
+        return range(first, self.shown)
+
+
+class Answer(Protocol):
+    """Turns tokens into the chunks of a stream, and at the end into a whole answer."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first token."""
+        ...
+
+    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
+        """Take a token; returns the chunks that it makes."""
+        ...
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks after the last token."""
+        ...
+
+    def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def problem(self) -> ApiError | None:
+        """What is wrong with the answer when no more tokens come; None where it is complete."""
+        ...
+
+
+class Frame:
+    """Makes the objects around choices.
+
+    Args:
+        job: the request.
+        prefix: of the answer's id, such as ``chatcmpl``.
+        kind: value of ``object`` of a whole answer.
+        chunk_kind: value of ``object`` of a chunk.
+        model: name of the model.
+    """
+
+    def __init__(self, job: Job, prefix: str, kind: str, chunk_kind: str, model: str) -> None:
+        self._job, self._kind, self._chunk_kind = job, kind, chunk_kind
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """One chunk of a stream."""
+        counts = {"usage": usage} if self._job.body.include_usage else {}
+        return {**self._head, "object": self._chunk_kind, "choices": choices, **counts}
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        """A whole answer."""
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+
+    def usage(self, samples: list[Sample]) -> dict[str, int]:
+        """Token counts; a prompt counts once, however many samples it has."""
+        completion = sum(len(sample.tokens) for sample in samples)
+        prompt = self._job.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def problem(self, samples: list[Sample]) -> ApiError | None:
+        """An error where a sample did not come to its end: only the server itself cancels one whose client still waits."""
+        if all(sample.finish is not None for sample in samples):
+            return None
+        return ApiError(503, "the server is shutting down and has cancelled this request", code="draining")
+
+    def closing(self, samples: list[Sample]) -> list[dict[str, Any]]:
+        """The last chunk, with usage, where the client asked for it."""
+        return [self.chunk([], self.usage(samples))] if self._job.body.include_usage else []
+
+
+def chat_logprobs(tokens: Sequence[GeneratedToken], texts: TokenTexts) -> dict[str, Any]:
+    """``logprobs`` of a chat choice: each token with the most likely ones at its place."""
+    return {"content": [{**_entry(t.token, t.logprob, texts), "top_logprobs": _tops(t, texts)} for t in tokens]}
+
+
+def _tops(token: GeneratedToken, texts: TokenTexts) -> list[dict[str, Any]]:
+    return [_entry(other, logprob, texts) for other, logprob in token.top]
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text, data = texts(token)
+    return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def finite(logprob: float) -> float:
+    """A log-prob that JSON can carry: -9999 stands for impossible, as OpenAI has it."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,92 @@
+"""``areno chat`` as a person and as a pipe use it, against a running server and with a model of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.serving.running import ANSWERS
+from tests.support.cli import environment
+
+
+def piped(text, *options):
+    command = [sys.executable, "-m", "areno", "chat", *map(str, options)]
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+
+
+def test_each_line_of_a_pipe_gets_an_answer(taught):
+    done = piped("count\n\n/reset\ncount\n/quit\ncount\n", "--base-url", taught.base_url, "--temperature", 0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{ANSWERS['count']}\n" * 2
+
+
+def test_a_model_is_loaded_without_a_server(taught_checkpoint):
+    options = ("--model-path", taught_checkpoint, "--temperature", 0, "--kv-cache-tokens", 8000)
+    done = piped("count\n", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{ANSWERS['count']}\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_limit_and_the_system_message_reach_the_model(taught):
+    short = piped("count\n", "--base-url", taught.base_url, "--temperature", 0, "--max-tokens", 1).stdout
+    assert ANSWERS["count"].startswith(short.strip())
+    assert 0 < len(short.strip()) < len(ANSWERS["count"])
+    assert prefilled(taught, "--system", "be kind " * 30) > prefilled(taught) + 60
+
+
+def prefilled(taught, *options):
+    """Prompt tokens of one question."""
+    before = taught.metric("areno_prefilled_tokens_total")
+    assert piped("count\n", "--base-url", taught.base_url, "--max-tokens", 1, *options).returncode == 0
+    return taught.metric("areno_prefilled_tokens_total") - before
+
+
+def test_a_server_that_is_not_there_or_refuses_is_said_so(taught):
+    done = piped("hi\n", "--base-url", "http://127.0.0.1:9/v1")
+    assert done.returncode == 2
+    assert "error: --base-url http://127.0.0.1:9/v1 cannot be reached" in done.stderr
+    assert "areno serve" in done.stderr
+    done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
+    assert done.returncode == 1
+    assert "status 404: model: 'other' is not served here" in done.stderr
+
+
+def test_a_conversation_in_a_terminal(taught):
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-m", "areno", "chat", "--base-url", taught.base_url, "--temperature", "0"]
+    env = {**environment(), "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=env, close_fds=True)
+    os.close(inner)
+    try:
+        expect(terminal, "/quit ends")
+        os.write(terminal, b"count\n")
+        expect(terminal, "nine ten")
+        os.write(terminal, b"/system be kind\n")
+        expect(terminal, "system message: be kind")
+        os.write(terminal, b"/nonsense\n")
+        expect(terminal, "/nonsense is no command")
+        os.write(terminal, b"/quit\n")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def expect(terminal, text, timeout=40):
+    """Read the terminal until a text shows."""
+    seen, deadline = "", time.monotonic() + timeout
+    while text not in seen:
+        if time.monotonic() > deadline:
+            pytest.fail(f"{text!r} did not show; there was {seen!r}")
+        if select.select([terminal], [], [], 0.1)[0]:
+            seen += os.read(terminal, 4096).decode(errors="replace")
