@@ -24,8 +24,10 @@ test: lint types
 	@$(PYTEST) -m "not long"
 
 test-all: lint types
-	@echo "== tests, the long ones too"
-	@$(PYTEST)
+	@echo "== tests"
+	@$(PYTEST) -m "not long"
+	@echo "== long tests, one at a time: some of them promise a time"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 lint: $(VENV)/.dev-ready
 	@echo "== lint"
