@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from areno.errors import EngineError
 from areno.types import Request, SamplingParams
 from tests.support.tiny import VOCAB, tiny_module
 
+REPO = Path(__file__).parents[2]
 FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_5"]
 
 
@@ -249,3 +253,20 @@ def test_a_grammar_that_fails_fails_its_request_alone(make_loop, where):
     assert len(good.result(timeout=30).sequences[0].resp_tokens) == 40
     assert answers(loop, [beside]) == answers(make_loop(), [beside])
     assert loop.load().kv_tokens_used == 0
+
+
+def test_a_program_that_forgets_to_close_ends_quietly():
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.support.tiny import tiny_module\n"
+        "from areno.engine.model.loading import prepare\n"
+        "from areno.engine.rollout.loop import RolloutLoop\n"
+        "from areno.types import Request, SamplingParams\n"
+        "loop = RolloutLoop(prepare(tiny_module('llama', layers=2)), eos_ids=frozenset(),\n"
+        "                   make_stop_text=lambda stop, skip: None, budget_tokens=10**6, max_running=8)\n"
+        "loop.submit([Request([5], SamplingParams(max_new_tokens=100_000), [0])])\n"
+        "loop.submit([Request([6], SamplingParams(max_new_tokens=3), [0])])[0].result()\n"
+        "print('done')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPO)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -7,7 +7,9 @@ inside the loop fails all pending requests with its cause; nobody waits for a lo
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -135,6 +137,7 @@ class RolloutLoop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
                 self._thread.start()
+                atexit.register(_close_at_exit, weakref.ref(self))
             self._incoming += groups
             self._open.update((group.future, group) for group in groups)
             self._wake.notify()
@@ -452,6 +455,13 @@ class RolloutLoop:
         group.unfinished -= 1
         if group.unfinished == 0 and self._open.pop(group.future, None) is not None:
             group.future.set_result(group.result())
+
+
+def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
+    """A program that forgot to close its trainer must still end quietly: a thread inside torch would abort the process."""
+    left = loop()
+    if left is not None:
+        left.close()
 
 
 def _top_lists(draw: Draw, sequences: list[Sequence]) -> list[list[tuple[int, float]] | None]:
