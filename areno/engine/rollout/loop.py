@@ -159,7 +159,7 @@ class RolloutLoop:
             waiting = len(scheduler.waiting) + sum(len(group.members) for group in self._incoming)
         return EngineLoad(
             waiting=waiting,
-            running=len(scheduler.live()),
+            running=scheduler.held(),
             kv_tokens_used=scheduler.cells(),
             kv_tokens=scheduler.budget_tokens,
             generated_total=counters.generated,
@@ -253,7 +253,7 @@ class RolloutLoop:
                 self._cancellations = False
                 mine = [*self.scheduler.waiting, *self.scheduler.live()]
                 self._abort([sequence for sequence in mine if sequence.group.cancelled])
-            self._busy = bool(self.scheduler.waiting or self.scheduler.live())
+            self._busy = bool(self.scheduler.waiting or self.scheduler.held())
             if not self._busy:
                 self._threads.reset()
                 if self._progress is not None:
@@ -344,7 +344,7 @@ class RolloutLoop:
             self._first_tokens([self.scheduler.entered()], hidden)
 
     def _reserve(self) -> None:
-        self.cache.reserve(len(self.scheduler.live()), self.scheduler.columns())
+        self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
     def _reuse(self, context: list[int], slots: list[int]) -> int:
         """Copy what the prefix store has of a context into its slots; returns how many tokens that is."""

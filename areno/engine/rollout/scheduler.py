@@ -66,13 +66,17 @@ class Scheduler:
         """All sequences that hold a slot."""
         return self.running + (self.entering.members if self.entering else [])
 
+    def held(self) -> int:
+        """Slots in use."""
+        return len(self.running) + (len(self.entering.members) if self.entering else 0)
+
     def columns(self) -> int:
         """Columns that the live sequences need."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
 
     def cells(self) -> int:
         """Cells of the KV rectangle in use."""
-        return len(self.live()) * self.columns()
+        return self.held() * self.columns()
 
     def admit(self, tokens: int) -> list[list[Sequence]]:
         """Give slots to waiting sequences while the budget lasts.
@@ -86,9 +90,10 @@ class Scheduler:
         """
         shared: list[list[Sequence]] = []
         used = 0
+        columns = self.columns()  # kept up to date below: looking at all live sequences for each new one would add up
         while self.entering is None and self.waiting and len(self.running) < self.max_running:
             head = self.waiting[0]
-            columns = max(self.columns(), round_up(head.length + 1, COLUMN_STEP))
+            columns = max(columns, round_up(head.length + 1, COLUMN_STEP))
             if self.running and (len(self.running) + 1) * columns > self.budget_tokens:
                 break
             joins = bool(shared) and _same_context(shared[-1][0], head)
@@ -110,13 +115,13 @@ class Scheduler:
         self.entering = Entering([])
         columns = max(self.columns(), round_up(first.length + 1, COLUMN_STEP))
         while self.waiting and (not self.entering.members or _same_context(first, self.waiting[0])):
-            held = len(self.live())
+            held = self.held()
             if held and (held == self.max_running or (held + 1) * columns > self.budget_tokens):
                 break
             self._take_slot(self.waiting.popleft(), self.entering.members)
 
     def _take_slot(self, sequence: Sequence, members: list[Sequence]) -> None:
-        sequence.slot = len(self.live())
+        sequence.slot = self.held()
         members.append(sequence)
 
     def entered(self) -> list[Sequence]:
@@ -129,7 +134,7 @@ class Scheduler:
     def make_room(self) -> list[Move]:
         """Send the youngest sequences back to the queue until the next decode step fits the budget."""
         moves: list[Move] = []
-        while len(self.live()) > 1 and self.cells() > self.budget_tokens:
+        while self.held() > 1 and self.cells() > self.budget_tokens:
             victim = self.live()[-1]
             moves += self.remove([victim])
             self.waiting.appendleft(victim)
