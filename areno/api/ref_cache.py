@@ -23,11 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from areno.cache_folder import cache_folder
 from areno.errors import UsageError
 from areno.types import TrainSequence
 
 logger = logging.getLogger(__name__)
 
+# Their folder in the cache.
+CACHE_KIND = "ref_logprobs"
 # Part of every key: a change of what the numbers mean needs another one.
 _FORMAT = "areno reference log-probs 1"
 _NAME = "logprobs"
@@ -60,15 +63,6 @@ class ReferencedRows(Sequence[TrainSequence]):
         row, index = self._rows[index], range(len(self))[index]
         own = iter(self._values[self._starts[index] : self._starts[index + 1]].tolist())
         return replace(row, ref_logprobs=[next(own) if trained else 0.0 for trained in row.trainable()])
-
-
-def cache_folder() -> Path:
-    """Where the files lie; the environment is read at each call."""
-    if own := os.environ.get("ARENO_CACHE_DIR"):
-        root = Path(own).expanduser()
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areno"
-    return root / "ref_logprobs"
 
 
 def checkpoint_digest(checkpoint: str) -> str:
@@ -154,7 +148,7 @@ def store_logprobs(key: str, values: Tensor) -> None:
 
 
 def _file(key: str) -> Path:
-    return cache_folder() / f"{key}.safetensors"
+    return cache_folder(CACHE_KIND) / f"{key}.safetensors"
 
 
 def _checksum(values: Tensor) -> str:

@@ -22,6 +22,7 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.plan.memory import default_kv_tokens
 from areno.engine.role import Role, load_role
+from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.rollout.loop import EngineLoad, RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
@@ -51,7 +52,8 @@ class EngineConfig:
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
         keep_rollout_state: keep the KV cache between rollout phases.
-        eager_decode: never capture or compile the decode step; this engine always decodes eagerly so far.
+        decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
+            run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
         kv_cache_tokens: KV budget; None takes a share of the free memory.
         prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
             0 keeps none, None keeps a quarter of that budget.
@@ -68,7 +70,7 @@ class EngineConfig:
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
     keep_rollout_state: bool = True
-    eager_decode: bool = False
+    decode: DecodeMode = "auto"
     kv_cache_tokens: int | None = None
     prefix_cache_tokens: int | None = 0
     max_running: int = 64
@@ -110,19 +112,23 @@ class Engine:
 
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
-        bytes_per_token = prove_decoding(model, self.path)
-        budget = config.kv_cache_tokens or default_kv_tokens(config.device, bytes_per_token)
+        cached = prove_decoding(model, self.path)
+        budget = config.kv_cache_tokens or default_kv_tokens(config.device, cached.bytes_per_token)
         prefixes = config.prefix_cache_tokens
-        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, bytes_per_token)
-        return RolloutLoop(
+        logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
+        loop = RolloutLoop(
             model,
             eos_ids=self.eos_ids,
             make_stop_text=lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
             budget_tokens=budget,
             max_running=config.max_running,
             progress=DecodeProgress(config.decode_progress_interval_s),
+            layers=cached.layers,
+            decode_mode=config.decode,
             prefix_tokens=budget // 4 if prefixes is None else prefixes,
         )
+        loop.decode.prepare()
+        return loop
 
     @property
     def loop(self) -> RolloutLoop:

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from areno.api.ref_cache import (
     ReferencedRows,
-    cache_folder,
     checkpoint_digest,
     load_logprobs,
     reference_key,
     store_logprobs,
 )
+from areno.cache_folder import cache_folder
 from areno.errors import UsageError
 from areno.types import TrainSequence
 
@@ -137,7 +137,7 @@ def test_a_kill_while_writing_leaves_no_file_under_the_final_name(cache):
 def test_the_environment_says_where_the_files_lie(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert str(cache_folder()) == expected
+    assert str(cache_folder("ref_logprobs")) == expected
 
 
 def test_the_key_is_the_same_for_equal_content_only():

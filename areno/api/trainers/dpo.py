@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from areno.api.ref_cache import (
+    CACHE_KIND,
     ReferencedRows,
-    cache_folder,
     checkpoint_digest,
     load_logprobs,
     reference_key,
@@ -24,6 +24,7 @@ from areno.api.ref_cache import (
 )
 from areno.api.trainers.loop import StepOutcome
 from areno.api.trainers.preference import PreferenceTrainer
+from areno.cache_folder import cache_folder
 from areno.engine.train.batch import PackedBatch
 from areno.errors import EngineError
 from areno.observability import lifecycle
@@ -86,7 +87,7 @@ class DPOTrainer(PreferenceTrainer):
                     values = self._reference_logprobs(role, rows)
                     store_logprobs(key, values)
                 else:
-                    logger.info("reference log-probs of %d rows are read from %s", len(rows), cache_folder())
+                    logger.info("reference log-probs of %d rows are read from %s", len(rows), cache_folder(CACHE_KIND))
                 referenced.append(ReferencedRows(rows, values))
         return referenced
 

@@ -23,19 +23,40 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 ROW_STEP = 8
 
 
-class SlotCache:
+class KVTables:
+    """Keys and values by layer, [slots, heads, columns, size] each: all of a cache that a decode step touches.
+
+    Args:
+        keys: by layer index.
+        values: by layer index.
+    """
+
+    def __init__(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
+        self.keys, self.values = keys, values
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
+        self.keys[layer][slots, :, positions] = k
+        self.values[layer][slots, :, positions] = v
+
+    def read(self, layer: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Views [rows, heads, columns, size] of the first slots."""
+        return self.keys[layer][:rows, :, :columns], self.values[layer][:rows, :, :columns]
+
+
+class SlotCache(KVTables):
     """Keys, values and recurrent states of the live sequences.
 
     Layers allocate on first use, because only the call knows how many heads of which size they cache.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__({}, {})
         self.device = torch.device(device)
         self.slots = 0
         self.columns = 0
         self.states = SlotStates(0)
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for ``rows`` sequences of ``columns`` tokens, keeping what is cached."""
@@ -47,7 +68,7 @@ class SlotCache:
         columns = max(columns, self.columns)
         if (slots, columns) == (self.slots, self.columns):
             return
-        for table in (self._keys, self._values):
+        for table in (self.keys, self.values):
             for layer, old in table.items():
                 new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
                 new[: self.slots, :, : self.columns] = old
@@ -55,6 +76,15 @@ class SlotCache:
         if slots > self.slots:
             self.states.grow(slots)
         self.slots, self.columns = slots, columns
+        self._leading = None
+
+    def leading(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of all layers, in order of their index, cut to the first ``rows`` slots; views."""
+        if self._leading is None or self._leading[0] != rows:
+            layers = sorted(self.keys)
+            views = [self.keys[layer][:rows] for layer in layers], [self.values[layer][:rows] for layer in layers]
+            self._leading = (rows, *views)
+        return self._leading[1:]
 
     def release(self) -> None:
         """Give all memory back."""
@@ -62,43 +92,39 @@ class SlotCache:
 
     def nbytes(self) -> int:
         """Bytes held, states included."""
-        tensors = [*self._keys.values(), *self._values.values(), *self.states.tensors()]
+        tensors = [*self.keys.values(), *self.values.values(), *self.states.tensors()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
-        if layer not in self._keys:
-            self._keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
-            self._values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
-        self._keys[layer][slots, :, positions] = k
-        self._values[layer][slots, :, positions] = v
-
-    def read(self, layer: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Views [rows, heads, columns, size] of the first slots."""
-        return self._keys[layer][:rows, :, :columns], self._values[layer][:rows, :, :columns]
+        if layer not in self.keys:
+            self.keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
+            self.values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
+            self._leading = None
+        super().write(layer, slots, positions, k, v)
 
     def row(self, layer: int, slot: int, columns: int) -> tuple[Tensor, Tensor]:
         """Views [1, heads, columns, size] of one slot."""
-        return self._keys[layer][slot : slot + 1, :, :columns], self._values[layer][slot : slot + 1, :, :columns]
+        return self.keys[layer][slot : slot + 1, :, :columns], self.values[layer][slot : slot + 1, :, :columns]
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
         """A copy of the first ``length`` columns of a slot: per layer keys and values [heads, length, size]."""
         return {
-            layer: (self._keys[layer][slot, :, :length].clone(), self._values[layer][slot, :, :length].clone())
-            for layer in self._keys
+            layer: (self.keys[layer][slot, :, :length].clone(), self.values[layer][slot, :, :length].clone())
+            for layer in self.keys
         }
 
     def restore(self, snapshot: Snapshot, slots: Seq[int], length: int) -> None:
         """Write the first ``length`` columns of a snapshot to some slots."""
         rows = torch.tensor(slots, device=self.device)
         for layer, (keys, values) in snapshot.items():
-            self._keys[layer][rows, :, :length] = keys[:, :length]
-            self._values[layer][rows, :, :length] = values[:, :length]
+            self.keys[layer][rows, :, :length] = keys[:, :length]
+            self.values[layer][rows, :, :length] = values[:, :length]
 
     def move(self, moves: Seq[Move]) -> None:
         """Carry out the copies that a compaction asks for."""
         for move in moves:
-            for table in (self._keys, self._values):
+            for table in (self.keys, self.values):
                 for tensor in table.values():
                     tensor[move.target, :, : move.length] = tensor[move.source, :, : move.length]
             self.states.copy(move.source, torch.tensor([move.target], device=self.device))
@@ -179,26 +205,41 @@ class DecodePlan:
     """One new token for each of the first slots, and some rows of padding.
 
     Args:
-        cache: holds their past.
+        tables: hold their past.
         positions: position of the new token of each row [rows]; any for padding.
-        columns: cache columns to look at; beyond every position.
-        live: rows that are no padding.
+        write_at: column that takes the new token [rows]: its position, or for padding the column that nobody reads.
+        columns: indices 0, 1, ... of the cache columns to look at [columns]; they go beyond every position.
+        states: recurrent states and the rows of them [rows] that are this step's; None where no layer has any.
     """
 
-    def __init__(self, cache: SlotCache, positions: Tensor, columns: int, live: int) -> None:
-        self.cache = cache
-        self.position_ids = positions
-        self.columns = columns
-        rows = len(positions)
-        self._rows = torch.arange(rows, device=positions.device)
-        # Padding rows may lie over slots of samples that are being prefilled: they write where nobody reads.
-        self._write_at = torch.where(self._rows < live, positions, cache.columns - 1)
-        self._state_rows = torch.where(self._rows < live, self._rows, cache.slots + self._rows - live)
+    def __init__(
+        self,
+        tables: KVTables,
+        positions: Tensor,
+        write_at: Tensor,
+        columns: Tensor,
+        states: tuple[SlotStates, Tensor] | None = None,
+    ) -> None:
+        self.tables, self.position_ids, self.states = tables, positions, states
+        self._write_at, self._columns = write_at, columns
+        self._rows = torch.arange(positions.shape[0], device=positions.device)
         self._masks: dict[int | None, Tensor] = {}
+
+    @classmethod
+    def of(cls, cache: SlotCache, positions: Tensor, columns: int, live: int) -> DecodePlan:
+        """The plan of a step whose first ``live`` rows are no padding.
+
+        Padding rows may lie over slots of samples that are being prefilled: they write where nobody reads.
+        """
+        rows = torch.arange(len(positions), device=positions.device)
+        write_at = torch.where(rows < live, positions, cache.columns - 1)
+        state_rows = torch.where(rows < live, rows, cache.slots + rows - live)
+        seen = torch.arange(columns, device=positions.device)
+        return cls(cache, positions, write_at, seen, (cache.states, state_rows))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
-            columns = torch.arange(self.columns, device=self.position_ids.device)[None, :]
+            columns = self._columns[None, :]
             hidden = columns > self.position_ids[:, None]
             if window is not None:
                 hidden |= columns <= self.position_ids[:, None] - window
@@ -208,11 +249,14 @@ class DecodePlan:
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
-        self.cache.write(layer.layer, self._rows, self._write_at, k, v)
-        keys, values = self.cache.read(layer.layer, len(self._rows), self.columns)
+        self.tables.write(layer.layer, self._rows, self._write_at, k, v)
+        # Sizes are asked of shapes: len() would fix them in a traced step.
+        keys, values = self.tables.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
         mask = self._mask(layer.window, q.dtype)
         return scaled_dot_product(q[:, :, None], keys, values, layer, mask)[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """All rows in one step of the recurrence."""
-        return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]
+        assert self.states is not None
+        states, rows = self.states
+        return forward(hidden[:, None], cache_params=states.at(module, rows))[:, 0]

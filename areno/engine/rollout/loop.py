@@ -21,13 +21,15 @@ from torch import Tensor
 
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.compiled.spec import LayerShape
+from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
+from areno.engine.rollout.decode import DecodeBatch
+from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
 from areno.engine.rollout.sequence import Group, Sequence, StopText
-from areno.engine.rollout.threads import ThreadRule
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
 
@@ -84,6 +86,8 @@ class RolloutLoop:
         budget_tokens: KV tokens that may be in use at once.
         max_running: most sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
+        layers: what each layer of the model caches; without it decoding is always eager.
+        decode_mode: whether decoding may be compiled, see :class:`DecodeSwitch`.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
 
@@ -96,6 +100,8 @@ class RolloutLoop:
         budget_tokens: int,
         max_running: int,
         progress: DecodeProgress | None = None,
+        layers: tuple[LayerShape, ...] = (),
+        decode_mode: DecodeMode = "auto",
         prefix_tokens: int = 0,
     ) -> None:
         self.model = model
@@ -108,7 +114,8 @@ class RolloutLoop:
         self._make_stop_text = make_stop_text
         self._progress = progress
         self._table: SamplingTable | None = None
-        self._threads = ThreadRule(model)
+        self.decode = DecodeSwitch(model, self.cache, layers, decode_mode)
+        self._threads = self.decode.threads
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
         self._open: dict[Future[RolloutResult], Group] = {}  # all that is not answered, wherever its sequences are
@@ -181,6 +188,7 @@ class RolloutLoop:
                 self.scheduler.requeue()
             self.prefixes.clear()
             self._table = None
+            self.decode.refresh()
             self.version = version
 
     def cancel_all(self) -> None:
@@ -203,6 +211,7 @@ class RolloutLoop:
                 self._closing = True
                 self._wake.notify()
             self._thread.join()
+        self.decode.close()
         self.cache.release()
 
     def _group(self, request: Request) -> Group:
@@ -260,6 +269,7 @@ class RolloutLoop:
                     self._progress.idle()
                 self._wake.notify_all()
                 self._wake.wait_for(lambda: self._incoming or self._closing)
+                self.decode.refresh()
                 self._accept()
                 self._busy = bool(self.scheduler.waiting)
             return self._busy or not self._closing
@@ -382,21 +392,27 @@ class RolloutLoop:
 
     def _decode(self) -> None:
         running = self.scheduler.running
-        rows = round_up(len(running), ROW_STEP)
-        self.cache.reserve(rows, self.scheduler.columns())
-        columns = round_up(max(s.length for s in running), READ_STEP)
+        self.cache.reserve(round_up(len(running), ROW_STEP), self.scheduler.columns())
         if self._table is None:
             self._table = self._table_of(running)
-        padding = [0] * (rows - len(running))
-        tokens = self._upload([s.last_token for s in running] + padding)
-        plan = DecodePlan(self.cache, self._upload([s.length - 1 for s in running] + padding), columns, len(running))
-        self._threads.apply(rows)
-        hidden = self.model.body(tokens, plan.position_ids, plan)
-        logits = self.model.logits(hidden[: len(running)])
+        lengths = [s.length for s in running]
+        batch = DecodeBatch(
+            tokens=[s.last_token for s in running],
+            positions=[length - 1 for length in lengths],
+            counters=[len(s.output) for s in running],
+            columns=round_up(max(lengths), READ_STEP),
+            table=self._table,
+        )
+        draw = self.decode.run(batch, self._remaining)
         self.counters.decode_steps += 1
         if self._progress is not None:
             self._progress.step(len(running))
-        self._take(list(running), self._table.draw(logits, [len(s.output) for s in running]))
+        self._take(list(running), draw)
+
+    def _remaining(self) -> int:
+        """Tokens that everything queued or running may still ask for."""
+        everyone = [*self.scheduler.waiting, *self.scheduler.live()]
+        return sum(s.group.sampling.max_new_tokens - len(s.output) for s in everyone)
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
+from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.errors import UnsupportedModelError
 
 
-@torch.no_grad()
-def prove_decoding(model: CausalLM, name: str) -> int:
-    """Prefill a few tokens, decode two more, and compare with the packed forward pass.
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a model caches.
 
-    Returns:
-        Bytes of cache per token and slot, recurrent states spread over a column step.
+    Attributes:
+        bytes_per_token: per token and slot, recurrent states spread over a column step.
+        layers: keys and values by layer; empty where some layers keep another state.
+    """
+
+    bytes_per_token: int
+    layers: tuple[LayerShape, ...]
+
+
+@torch.no_grad()
+def prove_decoding(model: CausalLM, name: str) -> CacheShape:
+    """Prefill a few tokens, decode two more, and compare with the packed forward pass.
 
     Raises:
         UnsupportedModelError: the two disagree.
@@ -35,7 +48,7 @@ def prove_decoding(model: CausalLM, name: str) -> int:
     for position in (7, 8):
         rows = torch.zeros(ROW_STEP, dtype=torch.long, device=model.device)
         rows[0] = position
-        plan = DecodePlan(cache, rows, COLUMN_STEP, live=1)
+        plan = DecodePlan.of(cache, rows, COLUMN_STEP, live=1)
         fed = torch.where(rows > 0, tokens[position], tokens[0])
         got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
@@ -44,4 +57,8 @@ def prove_decoding(model: CausalLM, name: str) -> int:
             f"{name}: decoding token by token differs from one forward pass over the same tokens (relative gap "
             f"{float(gap):.1e}); {type(model.module).__name__} keeps a state that areno does not know"
         )
-    return -(-cache.nbytes() // (cache.slots * cache.columns))
+    layers = tuple(
+        LayerShape(layer, keys.shape[1], keys.shape[3], cache.values[layer].shape[3])
+        for layer, keys in sorted(cache.keys.items())
+    )
+    return CacheShape(-(-cache.nbytes() // (cache.slots * cache.columns)), () if cache.states.tensors() else layers)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from areno.engine.model.causal_lm import scale_logits
 from areno.engine.rollout import inverse_cdf
@@ -68,11 +69,19 @@ class SamplingTable:
         self.filters = Filters([params[i] for i in rows], device) if rows else None
         self.most_top = max((p.top_logprobs for p in params), default=0)
         self._weights: Tensor | None = None
+        self._padded: tuple[Tensor, Tensor] | None = None
 
     @property
     def plain(self) -> bool:
-        """Every row is drawn from its scaled policy, with nothing else to do."""
-        return not (self.any_greedy or self.edits or self.filters or self.most_top)
+        """Every row takes the most likely token, or is drawn from its scaled policy; nothing else is asked."""
+        return not (self.edits or self.filters or self.most_top)
+
+    def padded(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Temperatures and greedy flags [rows], with rows of padding behind the table's own."""
+        if self._padded is None or len(self._padded[0]) != rows:
+            more = (0, rows - len(self.temperatures))
+            self._padded = (pad(self.temperatures, more, value=1.0), pad(self.greedy, more, value=True))
+        return self._padded
 
     def draw(self, logits: Tensor, counters: Seq[int]) -> Draw:
         """Sample one token per row from logits [B, V]; ``counters`` is each row's index of the token to come."""

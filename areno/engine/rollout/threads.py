@@ -13,6 +13,8 @@ from areno.engine.model.causal_lm import CausalLM
 
 # Where two threads begin to win, measured on two cores with models of 0.9 M and 11 M parameters.
 PARALLEL_FLOP = 25e6
+# A compiled step has fewer and larger parallel regions.
+COMPILED_PARALLEL_FLOP = 2e6
 
 
 class ThreadRule:
@@ -28,14 +30,15 @@ class ThreadRule:
         self._all = torch.get_num_threads()
         self._active = model.device.type == "cpu" and self._all > 1
 
-    def threads(self, rows: int) -> int:
+    def threads(self, rows: int, compiled: bool = False) -> int:
         """Threads for a call over ``rows`` tokens."""
-        return self._all if rows * self._flop_per_row >= PARALLEL_FLOP else 1
+        worth = COMPILED_PARALLEL_FLOP if compiled else PARALLEL_FLOP
+        return self._all if rows * self._flop_per_row >= worth else 1
 
-    def apply(self, rows: int) -> None:
+    def apply(self, rows: int, compiled: bool = False) -> None:
         """Use that many in the calling thread."""
-        if self._active and torch.get_num_threads() != self.threads(rows):
-            torch.set_num_threads(self.threads(rows))
+        if self._active and torch.get_num_threads() != self.threads(rows, compiled):
+            torch.set_num_threads(self.threads(rows, compiled))
 
     def reset(self) -> None:
         """Back to all threads; torch hands the last setting on to threads that start later."""

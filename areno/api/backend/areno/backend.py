@@ -219,6 +219,7 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         max_running=config.max_running_prompts,
         dummy_load=config.dummy_load,
         decode_progress_interval_s=config.decode_progress_interval_s,
+        decode="eager" if runtime.pop("eager_decode", False) else "auto",
         **runtime,
     )
 

@@ -1,0 +1,86 @@
+"""A built decode step in this process: it computes with the engine's own weights and writes to the engine's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.rollout.compiled.spec import StepSpec
+from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
+from areno.errors import EngineError
+
+# Rounding differs in the last bits; anything that computes something else is orders of magnitude away.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class StepPackage:
+    """Loads a package, lends it the weights, and compares it with the step it was made from.
+
+    Args:
+        path: what :mod:`build` made.
+        model: whose weights it takes; they are shared, not copied, so training needs to tell it nothing.
+        spec: what it was made for.
+
+    Raises:
+        EngineError: it cannot be loaded, lacks weights, or computes something else than the model.
+    """
+
+    def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
+        self._step = DecodeStep(model, [layer.layer for layer in spec.layers])
+        self._spec = spec
+        try:
+            # The loader itself: torch._inductor would import its compiler, which takes seconds and is not needed here.
+            self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            self._bind()
+        except (RuntimeError, TypeError, OSError, AttributeError) as error:
+            raise EngineError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        self._prove()
+
+    def __call__(self, *inputs: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`DecodeStep.forward`."""
+        flat: list[Tensor] = []
+        for value in inputs:
+            flat += value if isinstance(value, list) else [value]
+        logits, tokens, logprobs = self._loader.boxed_run(flat)
+        return logits, tokens, logprobs
+
+    def refresh(self) -> None:
+        """Follow weights that have been given other memory; to be called before the first step after they may have."""
+        if any(tensor.data_ptr() != address for tensor, address in self._bound):
+            self._bind()
+
+    def _bind(self) -> None:
+        step = self._step
+        mine = {
+            **dict(step.named_parameters(remove_duplicate=False)),
+            **dict(step.named_buffers(remove_duplicate=False)),
+        }
+        names = self._loader.get_constant_fqns()
+        lacking = [name for name in names if name not in mine]
+        if lacking:
+            raise RuntimeError(f"it needs the constants {', '.join(lacking[:3])}, which the model does not have")
+        weights = {name: mine[name].detach() for name in names}
+        self._loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
+        self._bound = [(mine[name], tensor.data_ptr()) for name, tensor in weights.items()]
+
+    @torch.inference_mode()
+    def _prove(self) -> None:
+        """One random step here and there, on a cache made for it."""
+        model = self._step.model
+        expected, got = (self._random_step(run) for run in (self._step, self))
+        gap = max(
+            float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-6))
+            for a, b in zip(expected, got, strict=True)
+        )
+        if not gap <= _TOLERANCE.get(model.dtype, 5e-2):
+            raise EngineError(f"the compiled decode step differs from the model by {gap:.1e}")
+
+    def _random_step(self, run: Any) -> list[Tensor]:
+        """Logits, and the cache after the step."""
+        model = self._step.model
+        inputs = example_inputs(self._spec.sizes, model.dtype, model.vocab_size, rows=16, columns=32, cached=65)
+        return [run(*inputs)[0], *inputs[-2], *inputs[-1]]

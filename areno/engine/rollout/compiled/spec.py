@@ -1,0 +1,90 @@
+"""What a compiled decode step depends on: its name on disk, and all that the building process needs to know."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from areno import __version__
+from areno.cache_folder import cache_folder
+from areno.engine.model import attention, causal_lm, packed_model
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.rollout import inverse_cdf, kv_cache
+from areno.engine.rollout.compiled import traced
+
+CACHE_KIND = "decode_steps"
+# Entries of a configuration that say where a model came from, not what it computes.
+_ORIGIN = ("_name_or_path", "transformers_version")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer caches per token: keys [heads, key_size] and values [heads, value_size]."""
+
+    layer: int
+    heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """A decode step, weights left out.
+
+    Attributes:
+        config: the model's configuration as JSON.
+        architecture: name of its class.
+        attention: name of areno's attention function in ``transformers``.
+        dtype: of weights and cache, as ``torch`` names it.
+        layers: what is cached.
+    """
+
+    config: str
+    architecture: str
+    attention: str
+    dtype: str
+    layers: tuple[LayerShape, ...]
+
+    @classmethod
+    def of(cls, model: CausalLM, layers: tuple[LayerShape, ...]) -> StepSpec:
+        """The step of a loaded model."""
+        config = {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN}
+        return cls(
+            config=json.dumps(config, sort_keys=True, default=str),
+            architecture=type(model.module).__name__,
+            attention=str(model.config._attn_implementation),
+            dtype=str(model.dtype).removeprefix("torch."),
+            layers=layers,
+        )
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Heads, key size and value size of each layer."""
+        return [(layer.heads, layer.key_size, layer.value_size) for layer in self.layers]
+
+    def path(self) -> Path:
+        """Where its package lies, or will lie."""
+        parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
+        parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
+        digest = hashlib.sha256("\0".join([*parts, _processor()]).encode()).hexdigest()
+        return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
+
+
+_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, packed_model)
+
+
+def _processor() -> str:
+    """Compiled code uses what this processor has, so a folder shared between machines must tell them apart."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {flags.group(1) if flags else ''}"

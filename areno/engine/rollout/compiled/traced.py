@@ -1,0 +1,114 @@
+"""The function that is compiled: one decode step from token ids to the next ones, with its plain sampling.
+
+Everything that changes between steps is an argument, so one trace serves every batch size, context length and cache size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor, nn
+
+from areno.engine.model.causal_lm import CausalLM, scale_logits
+from areno.engine.rollout import inverse_cdf
+from areno.engine.rollout.kv_cache import DecodePlan, KVTables
+
+
+class DecodeStep(nn.Module):
+    """One step of a causal LM over a KV cache.
+
+    Args:
+        model: its weights are the module's parameters.
+        layers: indices of the layers that cache, in the order of ``keys`` and ``values``.
+    """
+
+    def __init__(self, model: CausalLM, layers: Seq[int]) -> None:
+        super().__init__()
+        self.module = model.module
+        self.model, self.layers = model, list(layers)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        write_at: Tensor,
+        columns: Tensor,
+        temperatures: Tensor,
+        greedy: Tensor,
+        u: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Append to the cache, and sample.
+
+        Args:
+            tokens: ids to feed [B].
+            positions: their positions [B].
+            write_at: cache columns that take them [B].
+            columns: indices of the columns to look at [L].
+            temperatures: of each row [B].
+            greedy: rows that take the most likely token [B].
+            u: uniform numbers in [0, 1), float64 [B].
+            keys: caches of the layers [B, heads, columns, size]; written in place.
+            values: the same.
+
+        Returns:
+            Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
+        """
+        tables = KVTables(dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)))
+        plan = DecodePlan(tables, positions, write_at, columns)
+        logits = self.model.logits(self.model.body(tokens, positions, plan))
+        return logits, *plain_draw(logits, temperatures, greedy, u)
+
+
+def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample rows that neither filter nor edit; the same arithmetic as :meth:`SamplingTable.draw`.
+
+    Returns:
+        Tokens [B] and their log-probs [B].
+    """
+    scaled = scale_logits(logits, temperatures)
+    vocab = scaled.shape[1]
+    size = inverse_cdf.block_size(vocab)
+    blocks = -(-vocab // size)
+    highest = scaled.amax(-1)
+    weights = nn.functional.pad(torch.exp(scaled - highest[:, None]), (0, blocks * size - vocab))
+    weights = weights.view(-1, blocks, size)
+    sums = weights.sum(-1).double()
+    normaliser = highest + sums.sum(-1).log().to(highest.dtype)
+    drawn = inverse_cdf.draw(weights, sums, u).clamp(max=vocab - 1)
+    tokens = torch.where(greedy, scaled.argmax(-1), drawn)
+    return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
+
+
+def example_inputs(
+    layers: Seq[tuple[int, int, int]], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
+) -> tuple[Tensor | list[Tensor], ...]:
+    """Random arguments of a step, to trace with and to compare by.
+
+    Args:
+        layers: heads, key size and value size of each caching layer.
+        dtype: of the cache.
+        vocab: token ids lie below it.
+        rows: batch size B.
+        columns: columns to look at L.
+        cached: columns of the caches, more than L.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def table(heads: int, size: int) -> Tensor:
+        return torch.randn(rows, heads, cached, size, generator=random).to(dtype)
+
+    positions = torch.randint(0, columns, (rows,), generator=random)
+    return (
+        torch.randint(0, vocab, (rows,), generator=random),
+        positions,
+        positions.clone(),
+        torch.arange(columns),
+        torch.ones(rows),
+        torch.arange(rows) % 2 == 1,
+        torch.rand(rows, dtype=torch.float64, generator=random),
+        [table(heads, size) for heads, size, _ in layers],
+        [table(heads, size) for heads, _, size in layers],
+    )

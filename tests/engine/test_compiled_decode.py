@@ -1,0 +1,277 @@
+"""The compiled decode step: same output as the eager one, weights shared, built beside the run, never in its way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from areno.engine.model.loading import prepare
+from areno.engine.rollout.compiled import switch
+from areno.engine.rollout.compiled.spec import StepSpec
+from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.probe import prove_decoding
+from areno.errors import EngineError
+from areno.types import Request, SamplingParams
+from tests.support.tiny import VOCAB, tiny_module
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+LOGGER = "areno.engine.inference"
+
+
+def make_model(family="llama", seed=0):
+    return prepare(tiny_module(family, seed=seed, layers=2, hidden=32, heads=2, sharpen=1.5), family)
+
+
+@pytest.fixture
+def make_loop():
+    loops = []
+
+    def make(model, mode="auto", running=32):
+        loop = RolloutLoop(
+            model,
+            eos_ids=frozenset(),
+            make_stop_text=None,
+            budget_tokens=8192,
+            max_running=running,
+            layers=prove_decoding(model, "test").layers,
+            decode_mode=mode,
+        )
+        loops.append(loop)
+        loop.decode.prepare()
+        return loop
+
+    yield make
+    for loop in loops:
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A cache folder that has the step of the tiny llama."""
+    folder = tmp_path_factory.mktemp("built")
+    before = os.environ.get("ARENO_CACHE_DIR")
+    os.environ["ARENO_CACHE_DIR"] = str(folder)
+    model = make_model()
+    failure = switch._Build(StepSpec.of(model, prove_decoding(model, "test").layers)).wait()
+    assert failure == ""
+    if before is not None:
+        os.environ["ARENO_CACHE_DIR"] = before
+    return folder
+
+
+def mixed_requests():
+    kinds = [
+        {},
+        {"greedy": True},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.7, "temperature": 1.3},
+        {"repetition_penalty": 1.3},
+        {"top_logprobs": 3},
+    ]
+    return [
+        Request([3 + i, 50, 60 + i] * (1 + i % 4), SamplingParams(max_new_tokens=12 + 9 * i, **kind), [i, i + 50])
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def answers(loop, requests):
+    sequences = [s for f in loop.submit(requests) for s in f.result(timeout=120).sequences]
+    return [s.resp_tokens for s in sequences], [x for s in sequences for x in s.resp_logprobs]
+
+
+def assert_same(first, second):
+    assert first[0] == second[0]
+    assert first[1] == pytest.approx(second[1], abs=5e-6)
+
+
+@needs_compiler
+def test_a_step_on_disk_is_used_from_the_first_token_and_changes_no_output(make_loop, built, monkeypatch):
+    model = make_model()
+    eager, compiled = make_loop(model, "eager"), make_loop(model)
+    expected = answers(eager, mixed_requests())
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
+    assert_same(answers(compiled, mixed_requests()), expected)
+    assert compiled.decode.compiled
+    assert not eager.decode.compiled
+    plain = [Request([9, 8, 7], SamplingParams(max_new_tokens=40, greedy=g), [1, 2, 3]) for g in (True, False)]
+    assert_same(answers(compiled, plain), answers(eager, plain))
+
+
+@needs_compiler
+def test_trained_weights_and_moved_weights_are_followed(make_loop, built, monkeypatch):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
+    model = make_model()
+    loop, eager = make_loop(model), make_loop(model, "eager")
+    before = answers(loop, mixed_requests())
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(1.2)
+    trained = answers(loop, mixed_requests())
+    assert trained[0] != before[0]
+    assert_same(trained, answers(eager, mixed_requests()))
+    kept = []  # the old memory must not come back by chance
+    for parameter in model.module.parameters():
+        kept.append(parameter.data)
+        parameter.data = parameter.data * 0.7
+    assert_same(answers(loop, mixed_requests()), answers(eager, mixed_requests()))
+    assert loop.decode.compiled
+
+
+@needs_compiler
+@pytest.mark.long
+def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    loop, eager = make_loop(model), make_loop(model, "eager")
+    answers(loop, mixed_requests())
+    assert list(tmp_path.rglob("*")) == []  # a short queue does not pay
+    monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
+    requests, rounds, slowest = mixed_requests(), 0, 0.0
+    expected = answers(eager, requests)
+    while not loop.decode.compiled:
+        began = time.perf_counter()
+        assert_same(answers(loop, requests), expected)
+        slowest = max(slowest, time.perf_counter() - began)
+        rounds += 1
+        assert rounds < 3000
+    assert rounds > 3, "tokens must come while the step is being built"
+    assert_same(answers(loop, requests), expected)
+    assert [r.message.split(" (")[0].split(",")[0] for r in caplog.records if r.name == LOGGER] == [
+        "compiling the decode step beside the run",
+        "the decode step is compiled from here on",
+    ]
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".pt2"]
+
+
+def test_without_a_compiler_one_line_says_so(make_loop, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    loop = make_loop(model)
+    expected = answers(make_loop(model, "eager"), mixed_requests())
+    for _ in range(2):
+        assert_same(answers(loop, mixed_requests()), expected)
+    lines = [r.message for r in caplog.records if r.name == LOGGER]
+    assert len(lines) == 1
+    assert "decoding stays eager" in lines[0]
+    assert "g++" in lines[0]
+
+
+def test_a_broken_package_is_reported_and_not_used(make_loop, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    loop = make_loop(model)
+    path = StepSpec.of(model, loop.decode.layers).path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no archive")
+    expected = answers(make_loop(model, "eager"), mixed_requests())
+    assert_same(answers(loop, mixed_requests()), expected)
+    assert any("cannot be loaded" in r.message for r in caplog.records)
+    assert not loop.decode.compiled
+
+
+@needs_compiler
+def test_a_package_that_computes_something_else_is_refused(make_loop, built, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    loop = make_loop(model)
+    model.config.rms_norm_eps = 1.0  # both have the same tensors; only the arithmetic differs
+    for layer in model.module.model.layers:
+        layer.input_layernorm.variance_epsilon = 1.0
+    path = StepSpec.of(model, loop.decode.layers).path()
+    path.parent.mkdir(parents=True)
+    shutil.copy(next(built.rglob("*.pt2")), path)
+    answers(loop, mixed_requests())
+    assert any("differs from the model" in r.message for r in caplog.records)
+    assert not loop.decode.compiled
+
+
+def test_what_decides_the_arithmetic_decides_the_name():
+    model = make_model()
+    layers = prove_decoding(model, "test").layers
+    name = StepSpec.of(model, layers).path().name
+    assert StepSpec.of(make_model(seed=3), layers).path().name == name  # weights do not
+    model.config.rms_norm_eps = 0.5
+    assert StepSpec.of(model, layers).path().name != name
+
+
+def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_loop):
+    model = prepare(tiny_module("qwen3_5"), "qwen3_5")
+    with pytest.raises(EngineError, match="keeps states beside keys and values"):
+        make_loop(model, "compiled")
+
+
+def test_a_failed_build_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    model = make_model()
+    spec = StepSpec.of(model, prove_decoding(model, "test").layers)
+    broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
+    assert "makes a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def _running(marker: str) -> list[str]:
+    lines = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if "rollout.compiled.build" in line and marker in line]
+
+
+def _wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_no_build_outlives_its_loop_or_its_parent(make_loop, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
+    loop = make_loop(make_model())
+    for _ in range(20):
+        answers(loop, mixed_requests())
+    assert _running(str(tmp_path))
+    loop.close()
+    assert not _running(str(tmp_path))
+    program = (
+        "import sys, time; from tests.engine.test_compiled_decode import *\n"
+        "model = make_model()\n"
+        "b = switch._Build(StepSpec.of(model, prove_decoding(model, 'test').layers)); print('up', flush=True)\n"
+        "time.sleep(60)"
+    )
+    repo = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=repo)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"up\n"
+    _wait_until(lambda: _running(str(tmp_path)))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _wait_until(lambda: not _running(str(tmp_path)))
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_families(family, make_loop, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    model = prepare(tiny_module(family), family)
+    assert model.vocab_size == VOCAB
+    eager = make_loop(model, "eager")
+    try:
+        compiled = make_loop(model, "compiled")
+    except EngineError as error:
+        pytest.skip(f"{family} cannot be compiled by this PyTorch: {error}")
+    assert_same(answers(compiled, mixed_requests()), answers(eager, mixed_requests()))
