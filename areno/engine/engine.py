@@ -23,7 +23,8 @@ from areno.engine.model.loading import LoadOptions
 from areno.engine.plan.memory import default_kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
-from areno.engine.rollout.loop import EngineLoad, RolloutLoop
+from areno.engine.rollout.load import EngineLoad
+from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -54,6 +55,7 @@ class EngineConfig:
         keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
+        speculate: tokens that prompt lookup may guess ahead, see :mod:`areno.engine.rollout.speculation`; 0 guesses none.
         kv_cache_tokens: KV budget; None takes a share of the free memory.
         prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
             0 keeps none, None keeps a quarter of that budget.
@@ -71,6 +73,7 @@ class EngineConfig:
     activation_checkpointing: bool = True
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
+    speculate: int = 0
     kv_cache_tokens: int | None = None
     prefix_cache_tokens: int | None = 0
     max_running: int = 64
@@ -113,6 +116,11 @@ class Engine:
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
         cached = prove_decoding(model, self.path)
+        if config.speculate and not cached.layers:
+            raise UsageError(
+                f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "
+                "when a guess is wrong; use --speculate 0"
+            )
         budget = config.kv_cache_tokens or default_kv_tokens(config.device, cached.bytes_per_token)
         prefixes = config.prefix_cache_tokens
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
@@ -125,6 +133,7 @@ class Engine:
             progress=DecodeProgress(config.decode_progress_interval_s),
             layers=cached.layers,
             decode_mode=config.decode,
+            speculate=config.speculate,
             prefix_tokens=budget // 4 if prefixes is None else prefixes,
         )
         loop.decode.prepare()

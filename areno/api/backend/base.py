@@ -27,7 +27,7 @@ class ArenoConfig:
         devices: device ids of the ranks.
         dummy_load: random weights instead of the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
-        runtime: ``attn_backend``, ``activation_checkpointing``, ``keep_rollout_state``, ``eager_decode``,
+        runtime: ``attn_backend``, ``activation_checkpointing``, ``keep_rollout_state``, ``eager_decode``, ``speculate``,
             ``kv_cache_tokens``, ``prefix_cache_tokens``, ``device``, ``dtype``, ``trust_remote_code``, and ``trains``
             (``policy``, ``reward`` to train a sequence classifier, ``nothing`` to generate only).
         max_running_prompts: most sequences decoded at once.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch
 from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
 from areno.engine.rollout.sequence import Group, Sequence, StopText
+from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
 
@@ -39,41 +41,6 @@ READ_STEP = 16
 IDLE_PREFILL, BUSY_PREFILL = 8192, 512
 
 StopTextFactory = Callable[[list[str], bool], StopText]
-
-
-@dataclass(slots=True)
-class RolloutCounters:
-    """Totals since the loop began; ``reused`` are prompt tokens that came from the prefix store."""
-
-    generated: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    decode_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What a loop is busy with.
-
-    Attributes:
-        waiting: samples in the queue.
-        running: samples that hold a slot.
-        kv_tokens_used: cells of the KV cache in use.
-        kv_tokens: its budget.
-        generated_total: tokens sampled since the loop began.
-        prefilled_total: prompt tokens computed.
-        reused_total: prompt tokens taken from the prefix store.
-        preemptions_total: samples sent back to the queue.
-    """
-
-    waiting: int
-    running: int
-    kv_tokens_used: int
-    kv_tokens: int
-    generated_total: int
-    prefilled_total: int
-    reused_total: int
-    preemptions_total: int
 
 
 class RolloutLoop:
@@ -88,6 +55,7 @@ class RolloutLoop:
         progress: writes the ``rollout decode progress`` lines.
         layers: what each layer of the model caches; without it decoding is always eager.
         decode_mode: whether decoding may be compiled, see :class:`DecodeSwitch`.
+        speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
 
@@ -102,6 +70,7 @@ class RolloutLoop:
         progress: DecodeProgress | None = None,
         layers: tuple[LayerShape, ...] = (),
         decode_mode: DecodeMode = "auto",
+        speculate: int = 0,
         prefix_tokens: int = 0,
     ) -> None:
         self.model = model
@@ -115,6 +84,7 @@ class RolloutLoop:
         self._progress = progress
         self._table: SamplingTable | None = None
         self.decode = DecodeSwitch(model, self.cache, layers, decode_mode)
+        self.speculate = speculate
         self._threads = self.decode.threads
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
@@ -173,6 +143,8 @@ class RolloutLoop:
             prefilled_total=counters.prefilled,
             reused_total=counters.reused,
             preemptions_total=scheduler.preemptions,
+            drafted_total=counters.drafted,
+            agreed_total=counters.agreed,
         )
 
     @contextmanager
@@ -297,7 +269,7 @@ class RolloutLoop:
             self.cache.move(moves)
             self._table = None
         if self.scheduler.running:
-            self._decode()
+            self._step()
 
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
@@ -390,9 +362,21 @@ class RolloutLoop:
             [s.edits for s in sequences],
         )
 
-    def _decode(self) -> None:
+    def _step(self) -> None:
+        """One token for everything that runs, and more where a draft turns out right."""
         running = self.scheduler.running
         self.cache.reserve(round_up(len(running), ROW_STEP), self.scheduler.columns())
+        drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []
+        if self._progress is not None:
+            self._progress.step(len(running))
+        self.counters.decode_steps += 1
+        if any(drafts):
+            self._check(drafts)
+        else:
+            self._decode()
+
+    def _decode(self) -> None:
+        running = self.scheduler.running
         if self._table is None:
             self._table = self._table_of(running)
         lengths = [s.length for s in running]
@@ -403,11 +387,24 @@ class RolloutLoop:
             columns=round_up(max(lengths), READ_STEP),
             table=self._table,
         )
-        draw = self.decode.run(batch, self._remaining)
-        self.counters.decode_steps += 1
-        if self._progress is not None:
-            self._progress.step(len(running))
-        self._take(list(running), draw)
+        self._take(list(running), self.decode.run(batch, self._remaining))
+
+    def _check(self, drafts: list[list[int]]) -> None:
+        """Sample behind every token of the drafts, and keep what agrees with them."""
+        running = list(self.scheduler.running)
+        check = Check(self.cache, running, drafts, READ_STEP)
+        self._threads.apply(len(check.tokens))
+        hidden = self.model.body(self._upload(check.tokens), check.plan.position_ids, check.plan)
+        members = check.members
+        draw = self._table_of(members).draw(self.model.logits(hidden[self._upload(check.cells)]), check.counters)
+        self._table = None
+        standing = check.standing(draw.tokens.tolist())
+        self.counters.drafted += sum(len(d) for d in drafts)
+        self.counters.agreed += sum(map(len, standing)) - len(running)
+        for rows in zip_longest(*standing):
+            kept = [row for row in rows if row is not None and members[row].finish is None]
+            if kept:
+                self._take([members[row] for row in kept], draw.rows(kept))
 
     def _remaining(self) -> int:
         """Tokens that everything queued or running may still ask for."""
@@ -421,7 +418,7 @@ class RolloutLoop:
         """Give each sequence its token, and let those leave that are done."""
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
-        tops = _top_lists(draw, sequences)
+        tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
         done = []
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
@@ -478,15 +475,3 @@ def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
     left = loop()
     if left is not None:
         left.close()
-
-
-def _top_lists(draw: Draw, sequences: list[Sequence]) -> list[list[tuple[int, float]] | None]:
-    """Per row the most likely tokens with their log-probs, as many as its request asked for; None where it did not."""
-    if draw.top is None:
-        return [None] * len(sequences)
-    tokens, values = draw.top[0].tolist(), draw.top[1].tolist()
-    wanted = [sequence.group.sampling.top_logprobs for sequence in sequences]
-    return [
-        list(zip(row[:n], own[:n], strict=True)) if n else None
-        for row, own, n in zip(tokens, values, wanted, strict=True)
-    ]

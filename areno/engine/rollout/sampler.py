@@ -38,6 +38,23 @@ class Draw:
     cut_mass: Tensor | None
     top: tuple[Tensor, Tensor] | None = None
 
+    def rows(self, rows: Seq[int]) -> Draw:
+        """Some rows of it."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        cut = None if self.cut_mass is None else self.cut_mass[index]
+        top = None if self.top is None else (self.top[0][index], self.top[1][index])
+        return Draw(self.tokens[index], self.logprobs[index], cut, top)
+
+    def top_lists(self, wanted: Seq[int]) -> list[list[tuple[int, float]] | None]:
+        """Per row the most likely tokens with their log-probs, as many as ``wanted`` says; None where that is 0."""
+        if self.top is None:
+            return [None] * len(wanted)
+        tokens, values = self.top[0].tolist(), self.top[1].tolist()
+        return [
+            list(zip(row[:n], own[:n], strict=True)) if n else None
+            for row, own, n in zip(tokens, values, wanted, strict=True)
+        ]
+
 
 class SamplingTable:
     """Parameters of the rows of a batch as tensors; rebuilt when rows join or leave, not per token.

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
 
@@ -60,6 +61,7 @@ class Sequence:
     cut_mass: float = 0.0
     finish: FinishReason | None = None
     slot: int = -1
+    drafts: DraftIndex | None = None
 
     @property
     def length(self) -> int:

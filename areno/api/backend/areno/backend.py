@@ -27,6 +27,7 @@ _RUNTIME = {
     "activation_checkpointing",
     "keep_rollout_state",
     "eager_decode",
+    "speculate",
     "kv_cache_tokens",
     "prefix_cache_tokens",
     "device",

@@ -1,0 +1,49 @@
+"""What a rollout loop has done and is doing, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RolloutCounters:
+    """Totals since the loop began; ``reused`` are prompt tokens that came from the prefix store.
+
+    ``drafted`` are tokens that speculation proposed, ``agreed`` those of them that were sampled.
+    """
+
+    generated: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    decode_steps: int = 0
+    drafted: int = 0
+    agreed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What a loop is busy with.
+
+    Attributes:
+        waiting: samples in the queue.
+        running: samples that hold a slot.
+        kv_tokens_used: cells of the KV cache in use.
+        kv_tokens: its budget.
+        generated_total: tokens sampled since the loop began.
+        prefilled_total: prompt tokens computed.
+        reused_total: prompt tokens taken from the prefix store.
+        preemptions_total: samples sent back to the queue.
+        drafted_total: tokens that speculation proposed.
+        agreed_total: those of them that were sampled.
+    """
+
+    waiting: int
+    running: int
+    kv_tokens_used: int
+    kv_tokens: int
+    generated_total: int
+    prefilled_total: int
+    reused_total: int
+    preemptions_total: int
+    drafted_total: int
+    agreed_total: int

@@ -1,0 +1,137 @@
+"""Speculative decoding by prompt lookup: guess that a text goes on as it did the last time, and check the guess in one call.
+
+A sample that repeats itself or quotes its prompt has said its last few tokens before. What followed then is the draft; one
+forward pass over it gives the distribution after each draft token. Every position is sampled with its own random number,
+as it would be without a draft, and sampling goes on for as long as it agrees with the draft: so the answer is the same
+tokens, not only the same distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.attention import LayerAttention, scaled_dot_product
+from areno.engine.rollout.drafts import DraftIndex
+from areno.engine.rollout.kv_cache import SlotCache
+from areno.engine.rollout.scheduler import round_up
+from areno.engine.rollout.sequence import Sequence
+
+# Tokens of one checking call over all rows: small calls read the weights once whatever their size, large ones pay for
+# each token.
+CALL_TOKENS = 64
+
+
+class CheckPlan:
+    """Several new tokens for each of the first slots: the last one sampled, and the draft behind it.
+
+    Args:
+        cache: holds their past; no layer may keep another state.
+        positions: of the first token of each row [rows].
+        lengths: tokens of each row [rows]; 0 for padding.
+        width: most tokens of a row W; tokens of the call are [rows * W], row by row.
+        columns: cache columns to look at; beyond every position.
+    """
+
+    def __init__(self, cache: SlotCache, positions: Tensor, lengths: Tensor, width: int, columns: int) -> None:
+        self.cache, self.width, self.columns = cache, width, columns
+        offsets = torch.arange(width, device=positions.device)
+        grid = positions[:, None] + offsets
+        self.rows = len(positions)
+        self.position_ids = torch.where(offsets < lengths[:, None], grid, 0).flatten()
+        self._slots = torch.arange(self.rows, device=positions.device).repeat_interleave(width)
+        # Cells of padding write where nobody reads.
+        self._write_at = torch.where(offsets < lengths[:, None], grid, cache.columns - 1).flatten()
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self._masks:
+            columns = torch.arange(self.columns, device=self.position_ids.device)
+            own = self.position_ids.view(self.rows, self.width, 1)
+            hidden = columns > own
+            if window is not None:
+                hidden |= columns <= own - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask[:, None]
+        return self._masks[window]
+
+    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k, v [rows * W, heads, size] to the cache and attend over it, each token up to itself."""
+        self.cache.write(layer.layer, self._slots, self._write_at, k, v)
+        keys, values = self.cache.read(layer.layer, self.rows, self.columns)
+        queries = q.view(self.rows, self.width, *q.shape[1:]).transpose(1, 2)
+        out = scaled_dot_product(queries, keys, values, layer, self._mask(layer.window, q.dtype))
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
+    """A draft for each sequence, empty where there is none.
+
+    Args:
+        sequences: what is running.
+        most: tokens of a draft at most.
+        columns: cache columns that are paid for; drafts do not go beyond.
+    """
+    most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
+    drafts: list[list[int]] = []
+    for sequence in sequences:
+        left = sequence.group.sampling.max_new_tokens - len(sequence.output) - 1
+        room = min(most, left, columns - sequence.length)
+        # A grammar or a penalty changes with every token, so nothing can be sampled ahead of it.
+        if room < 1 or sequence.edits is not None:
+            drafts.append([])
+            continue
+        if sequence.drafts is None:
+            sequence.drafts = DraftIndex()
+        drafts.append(sequence.drafts.propose(sequence.context, room))
+    return drafts
+
+
+class Check:
+    """One checking call: all tokens that are fed, and which results of it stand.
+
+    Args:
+        cache: the KV cache; the sequences are in its first slots.
+        sequences: what is running.
+        drafts: one for each, empty for none.
+        read_step: attention looks at a multiple of so many columns.
+
+    Attributes:
+        tokens: ids to feed, padding included [rows * W].
+        plan: how they attend.
+        cells: which of those tokens somebody samples behind.
+        members: whose each cell is.
+        counters: index of the token that each cell samples.
+    """
+
+    def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]], read_step: int) -> None:
+        self._drafts = drafts
+        width = 1 + max(map(len, drafts))
+        fed = [[s.last_token, *own] for s, own in zip(sequences, drafts, strict=True)]
+        self.tokens = [token for own in fed for token in own + [0] * (width - len(own))]
+        self.cells = [row * width + place for row, own in enumerate(fed) for place in range(len(own))]
+        self.members = [s for s, own in zip(sequences, fed, strict=True) for _ in own]
+        self.counters = [
+            len(s.output) + place for s, own in zip(sequences, fed, strict=True) for place in range(len(own))
+        ]
+        longest = max(s.length + len(own) for s, own in zip(sequences, drafts, strict=True))
+        positions = torch.tensor([s.length - 1 for s in sequences], device=cache.device)
+        lengths = torch.tensor([len(own) for own in fed], device=cache.device)
+        self.plan = CheckPlan(cache, positions, lengths, width, round_up(longest, read_step))
+
+    def standing(self, sampled: Seq[int]) -> list[list[int]]:
+        """For each sequence the cells whose tokens count: up to and with the first that differs from its draft.
+
+        Args:
+            sampled: the token of each cell.
+        """
+        result, start = [], 0
+        for own in self._drafts:
+            count = 1
+            while count <= len(own) and sampled[start + count - 1] == own[count - 1]:
+                count += 1
+            result.append(list(range(start, start + count)))
+            start += len(own) + 1
+        return result
