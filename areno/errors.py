@@ -23,6 +23,10 @@ class RewardError(ArenoError):
     """A reward function raised, hung or returned something that is not a finite number; the message names the record."""
 
 
+class AgentError(ArenoError):
+    """An agent failed, or returned something that is no trajectory; the message says what, and where."""
+
+
 class CheckpointError(ArenoError):
     """A checkpoint could not be written or read."""
 

@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,24 @@ def problems(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_checkpoint(folder: Path, *, hidden: int = 128, layers: int = 4, vocab: int = 600) -> int:
-    """A random Qwen3 with a BPE tokenizer and no chat template, so that both sides see the same tokens; returns its size."""
+def make_checkpoint(
+    folder: Path,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate: int = 384,
+    vocab: int = 600,
+    dtype: str = "float32",
+) -> int:
+    """A random Qwen3 with a BPE tokenizer and no chat template, so that all sides see the same tokens; returns its size."""
     import torch
     import transformers as tf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    tf.logging.disable_progress_bar()
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -52,30 +63,48 @@ def make_checkpoint(folder: Path, *, hidden: int = 128, layers: int = 4, vocab: 
         vocab_size=vocab,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        intermediate_size=3 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         tie_word_embeddings=True,
     )
-    model = tf.Qwen3ForCausalLM(config)
+    model = tf.Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
 
-def run_worker(python: str | Path, script: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one side in a fresh process; its last line of output is its result."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TERM": "dumb"}
-    done = subprocess.run(
-        [str(python), str(script), json.dumps(settings)], capture_output=True, text=True, env=env, check=False
-    )
+class WorkerFailedError(SystemExit):
+    """One side of a benchmark failed; its message is what the process wrote."""
+
+
+def run_worker(
+    python: str | Path,
+    script: Path,
+    settings: dict[str, Any],
+    env: dict[str, str] | None = None,
+    deadline_s: float = 3600,
+) -> dict[str, Any]:
+    """Run one side in a fresh process; its last line of output is its result.
+
+    Raises:
+        WorkerFailedError: the process failed, or took longer than its deadline.
+    """
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TERM": "dumb", "TQDM_DISABLE": "1"}
+    command = [str(python), str(script), json.dumps(settings)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **quiet, **(env or {})}, timeout=deadline_s
+        )
+    except subprocess.TimeoutExpired:
+        raise WorkerFailedError(f"{script.name} took longer than {deadline_s:.0f} s") from None
     if done.returncode != 0:
-        sys.exit(f"{script.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise WorkerFailedError(f"{script.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -24,11 +24,24 @@ from areno.types import PromptBatch, RewardRecord, RolloutSequence, SamplingPara
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
 """Scores records, given with the token ids of prompt and response; None where a score failed."""
 
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: what the reward function sees, the token ids that a reward model reads, and what the policy said."""
+
+    record: RewardRecord
+    tokens: list[int]
+    sequence: RolloutSequence
+
+
+AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Answer | None]]
+"""Answers the prompts of one piece, with their numbers in the evaluation; prompt by prompt, None where there is none."""
+
 OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 """Receives the records of one piece of an evaluation with their rewards, None where a reward failed."""
 
 # Second part of every seed, where training has the step: a number that no run reaches.
-_STREAM = 0x6576616C
+EVALUATION_STREAM = 0x6576616C
 # Samples generated in one piece, as a multiple of what runs at the same time: few slots idle at the end of a piece, and
 # thousands of prompts never lie in memory with all their tokens.
 _WAVES = 4
@@ -72,6 +85,7 @@ def evaluate_prompts(
     disable_thinking: bool = False,
     source: str = "",
     on_scored: OnScored | None = None,
+    answers: AnswerSource | None = None,
 ) -> dict[str, float]:
     """Generate ``n_samples`` answers to each prompt and report their rewards.
 
@@ -87,6 +101,7 @@ def evaluate_prompts(
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
         source: what error messages call the data.
         on_scored: sees every answer with its reward, piece by piece.
+        answers: answers in place of the policy's completions, such as those of an agent.
 
     Returns:
         ``rewards_mean, rewards_std, accuracy`` (share of rewards above 0), ``pass@k`` for k = 1, 2, 4, ... and
@@ -116,11 +131,18 @@ def evaluate_prompts(
     )
     for piece in pieces:
         prompts = range(tally.num_prompts, tally.num_prompts + len(piece.items))
-        seeds = [[derive_seed(seed, _STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts]
-        answers = _generate(trainer, piece, sampling, seeds, max_running)
-        records, token_rows = _records(piece, prompts, answers)
-        scores = _checked(rewards(records, token_rows), len(records))
-        tally.add(piece, answers, scores)
+        if answers is not None:
+            drawn = answers(piece, prompts)
+        else:
+            seeds = [
+                [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)]
+                for prompt in prompts
+            ]
+            drawn = _completions(piece, prompts, _generate(trainer, piece, sampling, seeds, max_running))
+        given = [answer for answer in drawn if answer is not None]
+        records = [answer.record for answer in given]
+        scores = _checked(rewards(records, [answer.tokens for answer in given]), len(records)) if given else []
+        tally.add(piece, drawn, scores)
         if on_scored is not None:
             on_scored(records, scores)
     trainer.backend.finish_step()  # so that the next training step does not count this generation as its own
@@ -139,18 +161,18 @@ def _generate(
     return [sequence for result in results for sequence in result.sequences]
 
 
-def _records(
-    piece: PromptBatch, prompts: Sequence[int], answers: Sequence[RolloutSequence]
-) -> tuple[list[RewardRecord], list[list[int]]]:
-    """What rewards are given: the record of each answer, and the token ids of prompt and response."""
-    n_samples = len(answers) // len(piece.items)
-    records, token_rows = [], []
-    for position, answer in enumerate(answers):
+def _completions(
+    piece: PromptBatch, prompts: Sequence[int], sequences: Sequence[RolloutSequence]
+) -> list[Answer | None]:
+    """Completions as answers."""
+    n_samples = len(sequences) // len(piece.items)
+    found: list[Answer | None] = []
+    for position, sequence in enumerate(sequences):
         place, sample = divmod(position, n_samples)
         item = piece.items[place]
-        records.append(reward_record(item, prompts[place], sample, answer))
-        token_rows.append([*item.input_tokens, *answer.resp_tokens])
-    return records, token_rows
+        record = reward_record(item, prompts[place], sample, sequence)
+        found.append(Answer(record, [*item.input_tokens, *sequence.resp_tokens], sequence))
+    return found
 
 
 def _checked(scores: Sequence[float | None], expected: int) -> list[float | None]:
@@ -192,14 +214,17 @@ class _Tally:
     rewards: list[float] = field(default_factory=list)
     outcomes: list[tuple[int, int]] = field(default_factory=list)  # of each prompt: rewarded answers, those above 0
 
-    def add(self, piece: PromptBatch, answers: Sequence[RolloutSequence], scores: Sequence[float | None]) -> None:
-        """Count one piece; answers and scores lie prompt by prompt."""
+    def add(self, piece: PromptBatch, answers: Sequence[Answer | None], scores: Sequence[float | None]) -> None:
+        """Count one piece; answers lie prompt by prompt, and scores are those of the answers that there are."""
         self.num_prompts += len(piece.items)
         self.skipped_long += piece.skipped_long
-        self.lengths += [len(answer.resp_tokens) for answer in answers]
-        self.truncated += sum(answer.finish_reason == "length" for answer in answers)
-        for begin in range(0, len(scores), self.n_samples):
-            valid = [score for score in scores[begin : begin + self.n_samples] if score is not None]
+        given = [answer.sequence for answer in answers if answer is not None]
+        self.lengths += [len(sequence.resp_tokens) for sequence in given]
+        self.truncated += sum(sequence.finish_reason == "length" for sequence in given)
+        left = iter(scores)
+        found = [None if answer is None else next(left) for answer in answers]
+        for begin in range(0, len(found), self.n_samples):
+            valid = [score for score in found[begin : begin + self.n_samples] if score is not None]
             self.rewards += valid
             self.outcomes.append((len(valid), sum(score > 0 for score in valid)))
 

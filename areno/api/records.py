@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from areno.types import PromptItem, RewardRecord, RolloutSequence
+from typing import Any
+
+from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutSequence
 
 
 def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:
@@ -14,12 +16,20 @@ def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequen
         sample_index: which of the prompt's answers it is.
         sequence: the answer.
     """
+    given = item.record.get("prompt")
+    messages: list[dict[str, Any]] = given if isinstance(given, list) else [{"role": "user", "content": item.prompt}]
     return RewardRecord(
         prompt=item.prompt,
         completion=sequence.text,
         rendered_completion=sequence.text,
         final_answer=sequence.text,
         answer=item.solutions if item.solutions is not None else item.record.get("answer"),
+        messages=[*messages, {"role": "assistant", "content": sequence.text}],
+        trace=[
+            RewardEvent("request", messages=messages),
+            RewardEvent("assistant_text", text=sequence.text),
+            RewardEvent("finish", text=sequence.finish_reason),
+        ],
         tokens=sequence.resp_tokens,
         logprobs=sequence.resp_logprobs,
         loss_mask=[True] * len(sequence.resp_tokens),

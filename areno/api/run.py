@@ -217,6 +217,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "activation_checkpointing": options.activation_checkpointing,
             "keep_rollout_state": not options.drop_rollout_state,
             "eager_decode": options.eager_decode,
+            "speculate": options.speculate,
             "kv_cache_tokens": options.kv_cache_tokens,
             "trust_remote_code": options.trust_remote_code,
             "trains": trains,

@@ -1,13 +1,23 @@
-"""The rollout session: the boundary inside which generation is allowed."""
+"""The rollout session: the boundary inside which generation is allowed, and where agents find the model.
+
+With ``proxy=True`` the session serves the model to agents on a free loopback port, through the very server of ``areno
+serve``; the session itself is then the agent's ``ctx``. See :mod:`areno.api.agentic` for what is recorded there.
+"""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from areno.errors import EngineError, UsageError
 from areno.types import SamplingParams
 
 if TYPE_CHECKING:
+    from areno.api.agentic.context import AgentContext
+    from areno.api.agentic.data import AgentItem, LossMaskPolicy
+    from areno.api.agentic.proxy import AgentProxy
+    from areno.api.agentic.samples import AgentSample
+    from areno.api.agentic.trajectory import AgentTrajectory
     from areno.api.trainer import Trainer
 
 
@@ -15,21 +25,151 @@ class RolloutSession:
     """Context manager, sync or async; made by :meth:`areno.Trainer.rollout_session`.
 
     Sessions nest: the outermost one prepares the backend and ends the rollout.
+
+    Args:
+        trainer: generates.
+        sampling_params: default generation controls.
+        max_running_prompts: most sequences decoded at once.
+        proxy: serve the model to agents.
+        loss_mask_policy: which of an agent's tokens are trained on; the default is what the model said.
+        timeout_s: deadline of an agent, and of each of its requests.
+        seed: what the draws of agents derive from.
+        disable_thinking: pass ``enable_thinking=False`` to the chat template.
     """
 
-    def __init__(self, trainer: Trainer, sampling_params: SamplingParams, max_running_prompts: int | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        sampling_params: SamplingParams,
+        max_running_prompts: int | None,
+        *,
+        proxy: bool = False,
+        loss_mask_policy: LossMaskPolicy | None = None,
+        timeout_s: float = 300.0,
+        seed: int = 0,
+        disable_thinking: bool = False,
+    ) -> None:
         self.trainer = trainer
         self.sampling_params = sampling_params
         self.max_running_prompts = max_running_prompts
+        self.loss_mask_policy, self.timeout_s = loss_mask_policy, timeout_s
+        self.seed, self.disable_thinking = seed, disable_thinking
+        self._wants_proxy = proxy
+        self._proxy: AgentProxy | None = None
+        self._context: AgentContext | None = None
+
+    # -- for agents ------------------------------------------------------------------------------------------------
+
+    @property
+    def proxy(self) -> AgentProxy:
+        """The running server.
+
+        Raises:
+            RuntimeError: the session has none, or has not begun.
+        """
+        if self._proxy is None:
+            raise RuntimeError(
+                "rollout session proxy is disabled: open it with proxy=True"
+                if not self._wants_proxy
+                else "the rollout session has not begun: use it as `async with trainer.rollout_session(...) as ctx`"
+            )
+        return self._proxy
+
+    @property
+    def agent_context(self) -> AgentContext:
+        """Address and keys, as an agent of ``areno train`` gets them.
+
+        Raises:
+            RuntimeError: the session has no proxy, or has not begun.
+        """
+        if self._context is None:
+            self._context = self.proxy.context(self.seed)
+        return self._context
+
+    @property
+    def api_key(self) -> str:
+        """For all samples; requests of different samples are told apart by what they say."""
+        return self.agent_context.api_key
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients take as ``base_url``."""
+        return self.agent_context.base_url
+
+    def get_base_url(self, item: AgentItem | None = None) -> str:
+        """The endpoint; with a task one of its own, see :meth:`areno.api.agentic.AgentContext.get_base_url`.
+
+        Raises:
+            RuntimeError: the session has no proxy, or has not begun.
+        """
+        return self.agent_context.get_base_url(item)
+
+    def get_api_key(self, item: AgentItem) -> str:
+        """A key of a task's own: what is said under it is recorded apart."""
+        return self.agent_context.get_api_key(item)
+
+    def trajectory(self, item: AgentItem) -> AgentTrajectory:
+        """All answers that came to their end under a task's own key or base URL."""
+        return self.agent_context.trajectory(item)
+
+    def samples(self, trajectories: Any) -> list[AgentSample]:
+        """What an agent returned, as rows to train on and records to reward; also after the session has ended.
+
+        Args:
+            trajectories: turns, trajectories, or lists of them.
+
+        Returns:
+            One sample per task, in the order of prompts and samples.
+
+        Raises:
+            ValueError: a response is none of this session's, or was returned twice.
+        """
+        from areno.api.agentic.collect import by_item
+        from areno.api.agentic.data import LossMaskPolicy
+        from areno.api.agentic.samples import make_sample
+
+        policy, tokenizer = self.loss_mask_policy or LossMaskPolicy(), self.trainer.get_tokenizer()
+        return [
+            make_sample(turns[0].item, turns, self.agent_context, policy, tokenizer)
+            for _, turns in sorted(by_item(trajectories).items())
+        ]
+
+    # -- beginning and end -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> RolloutSession:
         self.trainer.begin_rollout_session(self.max_running_prompts)
+        try:
+            if self._wants_proxy:
+                self._proxy = self._start_proxy()
+                self._context = self._proxy.context(self.seed)
+        except BaseException:
+            self.trainer.end_rollout_session()
+            raise
         return self
+
+    def _start_proxy(self) -> AgentProxy:
+        from areno.config.packages import missing_server_packages
+
+        missing = missing_server_packages()
+        if missing:
+            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")
+        from areno.api.agentic.proxy import AgentProxy
+
+        engine = getattr(self.trainer.backend, "engine", None)
+        if engine is None:
+            raise EngineError(
+                f"backend {type(self.trainer.backend).__name__} has no engine that could serve agents; use areno.Areno"
+            )
+        return AgentProxy(self, engine)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.trainer.end_rollout_session()
+        try:
+            if self._proxy is not None:
+                self._proxy.stop()
+        finally:
+            self.trainer.end_rollout_session()
 
     async def __aenter__(self) -> RolloutSession:
         return self.__enter__()

@@ -113,25 +113,24 @@ class Trainer:
         max_running_prompts: int | None = None,
         timeout_s: float = 300.0,
         proxy: bool = True,
+        seed: int | None = None,
+        disable_thinking: bool = False,
     ) -> RolloutSession:
         """The boundary of generation: ``async with trainer.rollout_session(..., proxy=False)``, or ``with``.
 
         Args:
             sampling_params: default generation controls.
-            loss_mask_policy: for agents; not in this version.
+            loss_mask_policy: :class:`areno.api.agentic.LossMaskPolicy`, which of an agent's tokens are trained on.
             max_running_prompts: most sequences decoded at once.
-            timeout_s: for agents; not in this version.
-            proxy: serve an OpenAI-compatible endpoint inside the session; not in this version.
-
-        Raises:
-            UsageError: the proxy or a mask policy is asked for.
+            timeout_s: deadline of an agent, and of each of its requests.
+            proxy: serve agents an OpenAI-compatible endpoint; the session is their ``ctx``.
+            seed: what the draws of agents derive from; None derives one, so that a repeated program repeats them.
+            disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
         """
-        if proxy or loss_mask_policy is not None:
-            raise UsageError(
-                "rollout_session(proxy=True) serves agents, which this version cannot train yet; "
-                "pass proxy=False for prompt rollouts"
-            )
-        return RolloutSession(self, sampling_params, max_running_prompts)
+        options: dict[str, Any] = {"proxy": proxy, "loss_mask_policy": loss_mask_policy, "timeout_s": timeout_s}
+        seed = self._seeds(1, sampling_params.seed)[0] if proxy and seed is None else seed or 0
+        options |= {"seed": seed, "disable_thinking": disable_thinking}
+        return RolloutSession(self, sampling_params, max_running_prompts, **options)
 
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
         """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""

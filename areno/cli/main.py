@@ -19,6 +19,7 @@ COMMANDS = {
     "check": "Check whether this machine is ready to run AReno.",
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
+    "inspect": "Show what a run sampled and trained on, token by token.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "serve": "Serve a model over HTTP with the OpenAI protocol.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",

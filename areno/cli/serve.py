@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from areno.config.packages import missing_server_packages
 from areno.config.serve_options import ChatOptions, ServeOptions, parse_serve, serve_help
 from areno.errors import UsageError
 from areno.observability.logs import setup_logging
@@ -61,6 +62,7 @@ def _load(options: ServeOptions) -> Engine:
         max_running=options.max_running_prompts,
         decode_progress_interval_s=options.decode_progress_interval_s,
         eager_decode=options.eager_decode,
+        speculate=options.speculate,
         prefix_cache_tokens=options.prefix_cache_tokens,
     )
 
@@ -71,6 +73,7 @@ def load_engine(
     max_running: int,
     decode_progress_interval_s: float = 0.0,
     eager_decode: bool = False,
+    speculate: int = 0,
     prefix_cache_tokens: int | None = None,
 ) -> Engine:
     """Load the model of ``--model-path`` to generate, without anything that training needs.
@@ -87,6 +90,7 @@ def load_engine(
         runtime={
             **runtime,
             "eager_decode": eager_decode,
+            "speculate": speculate,
             "prefix_cache_tokens": prefix_cache_tokens,
             "trains": "nothing",
         },
@@ -104,8 +108,6 @@ def need_server_packages(command: str) -> None:
     Raises:
         UsageError: one is missing.
     """
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    missing = missing_server_packages()
     if missing:
         raise UsageError(f"{command} needs the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")

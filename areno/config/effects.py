@@ -9,6 +9,16 @@ from areno.config.options import Option, options_of
 from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
 
+AGENT_OPTIONS = (
+    "max_context_len",
+    "agent_timeout_s",
+    "agent_retries",
+    "agent_max_failures",
+    "train_tool_results",
+    "turn_discount",
+)
+"""Options that only agentic rollout reads."""
+
 
 def later_text(entry: Option, value: object) -> str:
     """Say what to do instead of an option that is not in this version; empty if ``value`` works."""
@@ -53,6 +63,9 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
             yield name, "has no effect without held-out rows; give --eval-dataset-path too"
+    if spec.requires_rollout and not options.agent_fn:
+        for name in AGENT_OPTIONS:
+            yield name, "has no effect without an agent; give --agent-fn too"
     if spec.requires_rollout:
         yield from _reference(options, spec)
         if options.reward_ckpt and not options.reward_fn_path:
@@ -68,5 +81,5 @@ def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str
     because = "has no effect with --no-use-kl-loss" if ppo else "has no effect without a KL term; give --kl-coef too"
     for name in ("ref_ckpt", "kl_loss_type", "kl_loss_coef"):
         yield name, because
-    if not ppo and not options.reward_ckpt:
+    if not ppo and not options.reward_ckpt and not options.train_tool_results:
         yield "score_micro_bs", "has no effect without a model that scores (--kl-coef or --reward-ckpt); leave it out"

@@ -10,7 +10,7 @@ from areno.config.hooks import load_hook
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
-from areno.config.validate import ADVANTAGE_HOOK, EVAL_LOADER_HOOK, LOADER_HOOK, REWARD_HOOK, validate
+from areno.config.validate import ADVANTAGE_HOOK, AGENT_HOOK, EVAL_LOADER_HOOK, LOADER_HOOK, REWARD_HOOK, validate
 
 LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
 
@@ -36,7 +36,7 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
 
 
 def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Import the user's data set loaders, reward function and advantage function, where given, and check their signatures.
+    """Import the user's data set loaders, reward, advantage and agent functions, where given, and check their signatures.
 
     Returns:
         Loader and reward function.
@@ -51,6 +51,8 @@ def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callab
         reward = load_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
     if options.eval_dataset_loader_fn:
         load_hook(options.eval_dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
+    if options.agent_fn:
+        load_hook(options.agent_fn, positional=2, **AGENT_HOOK)
     if ".py" in options.advantage:
         load_hook(options.advantage, positional=2, **ADVANTAGE_HOOK)
     return loader, reward

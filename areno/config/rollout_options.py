@@ -17,8 +17,6 @@ _tuning = partial(
     later="automatic tuning comes later; set --batch-size, --mini-bs and --max-running-prompts yourself",
 )
 
-_NO_AGENTS = "agentic rollout comes later; leave it out to train on prompt completions"
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
@@ -39,7 +37,6 @@ class RolloutOptions:
         None,
         minimum=1,
         unset="the model's limit",
-        later=_NO_AGENTS,
         help="Agentic rollout: most tokens of a whole trajectory, prompt and all turns.",
     )
     temperature: float = _rollout(1.0, above=0, help="Sampling temperature; log-probs are those of the scaled policy.")
@@ -61,7 +58,14 @@ class RolloutOptions:
         help="Budget of the KV cache in tokens, over all running sequences.",
     )
     eager_decode: bool = _rollout(
-        False, changes_results=False, help="Decode without CUDA graphs (a CPU always does so)."
+        False, changes_results=False, help="Never compile the decode step, nor capture it as CUDA graphs."
+    )
+    speculate: int = _rollout(
+        0,
+        minimum=0,
+        maximum=63,
+        changes_results=False,
+        help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
     )
     drop_rollout_state: bool = _rollout(
         False, changes_results=False, help="Free the KV cache after each rollout, for less memory and a slower start."
@@ -73,17 +77,40 @@ class RolloutOptions:
     )
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that know the switch.")
     agent_fn: str | None = _rollout(
-        None, metavar="FILE.PY", later=_NO_AGENTS, help="Python file with run_agent(ctx, batch) for agentic rollout."
+        None,
+        metavar="FILE.PY[:FUNCTION]",
+        help="Agentic rollout: Python function that does the tasks; run_agent(ctx, batch) unless named.",
     )
     agent_timeout_s: float = _rollout(
         300.0,
         above=0,
         changes_results=False,
-        later=_NO_AGENTS,
-        help="Deadline of an agent and of each of its requests.",
+        help="Agentic rollout: deadline of each call of the agent and of each of its requests.",
+    )
+    agent_retries: int = _rollout(
+        1,
+        minimum=0,
+        changes_results=False,
+        help="Agentic rollout: how often a sample that the agent did not finish is run again, alone.",
+    )
+    agent_max_failures: float = _rollout(
+        0.5,
+        minimum=0,
+        maximum=1,
+        changes_results=False,
+        help="Agentic rollout: stop when more than this share of a step's samples fails for good; fewer are dropped.",
     )
     train_tool_results: bool = _rollout(
-        False, later=_NO_AGENTS, help="Also train on the tokens that tools returned to an agent."
+        False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
+    )
+    turn_discount: float | None = option(
+        None,
+        group="Rollout",
+        minimum=0,
+        maximum=1,
+        algorithms=("gspo", "grpo"),
+        unset="the reward counts for all turns alike",
+        help="Agentic rollout: each turn learns from its own reward and, discounted by this per turn, those that follow.",
     )
     reward_fn_path: str | None = _rollout(
         None,

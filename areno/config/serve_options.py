@@ -88,6 +88,7 @@ class ServeOptions:
         help="Tokens of finished conversations to keep, so that one which goes on is not computed again; 0 keeps none.",
     )
     eager_decode: bool = as_in(RolloutOptions, "eager_decode")
+    speculate: int = as_in(RolloutOptions, "speculate")
     attn_backend: str = as_in(RolloutOptions, "attn_backend")
     disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
     tool_call_parser: str = _rollout(

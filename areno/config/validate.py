@@ -17,6 +17,7 @@ from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import later_text, without_effect
 from areno.config.hooks import hook_file_problem
 from areno.config.options import Option, flag_of, nearest, options_of
+from areno.config.packages import missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
@@ -35,6 +36,9 @@ LOADER_HOOK = {
 
 EVAL_LOADER_HOOK = LOADER_HOOK | {"option": "--eval-dataset-loader-fn"}
 """And for that of the held-out data."""
+
+AGENT_HOOK = {"option": "--agent-fn", "default_name": "run_agent", "signature": "ctx, batch"}
+"""And for an agent."""
 
 ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "signature": "rewards, groups"}
 """And for a function that turns rewards into advantages."""
@@ -76,6 +80,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
             yield from _rollout_combinations(options, spec)
             yield from decoding_problems(options)
             yield from _updates(options)
+            yield from _agents(options)
     yield from shared_problems(options)
     yield from _output_paths(options)
 
@@ -215,6 +220,18 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
         yield f"--device {options.device!r} is unknown; choose auto, cpu, cuda, or cuda:N for one of several"
+
+
+def _agents(options: TrainOptions) -> Iterator[str]:
+    if options.agent_fn is None:
+        return
+    yield hook_file_problem(options.agent_fn, **AGENT_HOOK)
+    missing = missing_server_packages()
+    if missing:
+        yield (
+            f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
+            "install them: pip install 'areno[serve]'"
+        )
 
 
 def _paths(options: TrainOptions) -> Iterator[str]:

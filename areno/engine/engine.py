@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -116,6 +117,10 @@ class Engine:
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
         cached = prove_decoding(model, self.path)
+        if config.speculate and config.device.type == "cuda":
+            raise UsageError(
+                f"--speculate {config.speculate}: on a GPU nothing is guessed ahead yet; use --speculate 0"
+            )
         if config.speculate and not cached.layers:
             raise UsageError(
                 f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "
@@ -124,18 +129,17 @@ class Engine:
         budget = config.kv_cache_tokens or default_kv_tokens(config.device, cached.bytes_per_token)
         prefixes = config.prefix_cache_tokens
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
-        loop = RolloutLoop(
-            model,
-            eos_ids=self.eos_ids,
-            make_stop_text=lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
-            budget_tokens=budget,
-            max_running=config.max_running,
-            progress=DecodeProgress(config.decode_progress_interval_s),
-            layers=cached.layers,
-            decode_mode=config.decode,
-            speculate=config.speculate,
-            prefix_tokens=budget // 4 if prefixes is None else prefixes,
-        )
+        common: dict[str, Any] = {
+            "eos_ids": self.eos_ids,
+            "make_stop_text": lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
+            "budget_tokens": budget,
+            "max_running": config.max_running,
+            "progress": DecodeProgress(config.decode_progress_interval_s),
+            "prefix_tokens": budget // 4 if prefixes is None else prefixes,
+        }
+        if config.device.type == "cuda":
+            return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
+        loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, speculate=config.speculate, **common)
         loop.decode.prepare()
         return loop
 
@@ -171,7 +175,7 @@ class Engine:
         """Abort what is still pending, and drop the cache unless it is to be kept."""
         self.loop.cancel_all()
         if not self.config.keep_rollout_state:
-            self.loop.cache.release()
+            self.loop.drop_cache()
 
     def train(
         self,

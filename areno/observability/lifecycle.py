@@ -6,7 +6,7 @@ and tested literally. Each function takes the logger of the class that speaks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import Logger
 from typing import Any, Literal
 
@@ -143,4 +143,47 @@ def decode_progress(
     logger.info(
         "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
         *(dp_rank, dp_size, active, cuda_graph, tokens_per_second),
+    )
+
+
+def agentic_rollout_batch(logger: Logger, prompts: int, n_samples: int, max_running_prompts: int) -> None:
+    """``agentic rollout batch prompts=2 n_samples=8 expected_requests=16 max_running_prompts=16``."""
+    logger.info(
+        "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d",
+        *(prompts, n_samples, prompts * n_samples, max_running_prompts),
+    )
+
+
+def agentic_train_batch(
+    logger: Logger, samples: int, tokens: int, messages: int, tool_calls: int, tool_results: int
+) -> None:
+    """``agentic train batch built samples=16 tokens=2233 messages=242 tool_calls=133 tool_results=97``."""
+    logger.info(
+        "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
+        *(samples, tokens, messages, tool_calls, tool_results),
+    )
+
+
+def agentic_filtered(
+    logger: Logger, max_context_len: int | None, total: int, lengths: Sequence[int], top: Sequence[Mapping[str, Any]]
+) -> None:
+    """``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
+
+    Args:
+        logger: the trainer's logger.
+        max_context_len: the limit.
+        total: trajectories of the step.
+        lengths: tokens of those that were filtered, at least one.
+        top: what is known of the longest ones, in the order in which it is shown.
+    """
+    ordered = sorted(lengths)
+    marks = [
+        ordered[0],
+        *(ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90)),
+        ordered[-1],
+    ]
+    logger.warning(
+        "agentic trajectory filtered: max_context_len=%s total=%d kept=%d filtered=%d tokens[min/p50/p90/max]=%s top=%s",
+        *(max_context_len, total, total - len(ordered), len(ordered), "/".join(map(str, marks))),
+        "[" + "; ".join(" ".join(f"{name}={value!r}" for name, value in one.items()) for one in top) + "]",
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from logging import Logger
-from typing import Any
+from typing import Any, Protocol
 
 from areno.errors import UsageError
 from areno.types import RewardRecord
 
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
+LOGGED_RESULTS = 4
+MAX_TOKENS = 8192
+"""Most tokens of a step that are told one by one."""
 
 
 def sample_records(
@@ -25,6 +28,7 @@ def sample_records(
     advantages: Sequence[float] | None = None,
     *,
     max_prompts: int = 8,
+    trajectories: Sequence[Callable[[], Sequence[Sequence[dict[str, Any]]]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Records for ``RunDirectory.append_samples``: best, worst and first sample of the step's first prompts.
 
@@ -34,11 +38,14 @@ def sample_records(
         rewards: one per sample.
         advantages: one per sample, where there are any.
         max_prompts: number of prompts to keep samples of.
+        trajectories: for each sample the rows that it was trained on as segments of like tokens; asked for kept samples
+            only, and written until `MAX_TOKENS` tokens of the step are told.
 
     Returns:
         One dictionary per kept sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
         it was kept: ``first``, ``best``, ``worst``), ``reward, advantage, finish_reason, response_len, logprob_mean``
-        (over tokens that are trained on; None where there are none), ``prompt, completion``.
+        (over tokens that are trained on; None where there are none), ``prompt, completion``; of an agent also ``messages``;
+        and ``rows``, where there is room for them.
 
     Raises:
         ValueError: the sequences differ in length.
@@ -53,7 +60,7 @@ def sample_records(
         best, worst = max(members, key=rewards.__getitem__), min(members, key=rewards.__getitem__)
         for why, i in (("first", members[0]), ("best", best), ("worst", worst)):
             picked.setdefault(i, []).append(why)
-    return [
+    found = [
         {
             "step": step,
             "prompt_index": records[i].metadata.get("prompt_index", 0),
@@ -66,9 +73,24 @@ def sample_records(
             "logprob_mean": _logprob_mean(records[i]),
             "prompt": _bounded(records[i].prompt),
             "completion": _bounded(records[i].completion),
+            **({"messages": records[i].messages} if "turns" in records[i].metadata else {}),
         }
         for i in sorted(picked)
     ]
+    _add_rows(found, [trajectories[i] for i in sorted(picked)] if trajectories is not None else [])
+    return found
+
+
+def _add_rows(
+    found: Sequence[dict[str, Any]], trajectories: Sequence[Callable[[], Sequence[Sequence[dict[str, Any]]]]]
+) -> None:
+    room = MAX_TOKENS
+    for record, trajectory in zip(found, trajectories, strict=False):
+        rows = trajectory()
+        room -= sum(len(segment["tokens"]) for row in rows for segment in row)
+        if room < 0:
+            return
+        record["rows"] = rows
 
 
 def completions_to_log() -> int:
@@ -115,6 +137,48 @@ def log_completions(
             list(tokens[:LOGGED_TOKENS]),
             record.tokens[:LOGGED_TOKENS],
         )
+
+
+class LoggedRow(Protocol):
+    """A row of an agent's sample, as far as it is logged."""
+
+    tokens: list[int]
+    sampled: list[bool]
+    trained: list[bool]
+
+
+def log_trajectory(
+    logger: Logger, record: RewardRecord, *, rows: Sequence[LoggedRow], decode: Callable[[Sequence[int]], str]
+) -> None:
+    """Log one sample of an agent, in one line.
+
+    Args:
+        logger: the trainer's logger.
+        record: the sample.
+        rows: what it is trained on; the first one is shown.
+        decode: turns token ids into text, special tokens included.
+    """
+    row = rows[0] if rows else None
+    tokens, mask = (row.tokens, row.trained) if row is not None else ([], [])
+    prompt = tokens[: row.sampled.index(True)] if row is not None and True in row.sampled else tokens
+    logger.info(
+        "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r messages=%s final_answer=%r tool_calls=%s "
+        "tool_results=%s rows=%d loss_mask_true=%d/%d first_loss_idx=%s loss_mask=%s tokens=%s",
+        record.metadata.get("prompt_index", 0),
+        record.metadata.get("sample_index", 0),
+        record.prompt,
+        decode(prompt),
+        record.messages,
+        record.final_answer,
+        record.tool_calls,
+        record.tool_results[:LOGGED_RESULTS],
+        len(rows),
+        sum(mask),
+        len(mask),
+        mask.index(True) if True in mask else None,
+        [int(counts) for counts in mask[:LOGGED_TOKENS]],
+        tokens[:LOGGED_TOKENS],
+    )
 
 
 def _logprob_mean(record: RewardRecord) -> float | None:

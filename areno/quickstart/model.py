@@ -1,7 +1,8 @@
-"""The random model that the quickstart begins with: 0.27 M parameters and a tokenizer of its own, made in a second."""
+"""Random models with a tokenizer of their own, made in a second; the quickstart's has 0.27 M parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,56 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Byte-level BPE, so that any text encodes; its merges are the task's words, and every digit is a token."""
+    """The tokenizer of the quickstart: its merges are the task's words, and every digit is a token."""
+    corpus = [wording.format(a=347, b=182) for wording in WORDINGS] + [worked_answer(347, 182)]
+    words = r"\d| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s"
+    return train_tokenizer(corpus * 2, words=words, vocab_size=400, special_tokens=_SPECIAL, template=_CHAT_TEMPLATE)
+
+
+def train_tokenizer(
+    corpus: Iterable[str], *, words: str, vocab_size: int, special_tokens: Sequence[str], template: str
+) -> Any:
+    """Byte-level BPE, so that any text encodes.
+
+    Args:
+        corpus: texts to learn from.
+        words: regular expression of the pieces that no token crosses.
+        vocab_size: most tokens.
+        special_tokens: padding, end of turn, and what else is special, in this order.
+        template: chat template.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    corpus = [wording.format(a=347, b=182) for wording in WORDINGS] + [worked_answer(347, 182)]
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r"\d| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=_SPECIAL,
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus * 2, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=_CHAT_TEMPLATE
-    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    pad, eos = special_tokens[:2]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=template)
 
 
 def make_checkpoint(folder: Path, seed: int) -> int:
-    """Write a random model and its tokenizer; returns the number of parameters.
+    """Write the quickstart's random model and its tokenizer; returns the number of parameters."""
+    return save_random_model(folder, make_tokenizer(), seed)
+
+
+def save_random_model(
+    folder: Path, tokenizer: Any, seed: int, *, layers: int = 2, context: int = 256, rope_theta: float = 100.0
+) -> int:
+    """Write a random model with a tokenizer; returns the number of parameters.
 
     Wide initial weights, many small heads and a small rotary base make so small a model learn to copy and add about
     three times sooner than the usual settings.
@@ -50,18 +75,17 @@ def make_checkpoint(folder: Path, seed: int) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=12,
         intermediate_size=256,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -5,6 +5,7 @@ The same application serves a machine (``areno serve``) and, inside a process, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,11 +14,15 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from areno import __version__
+from areno.serving.blocks import BlockAnswer
 from areno.serving.chat import ChatAnswer, prepare_chat
 from areno.serving.completions import CompletionAnswer, prepare_completion
 from areno.serving.errors import install_error_handlers
-from areno.serving.guard import Guard
-from areno.serving.respond import respond
+from areno.serving.guard import TAPE, Guard
+from areno.serving.messages import MessagesAnswer, MessagesRequest
+from areno.serving.recording import sampling_defaults
+from areno.serving.respond import respond, respond_at_once
+from areno.serving.responses import ResponsesAnswer, ResponsesRequest
 from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody
 from areno.serving.service import ServedModel, Service
 
@@ -98,10 +103,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _admit(service, body)
-        job, expected = await service.prepare(lambda: prepare_chat(service, model, body))
-        answer = ChatAnswer(job, expected, service.config.model_name, model.texts, service.metrics)
-        return await respond(service, request, job, answer)
+        return await _chat(service, request, body, lambda answer: answer)
+
+    @app.post("/v1/responses", responses=_ERRORS)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of OpenAI's Responses API."""
+        return await _chat(service, request, body.chat(), lambda answer: ResponsesAnswer(answer, body))
+
+    @app.post("/v1/messages", responses=_ERRORS)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of Anthropic's Messages API."""
+        return await _chat(service, request, body.chat(), MessagesAnswer)
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -110,6 +122,20 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         job = await service.prepare(lambda: prepare_completion(service, model.engine, body))
         answer = CompletionAnswer(job, service.config.model_name, model.texts)
         return await respond(service, request, job, answer)
+
+
+async def _chat(
+    service: Service, request: Request, body: ChatRequest, told: Callable[[ChatAnswer], ChatAnswer | BlockAnswer]
+) -> Response:
+    """Answer a conversation; ``told`` brings the answer into the form of a protocol."""
+    model, tape = _admit(service, body), request.scope.get(TAPE)
+    if service.recorder is not None:
+        body = body.with_defaults(sampling_defaults(service.recorder.sampling))
+    prepared = await service.prepare(lambda: prepare_chat(service, model, body, tape))
+    answer = told(ChatAnswer(prepared, service.config.model_name, model.texts, service.metrics))
+    if prepared.job.context_full:
+        return respond_at_once(prepared.job, answer.without_tokens(), answer)
+    return await respond(service, request, prepared.job, answer)
 
 
 def _admit(service: Service, body: GenerationBody) -> ServedModel:

@@ -10,10 +10,11 @@ from areno.serving.errors import ApiError
 from areno.serving.formats import Expectation, MessageReader, Piece
 from areno.serving.job import Job, check_text, make_job
 from areno.serving.metrics import ServingMetrics
+from areno.serving.recording import ChatPrompt, OpenTurn, RecordedAnswer, Tape
 from areno.serving.schemas import ChatRequest, NamedTool
 from areno.serving.service import ServedModel, Service
 from areno.serving.text import TokenTexts
-from areno.serving.wire import Frame, Sample, chat_logprobs
+from areno.serving.wire import DONE, Frame, Sample, chat_logprobs
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ContentDelta
@@ -23,36 +24,55 @@ if TYPE_CHECKING:
     from areno.engine.engine import Engine
 
 
-def prepare_chat(service: Service, model: ServedModel, body: ChatRequest) -> tuple[Job, Expectation]:
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """What the engine shall do, how to read what comes, and who records it."""
+
+    job: Job
+    expected: Expectation
+    turn: OpenTurn | None = None
+
+
+def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
     """Check a request, render and encode its messages, and compile what constrains the answer.
 
-    Returns:
-        What the engine shall do, and how to read what comes.
+    Args:
+        service: the server.
+        model: answers.
+        body: the request.
+        tape: records the answer, and has the tokens of the conversation so far.
 
     Raises:
         ApiError: 400, a field cannot work.
     """
     _check(body)
-    prompt = _render(service, model.engine, body)
-    check_text(prompt.text, "messages")
+    turn, text, tokens = _prompt(service, model.engine, body, tape)
+    limit = service.recorder.context_limit if service.recorder is not None else None
     try:
         parallel = body.parallel_tool_calls is not False
-        expected = model.formats.expectation(prompt.text, _tools(body), _tool_choice(body), parallel)
+        expected = model.formats.expectation(text, _tools(body), _tool_choice(body), parallel)
         constraint = model.formats.constraint(expected, body.response_format)
     except UsageError as error:
         raise ApiError(400, str(error), param=_blamed(body)) from error
     job = make_job(
         body,
         model.engine,
-        encode_rendered(model.engine.tokenizer, [prompt]),
+        [tokens],
         prompt_field="messages",
         max_tokens=body.max_completion_tokens or body.max_tokens or service.config.default_max_tokens,
-        seeds=lambda: service.seeds(body.seed, body.samples),
+        seeds=lambda: _seeds(service, body, turn),
         top_logprobs=body.top_logprobs or 0,
         skip_special_tokens=not expected.needs_special_tokens,
         constraint=constraint,
+        context_limit=limit,
     )
-    return job, expected
+    return PreparedChat(job, expected, turn)
+
+
+def _seeds(service: Service, body: ChatRequest, turn: OpenTurn | None) -> list[int]:
+    if turn is not None and body.seed is None:
+        return turn.seeds(body.samples)
+    return service.seeds(body.seed, body.samples)
 
 
 def _check(body: ChatRequest) -> None:
@@ -87,19 +107,34 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
 
-def _render(service: Service, engine: Engine, body: ChatRequest) -> RenderedPrompt:
+def _prompt(
+    service: Service, engine: Engine, body: ChatRequest, tape: Tape | None
+) -> tuple[OpenTurn | None, str, list[int]]:
+    """The turn that is recorded, and text and tokens of the prompt."""
     # Also with tool_choice "none" the model sees the tools: a conversation that has called some must keep its meaning.
+    tools = _tools(body)
     messages = [message.plain() for message in body.messages]
-    try:
-        return render_generation_prompt(
+
+    def render(given: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
+        prompt = render_generation_prompt(
             engine.tokenizer,
-            messages,
+            given,
             service.config.disable_thinking,
-            tools=_tools(body) or None,
+            tools=tools or None,
             chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
         )
+        check_text(prompt.text, "messages")
+        return prompt
+
+    try:
+        if tape is not None:
+            turn = tape.open(ChatPrompt(messages=messages, tools=tools, render=render))
+            return turn, turn.prompt_text, turn.prompt_tokens
+        prompt = render(messages, True)
     except UsageError as error:
         raise ApiError(400, str(error), param="messages") from error
+    return None, prompt.text, encode_rendered(engine.tokenizer, [prompt])[0]
 
 
 @dataclass(slots=True)
@@ -109,11 +144,15 @@ class _Message:
     sample: Sample
     reader: MessageReader
     content: str = ""
+    text: str = ""  # all that was visible so far
+    pieces: list[Piece] = field(default_factory=list)
+    record: dict[str, Any] | None = None  # what the recorder says about it
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take a piece; returns it as a stream's ``delta``."""
+        self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
             self.content += piece.text
             return {"content": piece.text}
@@ -146,21 +185,43 @@ class ChatAnswer:
     """The answer to one request.
 
     Args:
-        job: the request.
-        expected: how messages are to be read.
+        prepared: the request, how messages are to be read, and who records them.
         model: name of the model.
         texts: looks single tokens up.
         metrics: counts calls that could not be read.
     """
 
-    def __init__(self, job: Job, expected: Expectation, model: str, texts: TokenTexts, metrics: ServingMetrics) -> None:
+    ending = DONE
+
+    def __init__(self, prepared: PreparedChat, model: str, texts: TokenTexts, metrics: ServingMetrics) -> None:
+        job, expected, self._turn = prepared.job, prepared.expected, prepared.turn
         body = job.body
         assert isinstance(body, ChatRequest)
         self._job, self._body, self._texts, self._metrics = job, body, texts, metrics
         self._frame = Frame(job, "chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._samples = [Sample(index, job.sample_text()) for index in range(body.samples)]
-        self._failures = expected.failures
+        self._failures, self._closer = expected.failures, expected.reasoning.closer
         self._messages = [_Message(sample, expected.reader()) for sample in self._samples]
+
+    @property
+    def id(self) -> str:
+        """Names the answer, without the prefix that says of what kind it is."""
+        return self._frame.name.partition("-")[2]
+
+    @property
+    def created(self) -> int:
+        """When it began, in Unix seconds."""
+        return self._frame.created
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self._frame.model
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self._job.prompt_tokens
 
     def problem(self) -> ApiError | None:
         """What keeps the answer from being complete."""
@@ -177,15 +238,50 @@ class ChatAnswer:
     def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
         """Take a token; chunks where it makes something certain, and at the end."""
         message = self._messages[sample]
-        pieces = message.reader.push(message.sample.take(token))
+        text = message.sample.take(token)
+        message.text += text
+        pieces = message.reader.push(text)
         if token.finish is not None:
             pieces += message.reader.finish()
             self._metrics.malformed_tool_calls.inc(message.reader.malformed)
         deltas = [message.add(piece) for piece in pieces]
         chunks = [self._chunk(message, delta, message.sample.unshown()) for delta in deltas]
         if token.finish is not None:
-            chunks.append(self._chunk(message, {}, message.sample.unshown(), finish=message.finish_reason))
+            chunks.append(self._last_chunk(message))
         return chunks
+
+    def without_tokens(self) -> list[dict[str, Any]]:
+        """End every message before its first token, where the context is full; the chunks of a stream."""
+        for message in self._messages:
+            message.sample.finish = "length"
+        return [*self.opening(), *(self._last_chunk(message) for message in self._messages)]
+
+    def _last_chunk(self, message: _Message) -> dict[str, Any]:
+        """Keep a message that has come to its end, before the client can go on from it."""
+        self._record(message)
+        return self._recorded(self._chunk(message, {}, message.sample.unshown(), finish=message.finish_reason), message)
+
+    def _record(self, message: _Message) -> None:
+        finish, tokens = message.sample.finish, message.sample.tokens
+        if self._turn is None or finish is None:
+            return
+        sampling = self._job.requests[0].sampling
+        message.record = self._turn.end(
+            RecordedAnswer(
+                message=message.whole(),
+                tokens=tokens,
+                finish=finish,
+                by_token=finish == "stop" and tokens[-1].token in self._job.stop_ids,
+                temperature=1.0 if sampling.greedy else sampling.temperature,
+                text=message.text,
+                offsets=message.sample.offsets,
+                pieces=message.pieces,
+                closer=self._closer,
+            )
+        )
+
+    def _recorded(self, answer: dict[str, Any], message: _Message) -> dict[str, Any]:
+        return answer if message.record is None else {**answer, "areno": message.record}
 
     def closing(self) -> list[dict[str, Any]]:
         """Usage, where it was asked for."""
@@ -198,7 +294,9 @@ class ChatAnswer:
             | self._details(message.sample, range(len(message.sample.tokens)), first=True)
             for message in self._messages
         ]
-        return self._frame.whole(choices, self._frame.usage(self._samples))
+        if len(choices) > 1:  # one alone is described beside them, as clients expect it
+            choices = [self._recorded(*pair) for pair in zip(choices, self._messages, strict=True)]
+        return self._recorded(self._frame.whole(choices, self._frame.usage(self._samples)), self._messages[0])
 
     def _chunk(
         self,

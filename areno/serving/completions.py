@@ -9,7 +9,7 @@ from areno.serving.job import Job, check_prompt_ids, check_text, make_job
 from areno.serving.schemas import MAX_SAMPLES, CompletionRequest
 from areno.serving.service import Service
 from areno.serving.text import TokenTexts
-from areno.serving.wire import Frame, Sample, finite
+from areno.serving.wire import DONE, Frame, Sample, finite
 from areno.text.chat import RenderedPrompt, encode_rendered
 from areno.types import GeneratedToken
 
@@ -75,6 +75,8 @@ class CompletionAnswer:
         model: name of the model.
         texts: looks single tokens up.
     """
+
+    ending = DONE
 
     def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
         body = job.body

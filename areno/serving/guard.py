@@ -15,6 +15,12 @@ from areno.serving.service import Service
 # What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
 _OPEN_PATHS = ("/health", "/ready")
 
+TAPE = "areno.tape"
+"""Key of the ASGI scope under which a recorder's tape of the request stands."""
+
+KEY_PREFIX = "/samples/"
+"""Begins paths that carry an API key."""
+
 
 class Guard:
     """ASGI middleware; see the module's text.
@@ -49,8 +55,7 @@ class Guard:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        key = self._service.config.api_key
-        if key is not None and scope["path"] not in _OPEN_PATHS and not _has_key(headers, key):
+        if not self._may_enter(scope, headers):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
@@ -62,11 +67,34 @@ class Guard:
             raise _too_large(self._service.config.max_body_bytes)
         await self._app(scope, receive, send)
 
+    def _may_enter(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """Whether the key is right; with a recorder, ``scope[TAPE]`` is the tape that it stands for."""
+        recorder, key = self._service.recorder, self._service.config.api_key
+        given = _key_in_path(scope) if recorder is not None else b""
+        given = given or _given_key(headers)
+        if scope["path"] in _OPEN_PATHS:
+            return True
+        if recorder is not None:
+            scope[TAPE] = recorder.tape(given.decode(errors="replace"))
+            return scope[TAPE] is not None
+        # compare_digest takes the same time wherever the difference is, so the key cannot be guessed byte by byte.
+        return key is None or secrets.compare_digest(given, key.encode())
 
-def _has_key(headers: dict[bytes, bytes], key: str) -> bool:
+
+def _given_key(headers: dict[bytes, bytes]) -> bytes:
+    """The key as OpenAI clients send it, or as Anthropic's do."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    # compare_digest takes the same time wherever the difference is, so the key cannot be guessed byte by byte.
-    return secrets.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def _key_in_path(scope: Scope) -> bytes:
+    """The key in ``/samples/KEY/v1/...``, for programs that can be given nothing but a base URL; cuts it off the path."""
+    if not scope["path"].startswith(KEY_PREFIX):
+        return b""
+    key, _, rest = scope["path"].removeprefix(KEY_PREFIX).partition("/")
+    scope["path"] = f"/{rest}"
+    scope["raw_path"] = scope["path"].encode()
+    return str(key).encode()
 
 
 def _too_large(limit: int) -> ApiError:

@@ -32,6 +32,7 @@ class Job:
         stop: stop strings.
         stop_ids: tokens that end a sample.
         skip_special_tokens: special tokens are no part of the text.
+        context_full: the prompt leaves no room for an answer, which is therefore empty and ends by ``length``.
     """
 
     body: GenerationBody
@@ -40,6 +41,7 @@ class Job:
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     skip_special_tokens: bool
+    context_full: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,6 +68,7 @@ def make_job(
     top_logprobs: int = 0,
     skip_special_tokens: bool = True,
     constraint: Callable[[], TokenConstraint] | None = None,
+    context_limit: int | None = None,
 ) -> Job:
     """Check a request's numbers against the model, and write the engine's requests.
 
@@ -79,6 +82,8 @@ def make_job(
         top_logprobs: alternatives to report for each token.
         skip_special_tokens: leave special tokens out of the text.
         constraint: what samples may say.
+        context_limit: most tokens of prompt and answer; a prompt that leaves no room is then answered by nothing. None
+            is the model's own limit, and refuses such a prompt.
 
     Raises:
         ApiError: 400, a value cannot work with this model.
@@ -87,11 +92,12 @@ def make_job(
     vocabulary = vocabulary_of(engine)
     _check_ids("stop_token_ids", body.stop_token_ids or (), vocabulary)
     bias = _bias(body, vocabulary)
-    requests = []
+    requests, context_full = [], False
     for prompt in prompts:
         if not prompt:
             raise ApiError(400, "a prompt without a token cannot be continued; give some text", param=prompt_field)
-        room = _room(engine, len(prompt), prompt_field)
+        context_full = context_limit is not None and len(prompt) >= context_limit
+        room = 1 if context_full else _room(engine, len(prompt), prompt_field, context_limit)
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
             greedy=temperature < _GREEDY_BELOW,
@@ -119,6 +125,7 @@ def make_job(
         stop=stop,
         stop_ids=stop_ids,
         skip_special_tokens=skip_special_tokens,
+        context_full=context_full,
     )
 
 
@@ -171,9 +178,9 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
     return bias
 
 
-def _room(engine: Engine, prompt: int, prompt_field: str) -> int:
+def _room(engine: Engine, prompt: int, prompt_field: str, context_limit: int | None) -> int:
     """Tokens that may follow a prompt."""
-    context = engine.actor.model.context_length
+    context = context_limit or engine.actor.model.context_length
     budget = engine.load().kv_tokens
     limit = min(context or budget, budget)
     if prompt >= limit:

@@ -22,9 +22,10 @@ _LOAD = (
     (GaugeMetricFamily, "areno_kv_tokens", "KV tokens that may be in use at once.", "kv_tokens"),
     (CounterMetricFamily, "areno_generated_tokens", "Tokens sampled.", "generated_total"),
     (CounterMetricFamily, "areno_prefilled_tokens", "Prompt tokens computed.", "prefilled_total"),
-    (CounterMetricFamily, "areno_reused_tokens", "Prompt tokens of earlier conversations.", "reused_total"),
     (CounterMetricFamily, "areno_reused_tokens", "Prompt tokens that were computed before.", "reused_total"),
     (CounterMetricFamily, "areno_preemptions", "Samples that gave their slot back for a while.", "preemptions_total"),
+    (CounterMetricFamily, "areno_drafted_tokens", "Tokens guessed ahead (--speculate).", "drafted_total"),
+    (CounterMetricFamily, "areno_agreed_tokens", "Guessed tokens that were right.", "agreed_total"),
 )
 
 

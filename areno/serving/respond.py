@@ -7,6 +7,7 @@ for tokens, and whichever ends first ends the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from areno.serving.generation import Generation
 from areno.serving.job import Job
 from areno.serving.metrics import SampleClock
 from areno.serving.service import Service, first_done
-from areno.serving.wire import DONE, Answer, event
+from areno.serving.wire import Answer, event
 
 _CLIENT_GONE = 499
 
@@ -36,13 +37,36 @@ async def respond(service: Service, request: Request, job: Job, answer: Answer) 
     if job.body.stream:
         return EventStream(service, generation, answer, clock)
     try:
-        whole = await first_done(_collect(service, generation, answer, clock), disconnected(request.receive))
+        async with _deadline(service):
+            whole = await first_done(_collect(service, generation, answer, clock), disconnected(request.receive))
     finally:
         generation.cancel()
     if whole is None:
         service.metrics.disconnects.inc()
         return Response(status_code=_CLIENT_GONE)
     return JSONResponse(whole)
+
+
+def respond_at_once(job: Job, chunks: list[dict[str, Any]], answer: Answer) -> Response:
+    """Send an answer that needs no tokens."""
+    if not job.body.stream:
+        return JSONResponse(answer.complete())
+    return Response(_joined([*chunks, *answer.closing()]) + answer.ending, media_type=EventStream.media_type)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(service: Service) -> AsyncIterator[None]:
+    """Bounds what a request may take.
+
+    Raises:
+        ApiError: 504, it has taken too long.
+    """
+    limit = service.config.request_timeout_s
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError as error:
+        raise ApiError(504, f"no answer within {limit:g} s; ask for fewer tokens", code="timeout") from error
 
 
 async def disconnected(receive: Receive) -> None:
@@ -85,16 +109,17 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            yield _joined(self._answer.opening())
-            async for tokens in self._generation.tokens():
-                chunks = []
-                for sample, token in tokens:
-                    self._clock.token(sample)
-                    chunks += self._answer.push(sample, token)
-                if chunks:
-                    yield _joined(chunks)
-            _check_complete(self._answer)
-            yield _joined(self._answer.closing()) + DONE
+            async with _deadline(self._service):
+                yield _joined(self._answer.opening())
+                async for tokens in self._generation.tokens():
+                    chunks = []
+                    for sample, token in tokens:
+                        self._clock.token(sample)
+                        chunks += self._answer.push(sample, token)
+                    if chunks:
+                        yield _joined(chunks)
+                _check_complete(self._answer)
+                yield _joined(self._answer.closing()) + self._answer.ending
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the status has been sent; all that is left is to say so in the stream

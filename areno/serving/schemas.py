@@ -7,7 +7,7 @@ field that is ``null`` counts as not given. Names and ranges are OpenAI's; ``top
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,6 +58,10 @@ class GenerationBody(Body):
     def samples(self) -> int:
         """Samples per prompt."""
         return self.n or 1
+
+    def with_defaults(self, defaults: dict[str, Any]) -> Self:
+        """A copy in which fields that were not given have these values."""
+        return self.model_copy(update={name: value for name, value in defaults.items() if getattr(self, name) is None})
 
     @property
     def include_usage(self) -> bool:

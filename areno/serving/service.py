@@ -17,6 +17,7 @@ from areno.serving.errors import ApiError
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
 from areno.serving.metrics import ServingMetrics
+from areno.serving.recording import Recorder
 from areno.serving.text import TokenTexts
 from areno.types import Request
 
@@ -43,6 +44,7 @@ class ServingConfig:
         reasoning_parser: name of the format of reasoning, or ``auto``.
         cors_origins: origins whose web pages may call the server.
         max_body_bytes: most bytes of a request.
+        request_timeout_s: longest that a request may take; None waits as long as the client does.
     """
 
     model_name: str
@@ -54,6 +56,7 @@ class ServingConfig:
     reasoning_parser: str = "auto"
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+    request_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,11 @@ class Service:
     Args:
         config: how to answer.
         engine: generates; None where it is still being loaded, see :meth:`attach`.
+        recorder: keeps the conversations, and knows the API keys in place of the configuration's one.
     """
 
-    def __init__(self, config: ServingConfig, engine: Engine | None = None) -> None:
-        self.config = config
+    def __init__(self, config: ServingConfig, engine: Engine | None = None, recorder: Recorder | None = None) -> None:
+        self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
         self._failure = ""

@@ -19,8 +19,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event; protocols that name their events have the name as ``type``."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -57,7 +58,9 @@ class Sample:
 
 
 class Answer(Protocol):
-    """Turns tokens into the chunks of a stream, and at the end into a whole answer."""
+    """Turns tokens into the chunks of a stream, and at the end into a whole answer; ``ending`` ends the stream."""
+
+    ending: bytes
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first token."""
@@ -93,7 +96,8 @@ class Frame:
 
     def __init__(self, job: Job, prefix: str, kind: str, chunk_kind: str, model: str) -> None:
         self._job, self._kind, self._chunk_kind = job, kind, chunk_kind
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.name, self.created, self.model = f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model
+        self._head = {"id": self.name, "created": self.created, "model": model}
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
         """One chunk of a stream."""

@@ -69,6 +69,7 @@ def render_generation_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
 ) -> RenderedPrompt:
     """Bring a prompt into the form that the model was trained to answer.
 
@@ -80,6 +81,7 @@ def render_generation_prompt(
         tools: what the model may call, in OpenAI's form; a template without a place for tools gets them as text in the
             system message.
         chat_template_kwargs: further variables of the template; they win over ``disable_thinking``.
+        add_generation_prompt: open the assistant's turn at the end; without it the text ends where the last message does.
 
     Raises:
         UsageError: the template refuses the messages, for example because roles do not alternate; or a message holds
@@ -97,9 +99,9 @@ def render_generation_prompt(
         messages, wrapped = with_tools_as_text(messages, wrapped), []
     if not template:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return RenderedPrompt("".join(lines) + "assistant:", templated=False)
+        return RenderedPrompt("".join(lines) + ("assistant:" if add_generation_prompt else ""), templated=False)
     try:
-        text = _apply_template(tokenizer, messages, wrapped, variables)
+        text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
         wants_text = shows_objects(text, messages)
     except TypeError:  # it adds text to the arguments of a call
         wants_text = any("tool_calls" in message for message in messages)
@@ -107,7 +109,7 @@ def render_generation_prompt(
             raise
     if wants_text:
         messages = template_messages(prompt, template, arguments_as_text=True)
-        text = _apply_template(tokenizer, messages, wrapped, variables)
+        text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
     return RenderedPrompt(text, templated=True)
 
 
@@ -159,11 +161,16 @@ def _template_source(tokenizer: Any) -> str:
 
 
 def _apply_template(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    variables: dict[str, Any],
+    add_generation_prompt: bool,
 ) -> str:
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **({"tools": tools} if tools else {})}
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    options |= {"tools": tools} if tools else {}
     try:
         try:
             return tokenizer.apply_chat_template(messages, **variables, **options)

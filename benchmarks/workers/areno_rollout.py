@@ -1,44 +1,60 @@
-"""One side of ``rollout.py``: areno's rollout loop. Prints one JSON line."""
+"""One side of ``rollout.py``: areno's rollout loop. Prints one JSON line.
+
+Option ``decode``: ``eager`` or ``compiled``, which builds the decode step while loading; on a GPU, which has no such
+build, that means the engine's own choice.
+"""
 
 from __future__ import annotations
 
-import json
-import random
-import resource
-import sys
 import time
+
+import side
+
+import areno  # before torch: areno sets how long idle threads spin
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
+    given = side.settings()
     import torch
 
-    import areno.engine.engine as engines  # before torch: areno sets how long idle threads spin
+    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.rollout.compiled.switch import DecodeSwitch
     from areno.types import Request, SamplingParams
 
-    torch.set_num_threads(settings["threads"])
-    lengths, samples = settings["lengths"], settings["samples"]
-    engine = engines.Engine(settings["model"], engines.EngineConfig(trains="nothing", max_running=len(lengths)))
-    rng = random.Random(1)
-    prompts = [[rng.randrange(2, 500) for _ in range(n)] for n in settings["prompts"]]
-    seconds = []
-    for number in range(settings["passes"] + 1):
-        requests = []
-        for index, prompt in enumerate(prompts):
-            own = lengths[index * samples : (index + 1) * samples]
-            assert len(set(own)) == 1
-            sampling = SamplingParams(max_new_tokens=own[0], ignore_eos=True)
-            seeds = [number * 10_000 + index * samples + s for s in range(samples)]
-            requests.append(Request(prompt, sampling, seeds))
+    torch.set_num_threads(given.threads)
+    prepare, compile_s = DecodeSwitch.prepare, 0.0
+
+    def timed(switch: DecodeSwitch) -> None:
+        nonlocal compile_s
         began = time.perf_counter()
+        prepare(switch)
+        compile_s += time.perf_counter() - began
+
+    DecodeSwitch.prepare = timed  # type: ignore[method-assign]
+    decode = "auto" if given.options["decode"] == "compiled" and given.device != "cpu" else given.options["decode"]
+    began = time.perf_counter()
+    config = EngineConfig(
+        device=torch.device(given.device),
+        dtype=getattr(torch, given.dtype),
+        trains="nothing",
+        max_running=len(given.lengths),
+        decode=decode,
+    )
+    engine = Engine(given.model, config)
+    load_s = time.perf_counter() - began - compile_s
+
+    def one_pass(prompts: side.Prompts, number: int) -> side.Samples:
+        requests = []
+        for index, (prompt, length) in enumerate(zip(prompts, given.prompt_lengths(), strict=True)):
+            sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            seeds = [number * 100_000 + index * given.samples + s for s in range(given.samples)]
+            requests.append(Request(prompt, sampling, seeds))
         results = [future.result() for future in engine.submit(requests)]
-        seconds.append(time.perf_counter() - began)
-    sequences = [s for result in results for s in result.sequences]
-    assert all(len(s.resp_logprobs) == len(s.resp_tokens) for s in sequences)
+        return [(s.resp_tokens, s.resp_logprobs) for result in results for s in result.sequences]
+
+    how = f"areno {areno.__version__}, torch {torch.__version__}, decode {decode}"
+    side.measure(given, one_pass, how=how, load_s=load_s, load_compile_s=compile_s)
     engine.close()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    tokens = sum(len(s.resp_tokens) for s in sequences)
-    print(json.dumps({"first": seconds[0], "seconds": seconds[1:], "tokens": tokens, "peak_mib": peak}))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ GROUPS = {
     ),
     "Rollout": (
         "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "
-        "top-k top-p greedy eager-decode drop-rollout-state attn-backend disable-thinking agent-fn "
-        "agent-timeout-s train-tool-results reward-fn-path reward-ckpt reward-timeout-s reward-workers "
+        "top-k top-p greedy eager-decode speculate drop-rollout-state attn-backend disable-thinking agent-fn "
+        "agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
+        "reward-fn-path reward-ckpt reward-timeout-s reward-workers "
         "on-reward-error kv-cache-tokens stop stop-token-ids ignore-eos"
     ),
     "Parameter tuning": "tune-params mem-frac tune-max-samples",
@@ -71,7 +72,7 @@ def test_defaults_and_later_options_are_shown(capsys):
     text = " ".join(train_help(capsys).split())
     for part in ("Default: gspo.", "Default: 8 on a node with 8 GPUs; here 1.", "Default: 3071.", "Default: 1e-06."):
         assert part in text
-    assert "agentic rollout. [not in this version]" in text
+    assert "[not in this version]" in text
     assert "GAE lambda). Default: 0.95. (ppo)" in text
 
 

@@ -32,6 +32,9 @@ OTHER_FLAGS = {
     "--version": "areno",
     "--json": "areno env",
     "--logdir": "tensorboard",
+    "--all": "areno inspect",
+    "--sample": "areno inspect",
+    "--step": "areno inspect",
     "--positive-weight": "the algorithm in CONTRIBUTING.md",
     "--batchsize": "a typing error, in docs/troubleshooting.md",
 }

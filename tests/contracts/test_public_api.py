@@ -162,6 +162,19 @@ LOSSES = {
 }
 PREDICTED = {"value_loss_fn": "values", "reward_model_loss_fn": "scores"}
 AGENTIC = {
+    "AgentTrajectoryTurn": {
+        "item": NEEDED,
+        "messages": NEEDED,
+        "response": None,
+        "response_tokens": [],
+        "response_logprobs": [],
+        "parsed_tool_calls": [],
+        "model": "policy",
+        "tools": [],
+        "tool_choice": None,
+        "reward": None,
+    },
+    "AgentTrajectory": {"turns": []},
     "AgentBatch": {"records": NEEDED, "prompts": NEEDED, "input_tokens": NEEDED, "n_samples": NEEDED},
     "LossMaskPolicy": {
         "assistant_text": True,
@@ -204,12 +217,16 @@ OPTIONS = {
     "ignore_eos": False,
     "kv_cache_tokens": None,
     "eager_decode": False,
+    "speculate": 0,
     "drop_rollout_state": False,
     "attn_backend": "flash",
     "disable_thinking": False,
     "agent_fn": None,
     "agent_timeout_s": 300.0,
+    "agent_retries": 1,
+    "agent_max_failures": 0.5,
     "train_tool_results": False,
+    "turn_discount": None,
     "reward_fn_path": None,
     "reward_ckpt": None,
     "reward_timeout_s": 60.0,
@@ -332,13 +349,16 @@ def test_data_classes_keep_field_order_and_defaults(cls, documented):
 @pytest.mark.parametrize(("cls", "documented"), AGENTIC.items(), ids=AGENTIC)
 def test_agentic_data_classes_keep_field_order_and_defaults(cls, documented):
     fields = dataclasses.fields(getattr(agentic, cls))
-    assert {f.name: NEEDED if f.default is dataclasses.MISSING else f.default for f in fields} == documented
+    defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields}
+    assert {name: NEEDED if value is dataclasses.MISSING else value for name, value in defaults.items()} == documented
     assert [f.name for f in fields] == list(documented)
 
 
 def test_the_agentic_names_are_these():
-    names = ["AgentBatch", "AgentItem", "LossMaskPolicy", "RewardEvent", "RewardRecord", "RolloutSession"]
-    assert sorted(agentic.__all__) == names
+    names = "AgentBatch AgentContext AgentItem AgentSample AgentTrajectory AgentTrajectoryTurn LossMaskPolicy "
+    names += "RewardEvent RewardRecord RolloutSession TrajectoryRow lint_chat_template"
+    assert sorted(agentic.__all__) == names.split()
+    assert all(getattr(agentic, name) for name in agentic.__all__)
     assert agentic.RewardRecord is areno.RewardRecord
     assert agentic.RolloutSession is areno.RolloutSession
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 PROMPT = "What is 3 plus 4?"
 
@@ -170,6 +172,12 @@ def test_an_answer_is_cut_where_the_context_ends(server, reference):
     answer = complete(server, prompt=prompt, max_tokens=50, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 4096 - 4090
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_every_figure_of_the_metrics_is_there_once(server):
+    families = [f.name for f in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)]
+    assert len(families) == len(set(families))
+    assert {"areno_reused_tokens", "areno_drafted_tokens", "areno_agreed_tokens"} <= set(families)
 
 
 def test_token_times_are_in_the_metrics(server):

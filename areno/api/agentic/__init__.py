@@ -1,7 +1,44 @@
-"""Agents: the data that an agent program receives, and the policy of which of its tokens are trained on."""
+"""Agents: programs that talk to an OpenAI-compatible endpoint, and are trained by what they said there.
 
-from areno.api.agentic.data import AgentBatch, AgentItem, LossMaskPolicy
-from areno.api.session import RolloutSession
-from areno.types import RewardEvent, RewardRecord
+The way of the data, and where to find it:
 
-__all__ = ["AgentBatch", "AgentItem", "LossMaskPolicy", "RewardEvent", "RewardRecord", "RolloutSession"]
+- ``data``: tasks, batches of them, and the policy of which tokens are trained on; ``trajectory``: what an agent returns.
+- ``proxy``: the server inside a rollout session; ``context``: address and keys that an agent is given.
+- ``tape``: the tokens of every turn, recorded by the server; ``continuation``: how a conversation goes on from known
+  tokens, and when it cannot; ``history``: when two message lists are the same; ``lint``: what a chat template will do.
+- ``calls`` and ``collect``: running an agent with deadlines, retries, and errors that stay with their sample.
+- ``samples``: from returned turns to training ``rows`` with ``spans`` of roles, and ``records`` for rewards.
+- ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, with no agent code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "AgentBatch": "areno.api.agentic.data",
+    "AgentContext": "areno.api.agentic.context",
+    "AgentItem": "areno.api.agentic.data",
+    "AgentSample": "areno.api.agentic.samples",
+    "AgentTrajectory": "areno.api.agentic.trajectory",
+    "AgentTrajectoryTurn": "areno.api.agentic.trajectory",
+    "LossMaskPolicy": "areno.api.agentic.data",
+    "RewardEvent": "areno.types",
+    "RewardRecord": "areno.types",
+    "RolloutSession": "areno.api.session",
+    "TrajectoryRow": "areno.api.agentic.rows",
+    "lint_chat_template": "areno.api.agentic.lint",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'areno.api.agentic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

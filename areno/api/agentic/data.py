@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +73,40 @@ class AgentBatch:
             for sample in range(self.n_samples):
                 yield AgentItem(record, prompt, tokens, index, sample)
 
+    def only(self, items: Sequence[AgentItem]) -> AgentBatch:
+        """A batch of some of the tasks, which keep their indices."""
+        return _SomeItems(items)
+
+
+class _SomeItems(AgentBatch):
+    """Single tasks of a batch, to be run again; every one counts as a prompt."""
+
+    __slots__ = ("_items",)
+    _items: tuple[AgentItem, ...]
+
+    def __init__(self, items: Sequence[AgentItem]) -> None:
+        super().__init__([i.record for i in items], [i.prompt for i in items], [i.input_tokens for i in items], 1)
+        object.__setattr__(self, "_items", tuple(items))
+
+    def iter_samples(self) -> Iterator[AgentItem]:
+        """The tasks."""
+        return iter(self._items)
+
 
 @dataclass(frozen=True, slots=True)
 class LossMaskPolicy:
     """Which spans of a trajectory count in the policy loss.
 
+    Each sampled token counts once, however many rows it stands in. Tokens that were not sampled (tool results, prompts)
+    have no rollout log-prob; the policy's own at the time of the rollout stands in.
+
     Attributes:
-        assistant_text: text that the model wrote.
-        assistant_tool_calls: tool calls that the model made.
-        tool_results: what tools returned to it.
-        final_assistant_text: the text of the last answer.
-        system_prompt: system messages.
-        user_prompt: user messages.
+        assistant_text: text that the model wrote, reasoning included, but for the last answer.
+        assistant_tool_calls: tool calls that the model made, in the last answer as well.
+        tool_results: contents of what tools returned to it.
+        final_assistant_text: text of the last answer of each conversation.
+        system_prompt: contents of system messages.
+        user_prompt: contents of user messages.
     """
 
     assistant_text: bool = True

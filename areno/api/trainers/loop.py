@@ -43,6 +43,7 @@ class StepOutcome:
         stats: scalar statistics.
         timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, where they apply.
         rewards: one per kept sample; None without rewards.
+        groups: prompt index of each of these samples.
         sample: one completion to show.
         skipped_long: over-long prompts passed over for this step.
     """
@@ -51,6 +52,7 @@ class StepOutcome:
     stats: dict[str, float]
     timings: dict[str, float]
     rewards: list[float] | None = None
+    groups: list[int] | None = None
     sample: str | None = None
     skipped_long: int = 0
 
@@ -213,7 +215,8 @@ class TrainingLoop(ABC):
 
     def _observe(self, step: int, outcome: StepOutcome) -> None:
         rows = outcome.rows
-        groups, truncated = [row.group for row in rows], [row.truncated for row in rows]
+        groups = [row.group for row in rows] if outcome.groups is None else outcome.groups
+        truncated = [row.truncated for row in rows]
         has_rewards = outcome.rewards is not None
         warnings = self.health.observe(
             step,

@@ -35,19 +35,58 @@ class PolicyOnlyTrainer(RolloutTrainer):
         self._estimate = _estimator(self.config.advantage)
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Rows whose response tokens all carry the advantage of the response."""
+        """Rows whose response tokens all carry the advantage of the response, or of their turn."""
+        if self.config.turn_discount is not None:
+            rows = self._rows_by_turn(samples, self.config.turn_discount)
+        else:
+            rows = self._rows_by_sample(samples)
+        return rows, self.score_reference(rows) if self.config.kl_coef > 0 else {}
+
+    def _rows_by_sample(self, samples: list[Sample]) -> list[TrainSequence]:
         values = self._estimate([s.reward for s in samples], [s.prompt_index for s in samples])
         rows = []
         for sample, advantage in zip(samples, values, strict=True):
             sample.advantage = advantage
-            row = self.train_row(sample)
-            row.advantages = [0.0 if prompt else advantage for prompt in row.prompt_mask]
-            rows.append(row)
-        return rows, self.score_reference(rows) if self.config.kl_coef > 0 else {}
+            for row in self.train_rows(sample):
+                row.advantages = [0.0 if prompt else advantage for prompt in row.prompt_mask]
+                rows.append(row)
+        return rows
+
+    def _rows_by_turn(self, samples: list[Sample], discount: float) -> list[TrainSequence]:
+        """Each turn is compared with the turns of the same number of the prompt's other samples."""
+        returns = [turn_returns(sample, discount) for sample in samples]
+        places = [(s.prompt_index, turn) for s, own in zip(samples, returns, strict=True) for turn in range(len(own))]
+        groups = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        values = iter(self._estimate([value for own in returns for value in own], [groups[place] for place in places]))
+        rows = []
+        for sample, own in zip(samples, returns, strict=True):
+            advantages = [next(values) for _ in own]
+            sample.advantage = sum(advantages) / len(advantages)
+            for kept, row in zip(sample.rows(1.0), self.train_rows(sample), strict=True):
+                marks = zip(row.prompt_mask, kept.turns, strict=True)
+                row.advantages = [0.0 if prompt or turn < 0 else advantages[turn] for prompt, turn in marks]
+                rows.append(row)
+        return rows
 
     def update(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Train the policy."""
         return self.train_in_passes(rows, self.train, self.role)
+
+
+def turn_returns(sample: Sample, discount: float) -> list[float]:
+    """What each turn has led to: its own reward and, discounted, those of later turns; the sample's comes with the last.
+
+    G_k = r_k + discount G_{k+1}, where the last turn's r is the environment's reward for it plus the reward function's.
+    """
+    assert sample.agent is not None
+    rewards = list(sample.agent.turn_rewards)
+    rewards[-1] += sample.reward
+    found: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        found.append(following)
+    return found[::-1]
 
 
 def _estimator(name: str) -> AdvantageFn:

@@ -52,7 +52,8 @@ class PPOTrainer(RolloutTrainer):
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
         """Rows with reference log-probs, values, returns and advantages."""
         config = self.config
-        rows = [self.train_row(sample) for sample in samples]
+        owned = [(sample, row) for sample in samples for row in self.train_rows(sample)]
+        rows = [row for _, row in owned]
         stats = self.score_reference(rows) if config.use_kl_loss else {}
         values, stats["critic_value_forward_time_s"] = self._score_values(rows)
         for row, row_values in zip(rows, values, strict=True):
@@ -64,8 +65,9 @@ class PPOTrainer(RolloutTrainer):
             for row, advantages in zip(rows, white, strict=True):
                 row.advantages = advantages
         stats |= spread("normalized_advantage", trainable_values(rows, "advantages"))
-        for sample, row in zip(samples, rows, strict=True):
-            sample.advantage = float(np.mean(trainable_values([row], "advantages")))
+        for sample in samples:
+            mine = [row for owner, row in owned if owner is sample]
+            sample.advantage = float(np.mean(trainable_values(mine, "advantages")))
         return rows, stats
 
     def _score_values(self, rows: Sequence[TrainSequence]) -> tuple[list[list[float]], float]:

@@ -12,21 +12,33 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from areno.api.agentic.rows import TrajectoryRow, completion_row, row_segments
+from areno.api.agentic.samples import AgentSample
 from areno.api.datasets import iter_prompt_batches
-from areno.api.evaluation import OnScored, evaluate_prompts, evaluation_sampling, rollout_sampling
+from areno.api.evaluation import (
+    EVALUATION_STREAM,
+    Answer,
+    OnScored,
+    evaluate_prompts,
+    evaluation_sampling,
+    rollout_sampling,
+)
 from areno.api.records import reward_record
+from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.loop import StepOutcome, TrainingLoop
 from areno.api.trainers.passes import merge_stats, plan_passes
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
 from areno.observability import lifecycle
-from areno.observability.samples import completions_to_log, log_completions, sample_records
+from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError
+from areno.serving.text import TokenTexts
 from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
 
@@ -39,13 +51,33 @@ class Sample:
     sample_index: int
     sequence: RolloutSequence
     record: RewardRecord
+    agent: AgentSample | None = None
     reward: float = 0.0
     advantage: float = 0.0
 
+    @classmethod
+    def of_agent(cls, sample: AgentSample, batch: PromptBatch) -> Sample:
+        """What an agent has done for a prompt of a batch."""
+        prompt, index = sample.item.prompt_index, sample.item.sample_index
+        return cls(batch.items[prompt], prompt, index, sample.sequence, sample.record, sample)
+
     @property
     def tokens(self) -> list[int]:
-        """Prompt and response."""
+        """Prompt and response; of an agent's conversations the last one."""
+        if self.agent is not None:
+            return self.agent.rows[-1].tokens
         return [*self.item.input_tokens, *self.sequence.resp_tokens]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to train on."""
+        return not (self.sequence.resp_tokens if self.agent is None else self.agent.rows)
+
+    def rows(self, temperature: float) -> list[TrajectoryRow]:
+        """What is trained on; ``temperature`` is that of prompt completions."""
+        if self.agent is not None:
+            return self.agent.rows
+        return [] if self.empty else [completion_row(self.item.input_tokens, self.sequence, temperature)]
 
 
 class RolloutTrainer(TrainingLoop):
@@ -96,7 +128,9 @@ class RolloutTrainer(TrainingLoop):
         config = self.config
         self.sampling = rollout_sampling(config)
         self._log_limit = completions_to_log()
+        self._texts = TokenTexts(self.instance.get_tokenizer())
         self._said_fewer_minibatches = False
+        self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
         self._runner: RewardRunner | None = None
         if not self._reward_role():
             self._runner = RewardRunner(
@@ -143,11 +177,10 @@ class RolloutTrainer(TrainingLoop):
         stats = self._timed("train", timings, self.update, rows) | stats
         stats |= self._rollout_stats(samples, drawn, timings)
         rewards = [sample.reward for sample in samples]
-        self.run_dir.append_samples(
-            sample_records(self.state.step, [s.record for s in samples], rewards, [s.advantage for s in samples])
-        )
+        self._write_samples(samples, rows)
         return StepOutcome(
             rows=rows,
+            groups=[sample.prompt_index for sample in samples],
             stats=stats,
             timings=timings,
             rewards=rewards,
@@ -162,6 +195,28 @@ class RolloutTrainer(TrainingLoop):
         timings[phase] = time.perf_counter() - began
         return result
 
+    def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
+        """Put the step's most telling samples into the run directory, token by token."""
+        owned = [sample.rows(self._temperature) for sample in samples]
+        shown = None
+        if sum(map(len, owned)) == len(rows):  # a trainer of the user's own may make rows of another kind
+            found = iter(rows)
+            shown = [partial(row_segments, [(row, next(found)) for row in own], self._texts) for own in owned]
+        self.run_dir.append_samples(
+            sample_records(
+                self.state.step,
+                [sample.record for sample in samples],
+                [sample.reward for sample in samples],
+                [sample.advantage for sample in samples],
+                trajectories=shown,
+            )
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """What the log-probs of prompt completions refer to."""
+        return 1.0 if self.sampling.greedy else self.sampling.temperature
+
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config
         if batch.skipped_long:
@@ -171,6 +226,15 @@ class RolloutTrainer(TrainingLoop):
                 config.max_prompt_tokens,
             )
         lifecycle.rollout_start(self.logger, epoch, step, self.role)
+        samples = self._complete(batch) if self._agents is None else self._run_agents(self._agents, batch)
+        lifecycle.rollout_end(self.logger, epoch, step, self.role)
+        if self._log_limit:
+            self._log_samples(samples[: self._log_limit])
+        return samples
+
+    def _complete(self, batch: PromptBatch) -> list[Sample]:
+        """Let the policy complete each prompt."""
+        step, config = self.state.step, self.config
         seeds = [
             [derive_seed(config.seed, step, prompt, sample) for sample in range(config.n_samples)]
             for prompt in range(len(batch.items))
@@ -182,21 +246,32 @@ class RolloutTrainer(TrainingLoop):
             results = self.instance.rollout_token_batch(
                 [item.input_tokens for item in batch.items], config.n_samples, self.sampling, seeds=seeds
             )
-        lifecycle.rollout_end(self.logger, epoch, step, self.role)
-        samples = [
+        return [
             Sample(item, prompt, index, sequence, reward_record(item, prompt, index, sequence))
             for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
             for index, sequence in enumerate(result.sequences)
         ]
-        if self._log_limit:
-            log_completions(
-                self.logger,
-                [s.record for s in samples],
-                prompt_tokens=[s.item.input_tokens for s in samples],
-                decode=self.instance.get_tokenizer().decode,
-                limit=self._log_limit,
-            )
-        return samples
+
+    def _run_agents(self, agents: AgentRollouts, batch: PromptBatch) -> list[Sample]:
+        """Let the agent do each prompt's task."""
+        seed = derive_seed(self.config.seed, self.state.step)
+        drawn = agents.draw(batch, self.config.n_samples, self.sampling, seed)
+        self._agent_stats = drawn.stats
+        return [Sample.of_agent(sample, batch) for sample in drawn.samples]
+
+    def _log_samples(self, samples: list[Sample]) -> None:
+        decode = self.instance.get_tokenizer().decode
+        if self._agents is not None:
+            for sample in samples:
+                log_trajectory(self.logger, sample.record, rows=sample.rows(self._temperature), decode=decode)
+            return
+        log_completions(
+            self.logger,
+            [sample.record for sample in samples],
+            prompt_tokens=[sample.item.input_tokens for sample in samples],
+            decode=decode,
+            limit=len(samples),
+        )
 
     def _rollout_stats(self, samples: list[Sample], drawn: list[Sample], timings: dict[str, float]) -> dict[str, float]:
         rewards: dict[int, list[float]] = {}
@@ -204,24 +279,27 @@ class RolloutTrainer(TrainingLoop):
             rewards.setdefault(sample.prompt_index, []).append(sample.reward)
         tied = sum(min(group) == max(group) for group in rewards.values())
         tokens = sum(len(sample.sequence.resp_tokens) for sample in drawn)
-        empty = sum(not sample.sequence.resp_tokens for sample in drawn)
+        empty = sum(sample.empty for sample in drawn)
         stats = {
             "reward_mean": sum(s.reward for s in samples) / len(samples),
             "reward_errors": float(len(drawn) - empty - len(samples)),
             "empty_responses": float(empty),
             "zero_std_groups": tied / len(rewards),
             "truncated_ratio": sum(s.sequence.finish_reason == "length" for s in samples) / len(samples),
-            "sampling_cut_mass": sum(s.sequence.cut_mass for s in samples) / len(samples),
             "tokens_per_second": tokens / max(timings["rollout"], 1e-9),
             "reward_score_time_s": timings["reward"],
         }
+        if self._agents is None:
+            stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
+        else:
+            stats |= self._agent_stats
         return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._runner is None else {})
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
         """Set the rewards; samples without one, or without a token to train on, are left out."""
-        samples = [sample for sample in drawn if sample.sequence.resp_tokens]
+        samples = [sample for sample in drawn if not sample.empty]
         if not samples:
             raise EngineError(
                 f"step {self.state.step}: all {len(drawn)} responses are empty, nothing can be trained on"
@@ -287,23 +365,31 @@ class RolloutTrainer(TrainingLoop):
             disable_thinking=config.disable_thinking,
             source=str(config.eval_dataset_path),
             on_scored=on_scored,
+            answers=None if self._agents is None else partial(self._agent_answers, self._agents),
         )
+
+    def _agent_answers(self, agents: AgentRollouts, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
+        """What the agent makes of held-out prompts."""
+        config = self.config
+        seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
+        drawn = agents.draw(piece, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
+        found: list[Answer | None] = [None] * (len(prompts) * config.eval_n_samples)
+        for sample in drawn.samples:
+            place, number = sample.item.prompt_index, sample.item.sample_index
+            sample.record.metadata["prompt_index"] = prompts[place]
+            tokens = sample.rows[-1].tokens if sample.rows else [*sample.item.input_tokens]
+            found[place * config.eval_n_samples + number] = Answer(sample.record, tokens, sample.sequence)
+        return found
 
     # -- rows and updates ------------------------------------------------------------------------------------------
 
-    def train_row(self, sample: Sample) -> TrainSequence:
-        """The row of a sample, without advantages."""
-        prompt, response = sample.item.input_tokens, sample.sequence.resp_tokens
-        return TrainSequence(
-            prompt_mask=[True] * len(prompt) + [False] * len(response),
-            tokens=sample.tokens,
-            logprobs=[0.0] * len(prompt) + sample.sequence.resp_logprobs,
-            reward=sample.reward,
-            eos_token_id=min(self.instance.backend.eos_token_ids(), default=0),
-            temperature=1.0 if self.sampling.greedy else self.sampling.temperature,
-            group=sample.prompt_index,
-            truncated=sample.sequence.finish_reason == "length",
-        )
+    def train_rows(self, sample: Sample) -> list[TrainSequence]:
+        """The rows of a sample, without advantages; several only for an agent whose conversations fork."""
+        eos = min(self.instance.backend.eos_token_ids(), default=0)
+        return [
+            row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos)
+            for row in sample.rows(self._temperature)
+        ]
 
     def score_reference(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """Fill ``ref_logprobs`` from the role ``ref``, each row at its own temperature; returns statistics."""

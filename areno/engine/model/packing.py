@@ -2,11 +2,12 @@
 
 Sequences lie end to end in one row of T tokens, and none sees another. Inside attention they are padded, but only with
 sequences of similar length: a group is widened while at most a fifth of its cells are padding. One long sequence among
-short ones therefore costs its own square and nobody else's.
+short ones therefore costs its own square and nobody else's. On a GPU with a variable-length kernel nothing is padded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+from areno.engine.model.varlen import find_kernel
 
 MAX_PADDED_SHARE = 1.2
 
@@ -91,6 +93,11 @@ class PackedPlan:
         """Number of packed tokens."""
         return self.starts[-1]
 
+    @functools.cached_property
+    def boundaries(self) -> Tensor:
+        """First token of each sequence, and the number of all tokens: int32 [N + 1]."""
+        return torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+
     def _group(self, members: list[int]) -> _Group:
         longest = max(self.lengths[i] for i in members)
         rows = torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for i in members])
@@ -113,6 +120,10 @@ class PackedPlan:
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention inside each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
+        kernel = find_kernel(layer, q, v)
+        if kernel is not None:
+            longest = max(self.lengths)
+            return kernel.attend(q, k, v, (self.boundaries, self.boundaries), (longest, longest), layer)
         outputs = []
         for group in self.groups:
             padded = [group.pad(x).transpose(1, 2) for x in (q, k, v)]

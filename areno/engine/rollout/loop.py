@@ -175,6 +175,10 @@ class RolloutLoop:
         with self._wake:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
+    def drop_cache(self) -> None:
+        """Give the memory of the cache back; nothing may be pending."""
+        self.cache.release()
+
     def close(self) -> None:
         """Stop the thread and give the cache back; pending requests are aborted."""
         if self._thread is not None:

@@ -1,0 +1,72 @@
+"""When two message lists are the same conversation, whatever a client did to their form on the way back.
+
+Clients split content into parts, write arguments of calls anew, drop reasoning that they have no field for and add empty
+fields. None of that is an edit. What the model can see of a message is compared, everything else is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+# Fields of an assistant's message that clients add, or that are compared apart.
+_FORM = frozenset(
+    {"role", "content", "tool_calls", "reasoning_content", "refusal", "annotations", "audio", "function_call"}
+)
+
+
+def prefix_keys(messages: Sequence[Message]) -> Iterator[int]:
+    """One key for each beginning of a conversation: equal keys mean equal messages, as far as a hash can tell."""
+    chain = 0
+    for message in messages:
+        chain = hash((chain, _canonical(message)))
+        yield chain
+
+
+def same_answer(said: Message, returned: Message) -> bool:
+    """Whether a client has sent an assistant's message back as it was said; leaving ids or reasoning out is no change."""
+    if _canonical(said) != _canonical(returned):
+        return False
+    reasoning = returned.get("reasoning_content")
+    if reasoning and str(reasoning).strip() != str(said.get("reasoning_content") or "").strip():
+        return False
+    pairs = zip(said.get("tool_calls") or [], returned.get("tool_calls") or [], strict=True)
+    return all(not theirs.get("id") or theirs["id"] == mine.get("id") for mine, theirs in pairs)
+
+
+def call_ids(message: Message) -> list[str]:
+    """Ids of a message's calls, where they have one."""
+    return [call["id"] for call in message.get("tool_calls") or [] if isinstance(call, Mapping) and call.get("id")]
+
+
+def text_of(content: Any) -> str:
+    """Content as one text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else []
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in parts)
+
+
+def _canonical(message: Message) -> tuple[Any, ...]:
+    role = "system" if message["role"] == "developer" else message["role"]
+    text = text_of(message.get("content"))
+    if role != "assistant":
+        further = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+        return role, text, json.dumps(further, sort_keys=True, default=str)
+    further = {k: v for k, v in message.items() if k not in _FORM and v}
+    calls = tuple(_call(call) for call in message.get("tool_calls") or [])
+    return role, text.strip(), calls, json.dumps(further, sort_keys=True, default=str)
+
+
+def _call(call: Any) -> tuple[str, str]:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return str(function.get("name")), arguments
+    return str(function.get("name")), json.dumps(arguments, sort_keys=True, default=str)

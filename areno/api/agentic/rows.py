@@ -1,0 +1,199 @@
+"""From recorded turns to rows of training tokens: what the model saw and said, in one line per branch.
+
+Turns that go on from one another share a row. Where a conversation forks, each branch is a row of its own, and what
+they have in common is trained on in the first of them alone. A row has one temperature; turns that were sampled at
+another one count in a row of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.api.agentic.data import LossMaskPolicy
+from areno.api.agentic.spans import Role, given_mask, given_roles, sampled_mask, sampled_roles
+from areno.api.agentic.tape import Turn
+from areno.errors import UsageError
+from areno.types import RolloutSequence, TrainSequence
+
+
+@dataclass(slots=True)
+class TrajectoryRow:
+    """One row; all lists have one entry per token.
+
+    Attributes:
+        tokens: token ids.
+        sampled: whether the policy said the token.
+        trained: whether it counts in the loss.
+        turns: which turn of the sample it belongs to, counting from 0; for given tokens the turn that they were given for.
+        logprobs: rollout log-probs of sampled tokens, 0 elsewhere unless filled in.
+        versions: weight version of sampled tokens, -1 elsewhere.
+        temperature: that the log-probs refer to.
+        truncated: the last answer ended at the token limit.
+        roles: tells the role of each token; looked up only where it is needed.
+    """
+
+    tokens: list[int]
+    sampled: list[bool]
+    trained: list[bool]
+    turns: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    temperature: float
+    truncated: bool
+    roles: Callable[[], list[Role]]
+
+    @property
+    def trains_context(self) -> bool:
+        """Whether tokens count that were not sampled, which have no rollout log-prob of their own."""
+        return any(counts and not said for counts, said in zip(self.trained, self.sampled, strict=True))
+
+    def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
+        """The row as training takes it, without advantages."""
+        prompt = [not (said or counts) for said, counts in zip(self.sampled, self.trained, strict=True)]
+        plain = all(counts != masked for counts, masked in zip(self.trained, prompt, strict=True))
+        return TrainSequence(
+            prompt_mask=prompt,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            reward=reward,
+            eos_token_id=eos_token_id,
+            loss_mask=None if plain else self.trained,
+            temperature=self.temperature,
+            group=group,
+            truncated=self.truncated,
+        )
+
+
+def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
+    """The rows of one sample, without those that have nothing to train on.
+
+    Args:
+        turns: answers of the sample, each once.
+        policy: which tokens count.
+        tokenizer: the model's.
+
+    Raises:
+        UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
+    """
+    places = {turn: place for place, turn in enumerate(turns)}
+    rows: list[TrajectoryRow] = []
+    done: set[Turn] = set()
+    for path in branches(turns):
+        fresh = [turn for turn in path if turn in places and turn not in done]
+        done.update(fresh)
+        for temperature in dict.fromkeys(turn.temperature for turn in fresh):
+            counted = {turn for turn in fresh if turn.temperature == temperature}
+            row = _row(path, counted, places, temperature, policy, tokenizer)
+            if any(row.trained[1:]):
+                rows.append(row)
+    return rows
+
+
+def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The conversations of a sample, each from its first turn to its last."""
+    paths = [_own_path(turn, turns) for turn in turns]
+    inner = {turn for path in paths for turn in path[:-1]}
+    return [path for path in paths if path[-1] not in inner]
+
+
+def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    """The path to a turn, over the sample's own turns where another sample's say the very same.
+
+    Samples that share an API key and have said the same cannot be told apart when they go on.
+    """
+    own = set(turns)
+    path: list[Turn] = []
+    for step in turn.path:
+        if step not in own:
+            same = (other for other in turns if other.tokens == step.tokens and other.prompt == step.prompt)
+            step = next(same, step)
+        path.append(step)
+    return path
+
+
+def _row(
+    path: Sequence[Turn],
+    counted: set[Turn],
+    places: dict[Turn, int],
+    temperature: float,
+    policy: LossMaskPolicy,
+    tokenizer: Any,
+) -> TrajectoryRow:
+    row = TrajectoryRow(
+        [], [], [], [], [], [], temperature, path[-1].finish == "length", lambda: _roles(path, tokenizer)
+    )
+    for turn in path:
+        given, said = len(turn.given), len(turn.tokens)
+        counts = turn in counted
+        row.tokens += [*turn.given, *turn.tokens]
+        row.sampled += [False] * given + [True] * said
+        row.trained += given_mask(turn, policy, tokenizer) if counts else [False] * given
+        row.trained += sampled_mask(turn, policy, turn is path[-1]) if counts else [False] * said
+        row.turns += [places.get(turn, -1)] * (given + said)
+        row.logprobs += [0.0] * given + turn.logprobs
+        row.versions += [-1] * given + turn.versions
+    return row
+
+
+def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
+    return [role for turn in path for role in (*given_roles(turn, tokenizer), *sampled_roles(turn))]
+
+
+def completion_row(prompt: Sequence[int], sequence: RolloutSequence, temperature: float) -> TrajectoryRow:
+    """The row of a prompt's completion."""
+    given, said = len(prompt), len(sequence.resp_tokens)
+    given_as_user: list[Role] = ["user"] * given
+    said_as_text: list[Role] = ["text"] * said
+    return TrajectoryRow(
+        tokens=[*prompt, *sequence.resp_tokens],
+        sampled=[False] * given + [True] * said,
+        trained=[False] * given + [True] * said,
+        turns=[0] * (given + said),
+        logprobs=[0.0] * given + sequence.resp_logprobs,
+        versions=[-1] * given + (sequence.versions or [-1] * said),
+        temperature=temperature,
+        truncated=sequence.finish_reason == "length",
+        roles=lambda: [*given_as_user, *said_as_text],
+    )
+
+
+def row_segments(
+    rows: Sequence[tuple[TrajectoryRow, TrainSequence]], texts: Callable[[int], tuple[str, list[int]]]
+) -> list[list[dict[str, Any]]]:
+    """Rows as runs of like tokens, for ``samples.jsonl`` and ``areno inspect``.
+
+    Args:
+        rows: each row with what it was trained as.
+        texts: looks the text of a token up.
+
+    Returns:
+        Per row its segments: ``role, turn, trained, version`` that all of their tokens share, and the lists ``tokens,
+        texts, logprobs, advantages``.
+    """
+    found = []
+    for row, trained_as in rows:
+        advantages = trained_as.advantages or [0.0] * len(row.tokens)
+        kinds = zip(_known_roles(row), row.turns, row.trained, row.versions, strict=True)
+        segments: list[dict[str, Any]] = []
+        last: tuple[Any, ...] | None = None
+        for kind, token, logprob, advantage in zip(kinds, row.tokens, row.logprobs, advantages, strict=True):
+            if kind != last:
+                role, turn, trained, version = kind
+                segments.append({"role": role, "turn": turn, "trained": trained, "version": version})
+                segments[-1] |= {"tokens": [], "texts": [], "logprobs": [], "advantages": []}
+                last = kind
+            segments[-1]["tokens"].append(token)
+            segments[-1]["texts"].append(texts(token)[0])
+            segments[-1]["logprobs"].append(round(logprob, 6))
+            segments[-1]["advantages"].append(round(advantage, 6))
+        found.append(segments)
+    return found
+
+
+def _known_roles(row: TrajectoryRow) -> Sequence[str]:
+    try:
+        return row.roles()
+    except UsageError:  # a tokenizer that cannot tell the parts of a prompt apart
+        return ["text" if said else "given" for said in row.sampled]

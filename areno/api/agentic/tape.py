@@ -1,0 +1,296 @@
+"""What agents' requests leave behind: every turn with the very tokens that the engine was given and sampled.
+
+A tape belongs to one API key. Its turns form trees: a request that extends an answered one hangs below it and adds its
+new tokens only; any other begins a tree of its own. Turns below one another make a row of training tokens, see
+:mod:`areno.api.agentic.rows`. Requests come from the server's threads, so everything here is locked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.api.agentic.continuation import Forked, ForkReason, Past, go_on
+from areno.api.agentic.history import call_ids, prefix_keys, same_answer
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
+from areno.text.chat import encode_rendered
+from areno.types import FinishReason, SamplingParams
+
+_HASH_BITS = (1 << 63) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request with one of its answers.
+
+    Attributes:
+        id: names it in responses.
+        parent: the turn that it goes on from; None where it begins anew.
+        given: tokens before the answer: the whole prompt without a parent, else what was appended to the parent's.
+        given_text: what these tokens were made of.
+        anchor: text that ``given_text`` was tokenized behind; empty for a whole prompt.
+        prompt_text: the rendered prompt as a whole.
+        messages: of the request.
+        tools: of the request.
+        answer: the assistant's message.
+        tokens: sampled token ids.
+        logprobs: of the sampled tokens under the temperature-scaled policy.
+        versions: weight version of each sampled token.
+        finish: why it ended; ``length`` without a token where the context was full before.
+        by_token: it ended at a stop token.
+        temperature: that log-probs refer to.
+        text: the visible text of the sampled tokens.
+        offsets: where in it each token begins.
+        pieces: what the text was read as.
+        closer: marker that ends the reasoning.
+        fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
+        number: place among the turns of its tape.
+    """
+
+    id: str
+    parent: Turn | None
+    given: list[int]
+    given_text: str
+    anchor: str
+    prompt_text: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    answer: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason = "stop"
+    by_token: bool = True
+    temperature: float = 1.0
+    text: str = ""
+    offsets: Sequence[int] = ()
+    pieces: Sequence[Piece] = ()
+    closer: str = ""
+    fork: ForkReason | None = None
+    number: int = 0
+    extended: bool = False
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the first one to this."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the engine was given."""
+        before = self.parent.path if self.parent is not None else []
+        return [token for turn in before for token in (*turn.given, *turn.tokens)] + self.given
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return sum(len(turn.given) + len(turn.tokens) for turn in self.path)
+
+    def past(self) -> Past:
+        """The turn as something to go on from."""
+        return Past(
+            messages=[*self.messages, self.answer],
+            prompt_text=self.prompt_text,
+            last_token=self.tokens[-1] if self.tokens else None,
+            by_token=self.by_token,
+            finish=self.finish,
+        )
+
+
+class AgentTape:
+    """The conversations of one API key; see :class:`areno.serving.recording.Tape`.
+
+    Args:
+        tokenizer: the model's.
+        seed: what the seeds of its requests derive from.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        self.turns: list[Turn] = []
+        self._tokenizer, self._seed = tokenizer, seed
+        self._lock = threading.Lock()
+        self._answered: dict[int, list[Turn]] = {}  # by the key of a request's messages with the answer
+        self._openings: set[int] = set()  # keys of requests up to their first user message
+        self._told: set[int] = set()  # keys of all beginnings of requests
+        self._by_id: dict[str, Turn] = {}
+        self._draws: Counter[int] = Counter()  # requests so far with the same prompt
+
+    def open(self, prompt: ChatPrompt) -> _OpenTurn:
+        """A request begins: find what it goes on from, and choose its tokens.
+
+        Raises:
+            UsageError: the template refuses the messages.
+        """
+        with self._lock:
+            return _OpenTurn(self, self._begin(prompt))
+
+    def _begin(self, prompt: ChatPrompt) -> Turn:
+        fork: ForkReason | None = None
+        for known, length in self._candidates(prompt.messages):
+            try:
+                added = go_on(self._tokenizer, known.past(), prompt.messages[length:], prompt.render)
+            except Forked as forked:
+                fork = fork or forked.reason
+                continue
+            messages = [*known.messages, known.answer, *prompt.messages[length:]]
+            parts = (added.tokens, added.added, added.anchor, added.text)
+            return Turn("", known, *parts, messages, prompt.tools, fork=self._edited(prompt.messages, length))
+        fork = fork or self._edited(prompt.messages, 0)
+        rendered = prompt.render(prompt.messages, True)
+        tokens = encode_rendered(self._tokenizer, [rendered])[0]
+        return Turn("", None, tokens, rendered.text, "", rendered.text, prompt.messages, prompt.tools, fork=fork)
+
+    def _candidates(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[Turn, int]]:
+        """Answered turns that a request extends the longest, the likeliest first, and how many messages they have."""
+        keys = list(prefix_keys(messages))
+        for length in range(len(messages), 0, -1):
+            last = messages[length - 1]
+            known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
+            known = [turn for turn in known if same_answer(turn.answer, last)]
+            if known:
+                wanted = call_ids(last)
+                known.sort(key=lambda turn: (call_ids(turn.answer) != wanted, turn.extended, turn.number))
+                return [(turn, length) for turn in known]
+        return []
+
+    def _edited(self, messages: Sequence[Mapping[str, Any]], known: int) -> ForkReason | None:
+        """Whether a request tells a conversation that began here in a way in which it did not go, behind the known part."""
+        keys = list(prefix_keys(messages))
+        pairs = list(zip(keys, messages, strict=True))
+        said = [key for key, message in pairs[known:] if message["role"] == "assistant"]
+        began = keys[_opening(messages)] in self._openings
+        return "edited" if began and not self._told.issuperset(said) else None
+
+    def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
+        """Seeds of a prompt's samples: the k-th request for the same prompt gets the same ones in every run."""
+        with self._lock:
+            key = hash(tuple(prompt)) & _HASH_BITS
+            first = self._draws[key]
+            self._draws[key] += samples
+            return [derive_seed(self._seed, key, first + index) for index in range(samples)]
+
+    def find(self, turn_id: str | None) -> Turn | None:
+        """The recorded answer of this name."""
+        return self._by_id.get(turn_id or "")
+
+    def keep(self, begun: Turn, answer: RecordedAnswer) -> Turn:
+        """An answer has come to its end."""
+        turn = Turn(
+            id=secrets.token_hex(12),
+            **{name: getattr(begun, name) for name in _REQUEST},
+            answer=answer.message,
+            tokens=[token.token for token in answer.tokens],
+            logprobs=[token.logprob for token in answer.tokens],
+            versions=[token.version for token in answer.tokens],
+            finish=answer.finish,
+            by_token=answer.by_token,
+            temperature=answer.temperature,
+            text=answer.text,
+            offsets=list(answer.offsets),
+            pieces=list(answer.pieces),
+            closer=answer.closer,
+        )
+        with self._lock:
+            turn.number = len(self.turns)
+            self.turns.append(turn)
+            self._by_id[turn.id] = turn
+            if turn.parent is not None:
+                turn.parent.extended = True
+            keys = list(prefix_keys([*turn.messages, turn.answer]))
+            self._openings.add(keys[_opening(turn.messages)])
+            self._told.update(keys[:-1])
+            if turn.tokens:
+                self._answered.setdefault(keys[-1], []).append(turn)
+        return turn
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Place of the first user message: what a conversation is about stands there at the latest."""
+    return next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
+
+
+_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "fork")
+
+
+class _OpenTurn:
+    """See :class:`areno.serving.recording.OpenTurn`."""
+
+    def __init__(self, tape: AgentTape, begun: Turn) -> None:
+        self._tape, self._begun = tape, begun
+        self._prompt = begun.prompt
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """What the engine is given."""
+        return self._prompt
+
+    @property
+    def prompt_text(self) -> str:
+        """The rendered prompt."""
+        return self._begun.prompt_text
+
+    def seeds(self, samples: int) -> list[int]:
+        """Seeds of the samples."""
+        return self._tape.seeds(self._prompt, samples)
+
+    def end(self, answer: RecordedAnswer) -> dict[str, Any]:
+        """Keep a sample; what the response says about it."""
+        turn = self._tape.keep(self._begun, answer)
+        return {
+            "turn": turn.id,
+            "input_tokens": self._prompt,
+            "response_tokens": turn.tokens,
+            "response_logprobs": turn.logprobs,
+            "versions": turn.versions,
+        }
+
+
+class TapeDeck:
+    """All tapes of a rollout session, by API key; see :class:`areno.serving.recording.Recorder`.
+
+    Args:
+        tokenizer: the model's.
+        sampling: what requests that do not say otherwise are sampled with.
+        context_limit: most tokens of a conversation.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: SamplingParams, context_limit: int | None) -> None:
+        self._tokenizer, self._sampling, self._context_limit = tokenizer, sampling, context_limit
+        self._lock = threading.Lock()
+        self._tapes: dict[str, AgentTape] = {}
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What requests that do not say otherwise are sampled with."""
+        return self._sampling
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of a conversation."""
+        return self._context_limit
+
+    def tape(self, key: str) -> AgentTape | None:
+        """The tape of an API key; None where it is unknown or was revoked."""
+        return self._tapes.get(key)
+
+    def issue(self, seed: int) -> tuple[str, AgentTape]:
+        """A new API key and its empty tape."""
+        key, tape = f"areno-agentic-{secrets.token_hex(12)}", AgentTape(self._tokenizer, seed)
+        with self._lock:
+            self._tapes[key] = tape
+        return key, tape
+
+    def revoke(self, key: str) -> None:
+        """Let nobody come in with this key any more; what is recorded stays with its tape."""
+        with self._lock:
+            self._tapes.pop(key, None)

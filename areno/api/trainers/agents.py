@@ -1,0 +1,178 @@
+"""Rollouts by an agent, in place of prompt completions: run it, drop what cannot be used, and say so.
+
+Three things may happen to a sample besides being trained on, and all are counted: the agent does not finish it, which
+stops the run when it happens to too many; it grows longer than the context, which filters it; or nothing of it counts
+in the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from areno.api.agentic.collect import AgentRunner, Collected
+from areno.api.agentic.data import AgentBatch, LossMaskPolicy
+from areno.api.agentic.lint import lint_chat_template
+from areno.api.agentic.samples import AgentSample
+from areno.api.agentic.spans import trains_context
+from areno.config.hooks import load_hook
+from areno.config.train_options import TrainOptions
+from areno.config.validate import AGENT_HOOK
+from areno.errors import AgentError
+from areno.observability import lifecycle
+from areno.types import PromptBatch, SamplingParams
+
+if TYPE_CHECKING:
+    from areno.api.trainer import Trainer
+
+_SHOWN_FILTERED = 5
+_SHOWN_PROMPT = 120
+_SHOWN_FAILED = 3
+
+
+@dataclass(slots=True)
+class AgentDraw:
+    """The usable samples of a batch, and figures about the others."""
+
+    samples: list[AgentSample]
+    stats: dict[str, float]
+
+
+class AgentRollouts:
+    """Runs the agent of ``--agent-fn``.
+
+    Args:
+        config: options of the run.
+        instance: the trainer, initialized.
+        logger: the algorithm's logger.
+
+    Raises:
+        UsageError: the agent's file cannot be used.
+    """
+
+    def __init__(self, config: TrainOptions, instance: Trainer, logger: logging.Logger) -> None:
+        self._config, self._instance, self._logger = config, instance, logger
+        self.policy = LossMaskPolicy(tool_results=config.train_tool_results)
+        self._runner = AgentRunner(
+            load_hook(str(config.agent_fn), positional=2, **AGENT_HOOK),
+            self.policy,
+            instance.get_tokenizer(),
+            timeout_s=config.agent_timeout_s,
+            retries=config.agent_retries,
+        )
+        for finding in lint_chat_template(instance.get_tokenizer(), disable_thinking=config.disable_thinking):
+            logger.warning("%s", finding)
+
+    def draw(
+        self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
+    ) -> AgentDraw:
+        """Run the agent over ``n_samples`` tasks per prompt.
+
+        Raises:
+            AgentError: too many of them fail, or none can be used although it may not be so.
+        """
+        config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
+        limit = config.max_context_len
+        lifecycle.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
+        session = self._instance.rollout_session(
+            sampling_params=replace(sampling, max_context_len=limit),
+            loss_mask_policy=self.policy,
+            max_running_prompts=config.running_sequences,
+            timeout_s=config.agent_timeout_s,
+            seed=seed,
+            disable_thinking=config.disable_thinking,
+        )
+        with session:
+            collected = self._runner.collect(session, agents)
+            limit = session.proxy.context_limit
+        self._check_failures(collected, len(agents))
+        kept = self._filter(collected.samples, limit)
+        if not (kept or may_be_empty):
+            raise AgentError(
+                f"all {len(collected.samples)} trajectories of this step are longer than the context of {limit} tokens; "
+                "raise --max-context-len where the model allows it, or let the agent say less"
+            )
+        self._fill_context_logprobs(kept)
+        self._say_built(kept)
+        return AgentDraw(kept, self._stats(collected, kept))
+
+    def _check_failures(self, collected: Collected, total: int) -> None:
+        """Say what failed; stop where it is too much."""
+        errors = collected.errors
+        if not errors:
+            return
+        shown = [f"prompt {p}, sample {s}: {error}" for (p, s), error in sorted(errors.items())[:_SHOWN_FAILED]]
+        if len(errors) > self._config.agent_max_failures * total or len(errors) == total:
+            raise AgentError(
+                f"--agent-fn {self._config.agent_fn} failed on {len(errors)} of {total} samples, more than "
+                f"--agent-max-failures {self._config.agent_max_failures:g} allows:\n  " + "\n  ".join(shown)
+            )
+        for text in shown:
+            self._logger.warning("agent sample dropped: %s", text)
+        if len(errors) > len(shown):
+            self._logger.warning("agent samples dropped: %d in all", len(errors))
+
+    def _filter(self, samples: list[AgentSample], limit: int | None) -> list[AgentSample]:
+        long = [s for s in samples if s.context_full or (limit is not None and s.longest > limit)]
+        if not long:
+            return samples
+        long.sort(key=lambda sample: -sample.longest)
+        top = [_described(sample) for sample in long[:_SHOWN_FILTERED]]
+        lifecycle.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
+        return [sample for sample in samples if sample not in long]
+
+    def _fill_context_logprobs(self, samples: list[AgentSample]) -> None:
+        """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1."""
+        rows = [row for sample in samples for row in sample.rows if row.trains_context]
+        if not (trains_context(self.policy) and rows):
+            return
+        scores = self._instance.score_logprobs(
+            "actor",
+            [row.tokens for row in rows],
+            temperatures=[row.temperature for row in rows],
+            micro_bs=self._config.score_micro_bs,
+        )
+        for row, scored in zip(rows, scores, strict=True):
+            marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
+            row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
+
+    def _say_built(self, samples: list[AgentSample]) -> None:
+        records = [sample.record for sample in samples]
+        lifecycle.agentic_train_batch(
+            self._logger,
+            samples=len(samples),
+            tokens=sum(len(row.tokens) for sample in samples for row in sample.rows),
+            messages=sum(len(record.messages) for record in records),
+            tool_calls=sum(len(record.tool_calls) for record in records),
+            tool_results=sum(len(record.tool_results) for record in records),
+        )
+
+    def _stats(self, collected: Collected, kept: list[AgentSample]) -> dict[str, float]:
+        forks = Counter(reason for sample in kept for reason in sample.forks)
+        if forks:
+            counts = ", ".join(f"{count} {reason}" for reason, count in forks.most_common())
+            self._logger.info("agentic conversations forked into further rows: %s", counts)
+        return {
+            "agent_failed": float(len(collected.errors)),
+            "agent_rerun": float(collected.rerun),
+            "agent_filtered_long": float(len(collected.samples) - len(kept)),
+            "agent_forks": float(forks.total()),
+            "agent_turns_mean": sum(len(sample.turns) for sample in kept) / max(len(kept), 1),
+        }
+
+
+def _described(sample: AgentSample) -> dict[str, Any]:
+    record = sample.record
+    return {
+        "prompt_idx": sample.item.prompt_index,
+        "sample_idx": sample.item.sample_index,
+        "tokens": sample.longest,
+        "messages": len(record.messages),
+        "assistant_messages": sum(message.get("role") == "assistant" for message in record.messages),
+        "tool_results": len(record.tool_results),
+        "response_tokens": len(record.tokens),
+        "trace_events": len(record.trace),
+        "prompt": record.prompt[:_SHOWN_PROMPT],
+    }

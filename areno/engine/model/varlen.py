@@ -1,0 +1,202 @@
+"""Variable-length attention on a GPU: ``torch.nn.attention.varlen``, or the ``flash-attn`` package.
+
+Training and prefill attend inside packed sequences without padding. What a kernel cannot express (sinks, fp32, heads of
+more than 256, an old GPU) goes to :func:`~areno.engine.model.attention.scaled_dot_product`, with one warning that names
+the reason. Features are looked up, and the chosen kernel is tried once, forward and backward, against written-out
+attention; nothing is read from version numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+
+logger = logging.getLogger(__name__)
+
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_SIZE = 256
+_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenKernel:
+    """A packed attention function and how it wants to be called.
+
+    Attributes:
+        name: for logs and benchmarks.
+        call: the function.
+        scale: name of its argument for the factor on the scores.
+        groups: extra argument that allows fewer key heads than query heads; None where it needs none.
+        repeats: it wants as many key heads as query heads.
+        causal: extra arguments for causal attention beside the window.
+        softcap: it can soft-cap scores.
+        paged: it takes block tables.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    scale: str
+    groups: str | None = None
+    repeats: bool = False
+    causal: str | None = None
+    softcap: bool = False
+    paged: bool = False
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        layer: LayerAttention,
+    ) -> Tensor:
+        """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D], aligned at each sequence's end.
+
+        Args:
+            q, k, v: packed tensors.
+            starts: first token of each sequence and the total, int32 [N + 1], for queries and for keys.
+            longest: most tokens of a sequence, for queries and for keys.
+            layer: scale, window and soft-capping.
+        """
+        if self.repeats and q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return self.call(q, k, v, starts[0], starts[1], longest[0], longest[1], **self._options(layer))
+
+    def attend_pages(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        table: Tensor,
+        layer: LayerAttention,
+    ) -> Tensor:
+        """Attention of q [Tq, H, D] over pages [pages, page_size, K, D]; ``lengths`` [N] are the contexts' tokens."""
+        most = table.shape[1] * keys.shape[1]
+        options = self._options(layer) | {"seqused_k": lengths, "block_table": table}
+        return self.call(q, keys, values, starts, None, 1, most, **options)
+
+    def _options(self, layer: LayerAttention) -> dict[str, Any]:
+        options: dict[str, Any] = {self.scale: layer.scale}
+        options["window_size"] = (-1 if layer.window is None else layer.window - 1, 0)
+        if self.groups:
+            options[self.groups] = True
+        if self.causal:
+            options[self.causal] = True
+        if layer.softcap is not None:
+            options["softcap"] = layer.softcap
+        return options
+
+
+@functools.cache
+def torch_varlen() -> VarlenKernel | None:
+    """PyTorch's own kernel, as far as this release has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= names.keys():
+        return None
+    groups = "enable_gqa" if "enable_gqa" in names else None
+    paged = {"seqused_k", "block_table"} <= names.keys()
+    return VarlenKernel("varlen_attn", varlen_attn, "scale", groups, repeats=groups is None, paged=paged)
+
+
+@functools.cache
+def flash_attn_varlen() -> VarlenKernel | None:
+    """The ``flash-attn`` package's kernel, where it is installed and can be loaded."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError):
+        return None
+    softcap = "softcap" in inspect.signature(flash_attn_varlen_func).parameters
+    return VarlenKernel("flash-attn", flash_attn_varlen_func, "softmax_scale", causal="causal", softcap=softcap)
+
+
+def find_kernel(layer: LayerAttention, q: Tensor, v: Tensor) -> VarlenKernel | None:
+    """The kernel for a layer's call; None where its scores have to be computed another way."""
+    if layer.explicit or q.device.type != "cuda":
+        return None
+    if q.dtype not in _HALF:
+        _warn_once(f"the model computes in {q.dtype} and fused kernels in bfloat16 or float16")
+    elif q.shape[-1] > _MOST_SIZE or v.shape[-1] != q.shape[-1]:
+        _warn_once(f"its heads have {q.shape[-1]} and {v.shape[-1]} features (at most {_MOST_SIZE}, equal)")
+    elif layer.sinks is not None:
+        _warn_once("it has attention sinks")
+    else:
+        kernels = _working(q.device)
+        fitting = [kernel for kernel in kernels if layer.softcap is None or kernel.softcap]
+        if not fitting and kernels:
+            _warn_once("it soft-caps its scores, and flash-attn is not installed")
+        return fitting[0] if fitting else None
+    return None
+
+
+@functools.cache
+def _working(device: torch.device) -> tuple[VarlenKernel, ...]:
+    """Kernels that give the right result on a device."""
+    reasons, found = [], []
+    capability = torch.cuda.get_device_capability(device)
+    for kernel in (torch_varlen(), flash_attn_varlen()):
+        if kernel is None:
+            continue
+        reason = f"compute capability {capability}" if capability < (8, 0) else why_not(kernel, device)
+        if reason is None:
+            found.append(kernel)
+        else:
+            reasons.append(f"{kernel.name}: {reason}")
+    if not found:
+        _warn_once("; ".join(reasons) or "neither torch nor flash-attn has a variable-length kernel")
+    return tuple(found)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("this model does not use FlashAttention, because %s; attention is padded and slower", reason)
+
+
+def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Try a kernel forward and backward on a small case; None where it is right, else what is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (5, 40), (9, 40)
+    shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 64))
+    layer = LayerAttention(0, 0.125, window=16)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+        starts = [torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
+        expected = _written_out(leaves, queries, keys, layer)
+        wanted = torch.autograd.grad(expected.square().sum(), leaves)
+        try:
+            got = kernel.attend(
+                leaves[0], leaves[1], leaves[2], (starts[0], starts[1]), (max(queries), max(keys)), layer
+            )
+            gradients = torch.autograd.grad(got.float().square().sum(), leaves)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    pairs = [(got.detach(), expected.detach()), *zip(gradients, wanted, strict=True)]
+    gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+    return None if gap <= _TOLERANCE else f"its result differs by {gap:.1e}"
+
+
+def _written_out(
+    leaves: list[Tensor], queries: tuple[int, ...], keys: tuple[int, ...], layer: LayerAttention
+) -> Tensor:
+    outputs = []
+    parts = zip(leaves[0].split(queries), leaves[1].split(keys), leaves[2].split(keys), strict=True)
+    for q, k, v in parts:
+        own = [x.float().transpose(0, 1)[None] for x in (q, k, v)]
+        mask = window_mask(len(k), layer.window, own[0], len(k) - len(q))
+        outputs.append(scaled_dot_product(own[0], own[1], own[2], layer, mask)[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,142 @@
+"""Attention of one new token per row over pages: which implementation runs, and why not a better one.
+
+In order: our Triton kernel, ``varlen_attn`` with block tables, pages gathered into a padded batch. Nothing is guessed from
+version numbers: on its first use a device runs each candidate on a small case and takes the first whose result is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.attention import LayerAttention, scaled_dot_product
+from areno.engine.model.varlen import torch_varlen
+
+logger = logging.getLogger(__name__)
+
+# Layer, q [rows, heads, size], keys and values [pages, page_size, heads, size], block table [rows, width], positions
+# [rows] of the new tokens (-1: a row of padding), columns to look at. Returns [rows, heads, size].
+PagedAttention = Callable[[LayerAttention, Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+_TOLERANCE = 3e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A decode attention and what it can do.
+
+    Attributes:
+        name: for logs and benchmarks.
+        run: the function.
+        fixed_shape: its launch does not depend on the contexts' lengths, so it can be captured in a graph.
+        plain_only: no sinks and no soft-capping.
+    """
+
+    name: str
+    run: PagedAttention
+    fixed_shape: bool
+    plain_only: bool = False
+
+
+def gather_attention(
+    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
+) -> Tensor:
+    """Copy each context together, then PyTorch's attention: runs everywhere."""
+    pages = table[:, : -(-columns // keys.shape[1])]
+    k, v = (pool[pages].flatten(1, 2)[:, :columns].transpose(1, 2) for pool in (keys, values))
+    at = positions.clamp(min=0)[:, None]  # a row of padding sees one column: a row that sees none has no softmax
+    column = torch.arange(columns, device=q.device)[None, :]
+    hidden = column > at
+    if layer.window is not None:
+        hidden |= column <= at - layer.window
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    return scaled_dot_product(q[:, :, None], k, v, layer, mask[:, None, None])[:, :, 0]
+
+
+def varlen_attention(
+    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
+) -> Tensor:
+    """FlashAttention with block tables; the one that torch ships wants pages of 256 tokens, others take 16."""
+    rows = len(q)
+    kernel = torch_varlen()
+    if kernel is None or not kernel.paged:
+        raise NotImplementedError("this torch has no varlen_attn with block tables")
+    return kernel.attend_pages(
+        q,
+        keys,
+        values,
+        torch.arange(rows + 1, dtype=torch.int32, device=q.device),
+        positions.clamp(min=0).int() + 1,
+        table,
+        layer,
+    )
+
+
+def triton_attention(
+    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
+) -> Tensor:
+    """Our kernel; see :mod:`~areno.engine.rollout.paged.kernel`."""
+    from areno.engine.rollout.paged.kernel import decode_attention
+
+    return decode_attention(layer, q, keys, values, table, (positions + 1).int(), columns=columns)
+
+
+GATHER = Backend("gather", gather_attention, fixed_shape=False)
+_VARLEN = Backend("varlen_attn", varlen_attention, fixed_shape=True, plain_only=True)
+_TRITON = Backend("triton", triton_attention, fixed_shape=True)
+
+
+@functools.cache
+def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Backend:
+    """The first candidate that gives the right result on a device; warns once where that is not a kernel."""
+    if device.type != "cuda":
+        return GATHER
+    reasons = []
+    for backend in (_TRITON, _VARLEN):
+        reason = why_not(backend, device, dtype, page_size)
+        if reason is None:
+            logger.debug("decode attention on %s: %s", device, backend.name)
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    logger.warning("decode attention gathers its pages, which is slow, because %s", "; ".join(reasons))
+    return GATHER
+
+
+def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
+    """Run a small case; None where the result is right, else what is wrong with it."""
+    if backend is _TRITON and importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    generator = torch.Generator().manual_seed(0)
+    rows, width = 3, 5
+    positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)
+    table = torch.arange(1, rows * width + 1, dtype=torch.int32, device=device).view(rows, width)
+    shape = (rows * width + 1, page_size, 2, 64)
+    keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    q = torch.randn(rows, 4, 64, generator=generator).to(device, dtype)
+    layer = LayerAttention(0, 64**-0.5, window=page_size + 3)
+    arguments = (table, positions, width * page_size)
+    expected = gather_attention(layer, q.float(), keys.float(), values.float(), *arguments)
+    try:
+        got = backend.run(layer, q, keys, values, *arguments).float()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    gap = float((got - expected).abs().max())
+    return None if gap <= _TOLERANCE else f"its result differs by {gap:.1e}"
+
+
+def paged_attention(
+    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
+) -> Tensor:
+    """Attention of each row's new token over its pages, by the best implementation for this layer."""
+    backend = GATHER
+    if not layer.explicit:
+        backend = best_backend(q.device, q.dtype, keys.shape[1])
+        if backend.plain_only and (layer.sinks is not None or layer.softcap is not None):
+            backend = GATHER
+    return backend.run(layer, q, keys, values, table, positions, columns)

@@ -1,0 +1,228 @@
+"""KV cache in pages: rows of a block table instead of slots.
+
+The same calls as :class:`~areno.engine.rollout.kv_cache.SlotCache`, with other costs: samples of one prompt refer to the
+same pages until they write (copy on write of the last, partly filled page), a snapshot is a reference, a compaction moves
+rows of the table, and a page is free as soon as nobody refers to it. The pool is allocated once, at its full size, so that
+captured graphs keep valid addresses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.recurrent import SlotStates
+from areno.engine.rollout.kv_cache import ROW_STEP
+from areno.engine.rollout.paged.pages import PAGE_SIZE, SPARE_PAGE, PageAllocator
+from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
+from areno.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PageSnapshot:
+    """Pages of the beginning of a context; they stay cached for as long as this object lives."""
+
+    pages: tuple[int, ...]
+    allocator: PageAllocator
+
+
+class PagedCache:
+    """Keys and values [pages, page_size, heads, size] per layer, and the recurrent states of each row.
+
+    Layers allocate on first use, because only the call knows how many heads of which size they cache.
+
+    Args:
+        pages: size of the pool; see :func:`~areno.engine.rollout.paged.pages.pages_for`.
+        device: where it is.
+        page_size: tokens per page.
+
+    Attributes:
+        table: block table [slots, width] int32 on the device; entries behind a row's end are stale or spare.
+        epoch: grows when a tensor that a captured graph reads has moved.
+    """
+
+    def __init__(self, pages: int, device: torch.device | str = "cpu", page_size: int = PAGE_SIZE) -> None:
+        self.device = torch.device(device)
+        self.page_size = page_size
+        self.allocator = PageAllocator(pages)
+        self.slots = 0
+        self.columns = 0
+        self.states = SlotStates(0)
+        self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
+        self.epoch = 0
+        self._rows: list[list[int]] = []
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._changed: dict[int, int] = {}  # cells of the flat table that the device does not know yet
+        self._copies: dict[int, int] = {}  # target page -> source page
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make the block table hold ``rows`` sequences of ``columns`` tokens; costs no page."""
+        slots = max(self.slots, round_up(rows, ROW_STEP))
+        if columns > self.columns:
+            columns = round_up(max(columns, 2 * self.columns), COLUMN_STEP)
+        columns = max(columns, self.columns)
+        if (slots, columns) == (self.slots, self.columns):
+            return
+        if slots > self.slots:
+            self.states.grow(slots)
+        self.slots, self.columns = slots, columns
+        width = columns // self.page_size
+        self.table = torch.full((slots, width), SPARE_PAGE, dtype=torch.int32, device=self.device)
+        self._rows += [[] for _ in range(slots - len(self._rows))]
+        self._changed.clear()
+        for row in range(slots):
+            self._mark(row, 0)
+        self.epoch += 1
+
+    def release(self) -> None:
+        """Give all memory back. Snapshots taken before are of no use afterwards."""
+        epoch, pages = self.epoch, self.allocator.pages
+        self.__init__(pages, self.device, self.page_size)  # type: ignore[misc]
+        self.epoch = epoch + 1
+
+    def nbytes(self) -> int:
+        """Bytes held: the whole pool, states and block table."""
+        tensors = [*self._keys.values(), *self._values.values(), *self.states.tensors(), self.table]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def bytes_per_token(self) -> int:
+        """What a cached token costs in the layers used so far, recurrent states spread over a column step."""
+        pools = [*self._keys.values(), *self._values.values()]
+        cells = self.allocator.pages * self.page_size
+        states = sum(t[0].numel() * t.element_size() for t in self.states.tensors())
+        return sum(t.numel() * t.element_size() for t in pools) // cells + -(-states // COLUMN_STEP)
+
+    # -- rows and pages --------------------------------------------------------------------------------------------
+
+    def pages_of(self, row: int) -> list[int]:
+        """Pages of a row, in the order of its context."""
+        return list(self._rows[row])
+
+    def extend(self, row: int, start: int, stop: int) -> None:
+        """Make the cells of positions ``start`` to ``stop - 1`` of a row writable, and its own.
+
+        Raises:
+            EngineError: the block table is too narrow, or there is no free page.
+        """
+        if stop > self.columns:
+            raise EngineError(f"the block table has {self.columns} columns, {stop} are needed; reserve them first")
+        pages = self._rows[row]
+        first, changed = start // self.page_size, len(pages)
+        for index in range(len(pages) - 1, first - 1, -1):
+            if self.allocator.is_shared(pages[index]):
+                pages[index], changed = self._own_copy(pages[index]), index
+        while len(pages) * self.page_size < stop:
+            pages.append(self.allocator.take())
+        self._mark(row, changed)
+
+    def _own_copy(self, page: int) -> int:
+        """A page of one's own that will hold what ``page`` does; gives one reference to ``page`` up."""
+        own = self.allocator.take()
+        self._copies[own] = self._copies.get(page, page)
+        self.allocator.drop([page])
+        return own
+
+    def cut(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond the whole pages of its first ``length`` tokens."""
+        keep = length // self.page_size
+        self.allocator.drop(self._rows[row][keep:])
+        del self._rows[row][keep:]
+
+    def link(self, source: int, targets: Seq[int]) -> None:
+        """Let further rows refer to all pages of ``source``."""
+        for target in targets:
+            self._refer(target, self._rows[source])
+
+    def move(self, moves: Seq[Move]) -> None:
+        """Carry out a compaction: rows of the block table change places, keys and values stay where they are."""
+        for move in moves:
+            self.allocator.drop(self._rows[move.target])
+            self._rows[move.target], self._rows[move.source] = self._rows[move.source], []
+            self._mark(move.target, 0)
+            if self.states.tensors():
+                self.states.copy(move.source, torch.tensor([move.target], device=self.device))
+
+    def keep(self, rows: int) -> None:
+        """Free the pages of all but the first ``rows`` rows."""
+        for row in range(rows, self.slots):
+            self.cut(row, 0)
+
+    def snapshot(self, slot: int, length: int) -> PageSnapshot:
+        """Hold on to the whole pages of the first ``length`` tokens of a row; copies nothing."""
+        pages = tuple(self._rows[slot][: length // self.page_size])
+        held = PageSnapshot(pages, self.allocator)
+        self.allocator.share(pages)
+        weakref.finalize(held, self.allocator.drop, pages)
+        return held
+
+    def restore(self, snapshot: PageSnapshot, slots: Seq[int], length: int) -> None:
+        """Let rows begin with the first ``length`` tokens of a snapshot, a whole number of pages."""
+        if snapshot.allocator is not self.allocator:
+            raise EngineError("a prefix was cached before the KV cache was released; clear the prefix store with it")
+        for slot in slots:
+            self._refer(slot, snapshot.pages[: length // self.page_size])
+
+    def _refer(self, row: int, pages: Seq[int]) -> None:
+        self.allocator.share(pages)
+        self.allocator.drop(self._rows[row])
+        self._rows[row] = list(pages)
+        self._mark(row, 0)
+
+    def _mark(self, row: int, first: int) -> None:
+        """Entries of a row from ``first`` on have changed."""
+        begin = row * self.table.shape[1]
+        self._changed.update((begin + i, page) for i, page in enumerate(self._rows[row][first:], first))
+
+    def publish(self) -> None:
+        """Bring the device up to date: pages that a write has made private, and the block table."""
+        if self._copies:
+            pairs = torch.tensor([list(self._copies), list(self._copies.values())])
+            pairs = pairs.to(self.device, non_blocking=True)
+            for pool in (*self._keys.values(), *self._values.values()):
+                pool[pairs[0]] = pool[pairs[1]]
+            self._copies.clear()
+        if self._changed:
+            cells = torch.tensor([list(self._changed), list(self._changed.values())])
+            cells = cells.to(self.device, non_blocking=True)
+            self.table.view(-1).index_copy_(0, cells[0], cells[1].int())
+            self._changed.clear()
+
+    # -- cells -----------------------------------------------------------------------------------------------------
+
+    def cells(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Cells [N] of the flat pool for tokens at ``positions`` [N] of ``rows`` [N]; position -1 gives a spare cell."""
+        at = positions.clamp(min=0)
+        pages = self.table[rows, at // self.page_size].long()
+        own = pages * self.page_size + at % self.page_size
+        return torch.where(positions >= 0, own, SPARE_PAGE * self.page_size)
+
+    def write(self, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [N, heads, size] in ``cells`` [N] of the flat pool."""
+        keys, values = self._pool(self._keys, layer, k), self._pool(self._values, layer, v)
+        keys.flatten(0, 1).index_copy_(0, cells, k)
+        values.flatten(0, 1).index_copy_(0, cells, v)
+
+    def pool(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [pages, page_size, heads, size] of a layer that has been written to."""
+        return self._keys[layer], self._values[layer]
+
+    def read(self, layer: int, pages: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Copies [rows, heads, columns, size] of the contexts behind ``pages`` [rows, width]."""
+        return self._gather(self._keys[layer], pages, columns), self._gather(self._values[layer], pages, columns)
+
+    def _pool(self, pools: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+        if layer not in pools:
+            pools[layer] = like.new_zeros(self.allocator.pages, self.page_size, *like.shape[1:])
+            self.epoch += 1
+        return pools[layer]
+
+    def _gather(self, pool: Tensor, pages: Tensor, columns: int) -> Tensor:
+        whole = pool[pages[:, : -(-columns // self.page_size)]]
+        return whole.flatten(1, 2)[:, :columns].transpose(1, 2)

@@ -1,0 +1,235 @@
+"""One decode step on the device: body, logits and sampling over static buffers, captured in a CUDA graph per batch size.
+
+A step needs nothing from the host but a few numbers per row: where its token comes from (the last step's output, still on
+the device, or the host), its position and its token index. So the next step can be launched before the tokens of the last
+one have been read. On a CPU, with ``--eager-decode``, or where attention cannot be captured, the same program runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.attention import IMPLEMENTATIONS
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.rollout.compiled.traced import plain_draw
+from areno.engine.rollout.kv_cache import ROW_STEP
+from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend
+from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.device_rng import as_int64, uniforms
+from areno.engine.rollout.paged.plans import PagedDecodePlan, open_cells
+from areno.engine.rollout.scheduler import round_up
+from areno.errors import EngineError
+from areno.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Columns of the step buffer.
+_SOURCE, _GIVEN, _POSITION, _COUNTER, _SEED = range(5)
+_READ_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one row of the batch does in a step.
+
+    Attributes:
+        position: of the token it feeds; -1 when it does not take part.
+        counter: index of the token it samples.
+        source: row of the last step whose token it feeds; -1: it feeds ``token``.
+        token: known to the host.
+        seed: of its sample.
+        sampling: temperature or greedy; the rest must be off.
+    """
+
+    position: int
+    counter: int
+    source: int
+    token: int
+    seed: int
+    sampling: SamplingParams
+
+
+PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Tokens and log-probs of a launched step, on their way to the host."""
+
+    values: Tensor
+    event: Any = None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the step; token and log-prob of each row."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens, logprobs = self.values.tolist()
+        return [int(token) for token in tokens], logprobs
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes to capture: close together where a row costs much of a step, and up to ``most``."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+class DeviceDecode:
+    """Launches decode steps.
+
+    Args:
+        model: the policy.
+        cache: its pages.
+        max_rows: most rows of a step.
+        eager: never capture (``--eager-decode``).
+    """
+
+    def __init__(self, model: CausalLM, cache: PagedCache, max_rows: int, *, eager: bool = False) -> None:
+        self.model, self.cache, self.max_rows = model, cache, max_rows
+        self.replays = 0
+        device = model.device
+        self._captures = device.type == "cuda" and not eager
+        self._buckets = bucket_sizes(max_rows)
+        rows = round_up(max_rows, ROW_STEP)
+        self._step = torch.zeros(rows, 5, dtype=torch.long, device=device)
+        self._temperatures = torch.ones(rows, device=device)
+        self._greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._last = torch.zeros(rows, dtype=torch.long, device=device)
+        self._output = torch.zeros(2, rows, dtype=torch.float64, device=device)
+        self._params: list[SamplingParams] = []
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._captured_at: tuple[int, int] | None = None
+        self._addresses = 0
+
+    def release(self) -> None:
+        """Give the memory of all graphs back."""
+        self._graphs.clear()
+        self._pool = None
+
+    def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
+        """Start a step over the first rows of the block table; returns before its result is there.
+
+        Args:
+            rows: one entry per row.
+            version: of the weights; where it changed, it is checked whether they were allocated anew.
+        """
+        size = self._bucket(len(rows))
+        self.cache.reserve(size, max(row.position for row in rows) + 1)
+        open_cells(self.cache, [row.position for row in rows])
+        self._upload(rows, size)
+        graph = self._graph(size, version)
+        if graph is None:
+            columns = round_up(max(row.position for row in rows) + 1, _READ_STEP)
+            self._program(size, min(columns, self.cache.columns))
+        else:
+            graph.replay()
+            self.replays += 1
+        return self._result(len(rows))
+
+    def _bucket(self, rows: int) -> int:
+        if rows > self.max_rows:
+            raise EngineError(f"a decode step of {rows} rows was asked for, room is for {self.max_rows}")
+        if not self._captures:
+            return round_up(rows, ROW_STEP)
+        return next(size for size in self._buckets if size >= rows)
+
+    def _upload(self, rows: Seq[StepRow], size: int) -> None:
+        rows = [*rows, *[PAUSED] * (size - len(rows))]
+        columns = [(r.source, r.token, r.position, r.counter, as_int64(r.seed)) for r in rows]
+        self._step[:size].copy_(torch.tensor(columns), non_blocking=True)
+        params = [row.sampling for row in rows]
+        if params != self._params:
+            temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params])
+            self._temperatures[:size].copy_(temperatures, non_blocking=True)
+            self._greedy[:size].copy_(torch.tensor([p.greedy for p in params]), non_blocking=True)
+            self._params = params
+
+    def _program(self, size: int, columns: int) -> None:
+        """The step itself: reads and writes static buffers only."""
+        step = self._step[:size].unbind(1)
+        source = step[_SOURCE]
+        tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_GIVEN])
+        plan = PagedDecodePlan(self.cache, step[_POSITION], columns)
+        logits = self.model.logits(self.model.body(tokens, plan.position_ids, plan))
+        u = uniforms(step[_SEED], step[_COUNTER])
+        tokens, logprobs = plain_draw(logits, self._temperatures[:size], self._greedy[:size], u)
+        self._last[:size] = tokens
+        self._output[0, :size] = tokens
+        self._output[1, :size] = logprobs
+
+    def _result(self, rows: int) -> StepResult:
+        if self._output.device.type == "cpu":
+            return StepResult(self._output[:, :rows].clone())
+        values = torch.empty(2, rows, dtype=torch.float64, pin_memory=True)
+        values.copy_(self._output[:, :rows], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return StepResult(values, event)
+
+    # -- graphs ----------------------------------------------------------------------------------------------------
+
+    def _graph(self, size: int, version: int) -> torch.cuda.CUDAGraph | None:
+        if not self._captures:
+            return None
+        captured_at = (self.cache.epoch, version)
+        if captured_at != self._captured_at:
+            self._forget_moved(captured_at)
+        if size not in self._graphs:
+            reason = self._capture(size)
+            if reason is not None:
+                logger.warning("decoding runs without CUDA graphs, because %s", reason)
+                self._captures = False
+                self._graphs.clear()
+                return None
+        return self._graphs[size]
+
+    def _forget_moved(self, captured_at: tuple[int, int]) -> None:
+        """Graphs hold addresses: drop them when the cache or the weights have new ones."""
+        addresses = hash(tuple(p.data_ptr() for p in self.model.module.parameters()))
+        cache_moved = self._captured_at is None or self._captured_at[0] != captured_at[0]
+        if cache_moved or addresses != self._addresses:
+            self._graphs.clear()
+        self._captured_at, self._addresses = captured_at, addresses
+
+    def _capture(self, size: int) -> str | None:
+        """Record the program for a batch size over rows of padding; returns what stands against it."""
+        if not self._backend().fixed_shape:
+            return "attention is computed by no kernel that takes block tables"
+        kept = self._step.clone(), self._last.clone()
+        self._step[:, _POSITION] = -1
+        try:
+            self._graphs[size] = self._record(lambda: self._program(size, self.cache.columns))
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            return f"capturing failed: {str(error).splitlines()[0]}"
+        finally:
+            self._step.copy_(kept[0])
+            self._last.copy_(kept[1])
+        self._captured_at = (self.cache.epoch, self._captured_at[1] if self._captured_at else 0)
+        return None
+
+    def _backend(self) -> Backend:
+        if self.model.config._attn_implementation == IMPLEMENTATIONS["native"]:
+            return GATHER
+        return best_backend(self.model.device, self.model.dtype, self.cache.page_size)
+
+    def _record(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Two runs beside the main stream (lazy allocations, kernel compilation), then the capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            program()
+            program()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            program()
+        self._pool = graph.pool()
+        return graph

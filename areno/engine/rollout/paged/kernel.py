@@ -1,0 +1,240 @@
+"""Decode attention over pages, in Triton: one new token per row, any page size, grouped heads folded into one tile.
+
+A program handles one row, one key head and one part of the context, with online softmax in fp32 (Milakov and Gimelshein
+2018); a second kernel joins the parts (split-K, as in flash decoding). Sliding windows skip what they hide, sinks join at
+the end as a key without a value. Lengths are read on the device, so a captured launch stays right while contexts grow.
+
+Importing this module needs Triton; :mod:`~areno.engine.rollout.paged.backends` asks first.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton  # type: ignore[import-untyped,import-not-found]
+import triton.language as tl  # type: ignore[import-untyped,import-not-found]
+from torch import Tensor
+
+from areno.engine.model.attention import LayerAttention
+
+# Keys per step of a program's loop; tensor cores want at least 16 rows, columns and features.
+BLOCK_KEYS = 64
+LEAST_TILE = 16
+MOST_PARTS = 16
+# Fewer keys than this are not worth a part of their own.
+LEAST_KEYS = 256
+
+
+@triton.jit
+def _finish(out_ptr: tl.tensor, offsets: tl.tensor, inside: tl.tensor, total: tl.tensor, acc: tl.tensor) -> None:
+    # A row of padding has no key at all.
+    scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    tl.store(out_ptr + offsets, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    part_ptr: tl.tensor,
+    stat_ptr: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_page: tl.tensor,
+    k_cell: tl.tensor,
+    k_head: tl.tensor,
+    v_page: tl.tensor,
+    v_cell: tl.tensor,
+    v_head: tl.tensor,
+    table_row: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + row)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    blocks = tl.cdiv(length, BLOCK_N) - first // BLOCK_N
+    each = tl.cdiv(blocks, PARTS)
+    begin = (first // BLOCK_N + part * each) * BLOCK_N
+    end = tl.minimum(begin + each * BLOCK_N, length)
+
+    group, key, value = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    heads = head * GROUP + group
+    mine = group < GROUP
+    q_at = q_ptr + row * q_row + heads[:, None] * q_head + key[None, :]
+    q = tl.load(q_at, mask=mine[:, None] & (key < K_SIZE)[None, :], other=0.0)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        inside = column < end
+        page = tl.load(table_ptr + row * table_row + column // PAGE, mask=inside, other=0).to(tl.int64)
+        cell = column % PAGE
+        k_at = k_ptr + (page * k_page + cell * k_cell + head * k_head)[:, None] + key[None, :]
+        k = tl.load(k_at, mask=inside[:, None] & (key < K_SIZE)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        seen = inside
+        if WINDOWED:
+            seen = seen & (column >= first)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))  # every block holds a visible key, so this is finite
+        shrink = tl.exp(top - highest)
+        weights = tl.exp(scores - highest[:, None])
+        v_at = v_ptr + (page * v_page + cell * v_cell + head * v_head)[:, None] + value[None, :]
+        v = tl.load(v_at, mask=inside[:, None] & (value < V_SIZE)[None, :], other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = highest
+
+    wanted = mine[:, None] & (value < V_SIZE)[None, :]
+    if PARTS == 1:
+        if SINKS:
+            sink = tl.load(sink_ptr + heads, mask=mine, other=0.0).to(tl.float32)
+            highest = tl.maximum(top, sink)
+            shrink = tl.exp(top - highest)
+            total = total * shrink + tl.exp(sink - highest)
+            acc = acc * shrink[:, None]
+        _finish(out_ptr, (row * HEADS + heads)[:, None] * V_SIZE + value[None, :], wanted, total, acc)
+    else:
+        at = (row * HEADS + heads) * PARTS + part
+        tl.store(part_ptr + at[:, None] * V_SIZE + value[None, :], acc, mask=wanted)
+        tl.store(stat_ptr + 2 * at, top, mask=mine)
+        tl.store(stat_ptr + 2 * at + 1, total, mask=mine)
+
+
+@triton.jit
+def _join(
+    part_ptr: tl.tensor,
+    stat_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HEADS: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, value = tl.arange(0, PARTS), tl.arange(0, BLOCK_V)
+    at = (row * HEADS + head) * PARTS + part
+    top = tl.load(stat_ptr + 2 * at)
+    total = tl.load(stat_ptr + 2 * at + 1)
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sink_ptr + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp(top - highest)
+    mass = tl.sum(total * shrink, 0)
+    if SINKS:
+        mass += tl.exp(sink - highest)
+    parts = tl.load(part_ptr + at[:, None] * V_SIZE + value[None, :], mask=(value < V_SIZE)[None, :], other=0.0)
+    acc = tl.sum(parts * shrink[:, None], 0)
+    out = acc * tl.where(mass > 0, 1.0 / tl.where(mass > 0, mass, 1.0), 0.0)
+    tl.store(out_ptr + (row * HEADS + head) * V_SIZE + value, out.to(out_ptr.dtype.element_ty), mask=value < V_SIZE)
+
+
+def decode_attention(
+    layer: LayerAttention,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    columns: int,
+    parts: int | None = None,
+) -> Tensor:
+    """Attention of one query per row over its pages.
+
+    Args:
+        layer: scale, window, sinks and soft-capping.
+        q: [rows, H, D], features contiguous.
+        keys, values: pools [pages, page_size, K, D] and [pages, page_size, K, Dv] in the dtype of ``q``.
+        table: block table [rows, width], int32.
+        lengths: tokens of each context [rows], int32; 0 for a row of padding, whose output is 0.
+        columns: most tokens of a context; only decides into how many parts contexts are split.
+        parts: that number, a power of two; None chooses it.
+
+    Returns:
+        [rows, H, Dv] in the dtype of ``q``.
+    """
+    rows, heads, size = q.shape
+    key_heads, v_size = values.shape[2:]
+    if parts is None:
+        parts = choose_parts(rows * key_heads, min(columns, layer.window or columns), _processors(q.device))
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = q.new_empty(rows, heads, v_size)
+    part = stat = out
+    if parts > 1:
+        part = q.new_empty(rows, heads, parts, v_size, dtype=torch.float32)
+        stat = q.new_empty(rows, heads, parts, 2, dtype=torch.float32)
+    sinks = out if layer.sinks is None else layer.sinks
+    block_v = max(triton.next_power_of_2(v_size), LEAST_TILE)
+    _attend[(rows, key_heads, parts)](
+        *(q, keys, values, table, lengths, sinks, out, part, stat),
+        *(layer.scale, layer.softcap or 1.0, layer.window or 0),
+        *(q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], table.stride(0)),
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        K_SIZE=size,
+        V_SIZE=v_size,
+        PAGE=keys.shape[1],
+        PARTS=parts,
+        WINDOWED=layer.window is not None,
+        CAPPED=layer.softcap is not None,
+        SINKS=layer.sinks is not None,
+        BLOCK_G=max(triton.next_power_of_2(heads // key_heads), LEAST_TILE),
+        BLOCK_N=BLOCK_KEYS if size <= 128 else BLOCK_KEYS // 2,
+        BLOCK_K=max(triton.next_power_of_2(size), LEAST_TILE),
+        BLOCK_V=block_v,
+    )
+    if parts > 1:
+        _join[(rows, heads)](
+            *(part, stat, sinks, out),
+            HEADS=heads,
+            V_SIZE=v_size,
+            PARTS=parts,
+            SINKS=layer.sinks is not None,
+            BLOCK_V=block_v,
+        )
+    return out
+
+
+def choose_parts(programs: int, columns: int, processors: int) -> int:
+    """Parts per context, a power of two: enough programs to fill the GPU twice, none for fewer than some keys."""
+    parts = 1
+    while parts < MOST_PARTS and programs * parts < 2 * processors and columns > LEAST_KEYS * parts:
+        parts *= 2
+    return parts
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,149 @@
+"""The rollout loop over pages: what differs on a GPU from the loop over slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.rollout.decode import DecodeBatch
+from areno.engine.rollout.filters import Filters
+from areno.engine.rollout.kv_cache import ROW_STEP, Span
+from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.graphs import DeviceDecode
+from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
+from areno.engine.rollout.paged.pipeline import DecodePipeline, Token
+from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan, open_cells
+from areno.engine.rollout.sampler import Draw
+from areno.engine.rollout.scheduler import round_up
+from areno.engine.rollout.sequence import Group, Sequence
+from areno.engine.rollout.threads import ThreadRule
+
+
+class PagedEagerDecode:
+    """A step whose sampling the host takes part in; see :class:`~areno.engine.rollout.decode.EagerDecode`.
+
+    Args:
+        model: the policy.
+        cache: its pages.
+        threads: how many threads a call is worth.
+    """
+
+    def __init__(self, model: CausalLM, cache: PagedCache, threads: ThreadRule) -> None:
+        self.model, self.cache, self.threads = model, cache, threads
+
+    def run(self, batch: DecodeBatch) -> Draw:
+        """Feed every row its token, and sample the next."""
+        live = len(batch.tokens)
+        padding = batch.rows - live
+        open_cells(self.cache, batch.positions)
+        tokens = torch.tensor(batch.tokens + [0] * padding, device=self.model.device)
+        positions = torch.tensor(batch.positions + [-1] * padding, device=self.model.device)
+        plan = PagedDecodePlan(self.cache, positions, batch.columns)
+        self.threads.apply(batch.rows)
+        hidden = self.model.body(tokens, plan.position_ids, plan)
+        return batch.table.draw(self.model.logits(hidden[:live]), batch.counters)
+
+
+class PagedRolloutLoop(RolloutLoop):
+    """Decode steps overlap with the host wherever rows are drawn without filters, edits or top log-probs.
+
+    Args:
+        model: the policy.
+        budget_tokens: KV tokens that may be in use at once.
+        max_running: most sequences decoded at once.
+        prefix_tokens: tokens of finished contexts to keep.
+        eager_decode: never capture a CUDA graph.
+        page_size: tokens per page.
+        rest: as for :class:`~areno.engine.rollout.loop.RolloutLoop`; drafts and compiled steps are for slots.
+    """
+
+    cache: PagedCache  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        budget_tokens: int,
+        max_running: int,
+        prefix_tokens: int = 0,
+        eager_decode: bool = False,
+        page_size: int = PAGE_SIZE,
+        **rest: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            budget_tokens=budget_tokens,
+            max_running=max_running,
+            prefix_tokens=prefix_tokens,
+            decode_mode="eager",
+            speculate=0,
+            **rest,
+        )
+        pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
+        self.cache = PagedCache(pages, model.device, page_size)
+        self.decode.decoder = PagedEagerDecode(model, self.cache, self._threads)
+        self.device_decode = DeviceDecode(model, self.cache, max_running, eager=eager_decode)
+        self._pipeline = DecodePipeline(self.device_decode)
+
+    def drop_cache(self) -> None:
+        """Give pages, graphs and stored prefixes back; nothing may be pending."""
+        self.prefixes.clear()
+        self.device_decode.release()
+        self.cache.release()
+
+    def _turn(self) -> None:
+        self.cache.keep(self.scheduler.held())
+        self._prefill_some()
+        moves = self.scheduler.make_room()
+        if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):
+            self._table = None
+        self.cache.move(moves)
+        self.cache.keep(self.scheduler.held())
+        if self.scheduler.running:
+            self._step()
+
+    def _leave(self, done: list[Sequence]) -> None:
+        super()._leave(done)
+        self.cache.keep(self.scheduler.held())
+
+    def _run_prefill(self, spans: list[Span], tokens: list[int]) -> Tensor:
+        plan = PagedPrefillPlan(self.cache, spans)
+        self._threads.apply(len(tokens))
+        hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
+        plan.finish()
+        self.counters.prefilled += len(tokens)
+        return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
+
+    def _step(self) -> None:
+        running = list(self.scheduler.running)
+        if not all(_is_plain(group) for group in {sequence.group for sequence in running}):
+            self._step_alone()
+            return
+        self._threads.apply(round_up(len(running), ROW_STEP))
+        self.counters.decode_steps += 1
+        if self._progress is not None:
+            self._progress.step(len(running))
+        self._push(self._pipeline.advance(running, self.version))
+
+    def _step_alone(self) -> None:
+        """Launch, wait, sample: for rows whose logits depend on the host's knowledge of all earlier tokens."""
+        self._push(self._pipeline.drain(self.scheduler.running))
+        if self.scheduler.running:
+            super()._step()
+
+    def _push(self, tokens: list[Token]) -> None:
+        if tokens:
+            ids = torch.tensor([token.token for token in tokens])
+            logprobs = torch.tensor([token.logprob for token in tokens], dtype=torch.float64)
+            self._take([token.sequence for token in tokens], Draw(ids, logprobs, None))
+
+
+def _is_plain(group: Group) -> bool:
+    """Whether a request's tokens can be drawn from its logits by temperature alone."""
+    sampling = group.sampling
+    edited = any(member.edits is not None for member in group.members)
+    return not (edited or Filters.wanted(sampling) or sampling.top_logprobs)

@@ -1,0 +1,136 @@
+"""The door between the chat endpoints and who keeps conversations: a rollout session trains on what is recorded here.
+
+Without a recorder every request stands alone. With one, the API key says which tape a request belongs to; the tape
+chooses the prompt's tokens, because a conversation that goes on must continue the tokens that the model saw and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areno.text.chat import RenderedPrompt
+from areno.text.reasoning import ReasoningDelta
+from areno.text.tool_calls import ContentDelta, ToolCallDelta
+from areno.types import FinishReason, GeneratedToken, SamplingParams
+
+Render = Callable[[list[dict[str, Any]], bool], RenderedPrompt]
+"""Renders messages with the request's tools and template variables; the second argument adds the generation prompt."""
+
+Piece = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """What a request asks the model to answer.
+
+    Attributes:
+        messages: as the client sent them.
+        tools: what may be called, in OpenAI's form.
+        render: renders messages as this request would have them.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    render: Render
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedAnswer:
+    """One sample that has come to its end.
+
+    Attributes:
+        message: the assistant's message, as the client gets it.
+        tokens: what was sampled, the end token included; empty where the context was full before.
+        finish: why it ended.
+        by_token: it ended at a stop token, and not at a stop string or the limit.
+        temperature: that it was sampled at; 1 for greedy samples, as log-probs have it.
+        text: visible text of the tokens.
+        offsets: where the text of each token begins, in characters.
+        pieces: what the text was read as, in order.
+        closer: marker that ends the reasoning; empty where there is none.
+    """
+
+    message: dict[str, Any]
+    tokens: Sequence[GeneratedToken]
+    finish: FinishReason
+    by_token: bool
+    temperature: float
+    text: str
+    offsets: Sequence[int]
+    pieces: Sequence[Piece]
+    closer: str
+
+
+class OpenTurn(Protocol):
+    """One request while it is answered."""
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """What the engine is given."""
+        ...
+
+    @property
+    def prompt_text(self) -> str:
+        """The rendered prompt, which may open the reasoning."""
+        ...
+
+    def seeds(self, samples: int) -> list[int]:
+        """Seeds of the samples where the request names none."""
+        ...
+
+    def end(self, answer: RecordedAnswer) -> dict[str, Any]:
+        """Keep a sample; returns what the response says about it under the key ``areno``."""
+        ...
+
+
+class Tape(Protocol):
+    """The conversations of one API key."""
+
+    def open(self, prompt: ChatPrompt) -> OpenTurn:
+        """A request begins; called from the thread that renders.
+
+        Raises:
+            UsageError: the template refuses the messages.
+        """
+        ...
+
+
+class Recorder(Protocol):
+    """Who keeps conversations.
+
+    Attributes:
+        sampling: what requests that do not say otherwise are sampled with.
+        context_limit: most tokens of prompt and answer; None is the model's limit.
+    """
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What requests that do not say otherwise are sampled with."""
+        ...
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of prompt and answer; None is the model's limit."""
+        ...
+
+    def tape(self, key: str) -> Tape | None:
+        """The tape of an API key; None where the key is unknown or not valid any more."""
+        ...
+
+
+def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:
+    """Fields of a request that stand for sampling parameters."""
+    return {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": sampling.stop,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+    }

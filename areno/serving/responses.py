@@ -1,0 +1,275 @@
+"""``POST /v1/responses``: OpenAI's Responses API over the chat endpoint; nothing is stored between requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request
+from areno.serving.chat import ChatAnswer
+from areno.serving.errors import ApiError
+from areno.serving.schemas import Body, ChatRequest
+
+
+class ResponsesRequest(Body):
+    """Body of the endpoint; fields that are not declared are ignored."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat request.
+
+        Raises:
+            ApiError: 400, something has no meaning here.
+        """
+        if self.previous_response_id is not None:
+            message = "previous_response_id: answers are not kept here; send the whole conversation as input"
+            raise ApiError(400, message, param="previous_response_id")
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return chat_request(
+            {
+                "model": self.model,
+                "messages": self._messages(),
+                "tools": [_tool(tool) for tool in self.tools or []] or None,
+                "tool_choice": choice if self.tools else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "max_completion_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "stream": self.stream,
+                "response_format": _format((self.text or {}).get("format")),
+            }
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for place, item in enumerate(items):
+            _add(messages, item, f"input[{place}]")
+        return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Add an item; items of one answer become one message."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        output = item.get("output")
+        content = output if isinstance(output, str | list) else json.dumps(output)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind == "message" and item.get("role") != "assistant":
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    elif kind in ("message", "function_call", "reasoning"):
+        # An answer is reasoning, then text, then calls; what comes before in this order begins the next one.
+        if not (messages and messages[-1]["role"] == "assistant") or _rank(messages[-1]) > _RANKS[kind]:
+            messages.append({"role": "assistant", "content": None})
+        _extend(messages[-1], kind, item)
+    else:
+        raise ApiError(400, f"{where}: items of type {kind!r} have no meaning here; leave it out", param="input")
+
+
+_RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
+
+
+def _rank(message: Mapping[str, Any]) -> int:
+    if message.get("tool_calls"):
+        return 2
+    return 2 if message.get("content") is not None else 1 if message.get("reasoning_content") else 0
+
+
+def _extend(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
+    if kind == "message":
+        message["content"] = item.get("content")
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        message["reasoning_content"] = "".join(str(part.get("text", "")) for part in parts)
+    else:
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        message.setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(400, f"tools: a tool of type {tool.get('type')!r} is not there; give functions", param="tools")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    schema = {"name": form.get("name") or "answer", "schema": form.get("schema"), "strict": form.get("strict")}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+class ResponsesAnswer(BlockAnswer):
+    """The answer to one request.
+
+    Args:
+        answer: the chat answer.
+        body: the request.
+    """
+
+    def __init__(self, answer: ChatAnswer, body: ResponsesRequest) -> None:
+        super().__init__(answer)
+        self._body, self._number = body, -1
+        self._output: list[dict[str, Any]] = []
+
+    def start(self) -> Iterable[Event]:
+        """The stream begins."""
+        begun = self._response("in_progress", [], None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+
+    def open(self, index: int, kind: BlockKind) -> Iterable[Event]:
+        """A block begins."""
+        item = _reasoning(self._item(index), "") if kind == "reasoning" else _message(self._item(index), None)
+        yield self._event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
+        if kind == "text":
+            yield self._event("response.content_part.added", **self._place(index), part=_part(""))
+
+    def delta(self, index: int, kind: BlockKind, text: str) -> Event:
+        """A further piece of a block."""
+        name = "response.output_text.delta" if kind == "text" else "response.reasoning_text.delta"
+        extra: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        return self._event(name, **self._place(index), delta=text, **extra)
+
+    def close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
+        """A block ends."""
+        if kind == "text":
+            yield self._event("response.output_text.done", **self._place(index), text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._place(index), part=_part(text))
+            item = _message(self._item(index), text)
+        else:
+            yield self._event("response.reasoning_text.done", **self._place(index), text=text)
+            item = _reasoning(self._item(index), text)
+        yield self._done(index, item)
+
+    def call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
+        """A whole call."""
+        item = _call(self._item(index), call)
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": index}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        named = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", **place, **named)
+        yield self._done(index, item)
+
+    def end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
+        """The stream ends."""
+        status = _status(chat)
+        response = self._response(status, self._output, chat["usage"]) | _recorded(chat)
+        yield self._event(f"response.{status}", response=response)
+
+    def whole(self, chat: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer."""
+        message = chat["choices"][0]["message"]
+        output: list[dict[str, Any]] = []
+        if message.get("reasoning_content"):
+            output.append(_reasoning(self._item(len(output)), message["reasoning_content"]))
+        if message["content"]:
+            output.append(_message(self._item(len(output)), message["content"]))
+        for call in message.get("tool_calls") or []:
+            output.append(_call(self._item(len(output)), call))
+        return self._response(_status(chat), output, chat["usage"]) | _recorded(chat)
+
+    def _done(self, index: int, item: dict[str, Any]) -> Event:
+        self._output.append(item)
+        return self._event("response.output_item.done", output_index=index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _item(self, index: int) -> str:
+        return f"item_{index}_{self._answer.id}"
+
+    def _place(self, index: int) -> dict[str, Any]:
+        return {"item_id": self._item(index), "output_index": index, "content_index": 0}
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": f"resp_{self._answer.id}",
+            "object": "response",
+            "created_at": self._answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": {},
+            "model": self._answer.model,
+            "output": list(output),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "temperature": body.temperature,
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "usage": usage
+            and {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+
+def _status(chat: Mapping[str, Any]) -> Literal["completed", "incomplete"]:
+    return "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
+
+
+def _recorded(chat: Mapping[str, Any]) -> dict[str, Any]:
+    return {"areno": chat["areno"]} if "areno" in chat else {}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(name: str, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [_part(text)]
+    return {"id": name, "type": "message", "status": "completed", "role": "assistant", "content": content}
+
+
+def _reasoning(name: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": name, "type": "reasoning", "summary": [], "content": content}
+
+
+def _call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": name,
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        "name": function["name"],
+        "arguments": function["arguments"],
+    }

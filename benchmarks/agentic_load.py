@@ -1,0 +1,106 @@
+"""What an agentic rollout costs beside generating: many conversations at once through a rollout session's server.
+
+    python benchmarks/agentic_load.py                            # 256 conversations of 8 turns, tiny model
+    python benchmarks/agentic_load.py --model small --tokens 128 # 42 M parameters
+    python benchmarks/agentic_load.py --save NAME
+
+The agent program is a process of its own with the official asynchronous client; its cost is reported apart. The server's
+cost is the processor time of its two threads (HTTP and templates; the engine has a third), per request and as a share of
+the wall time. ``reuse`` is the share of prompt tokens that earlier turns had computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, machine, make_checkpoint
+
+MODELS = {"tiny": {}, "small": {"hidden": 512, "layers": 8, "vocab": 32_000}}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def serving_cpu_s() -> float:
+    """Processor time so far of the threads that serve."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith("areno-serv") and thread.ident is not None
+    ]
+    return sum(time.clock_gettime(clock) for clock in clocks)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One session and one agent program."""
+    from areno import ArenoConfig, SamplingParams, Trainer  # before torch: areno sets how long idle threads spin
+
+    from transformers import AutoTokenizer  # isort: skip
+
+    parameters = make_checkpoint(folder, **MODELS[args.model])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    runtime = {"kv_cache_tokens": args.kv_tokens, "prefix_cache_tokens": args.kv_tokens}
+    config = ArenoConfig(runtime=runtime, max_running_prompts=args.conversations)
+    with Trainer(1, str(folder), custom_config=config) as trainer:
+        trainer.init()
+        sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+        with trainer.rollout_session(sampling_params=sampling, timeout_s=3600) as session:
+            settings = {"url": session.base_url, "key": session.api_key, **vars(args)}
+            script = ROOT / "benchmarks" / "workers" / "agentic_client.py"
+            load = trainer.backend.engine.load
+            before, cpu, began = load(), serving_cpu_s(), time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, check=True
+            )
+            wall, cpu, after = time.perf_counter() - began, serving_cpu_s() - cpu, load()
+    client = json.loads(done.stdout.splitlines()[-1])
+    requests = args.conversations * args.turns
+    reused = after.reused_total - before.reused_total
+    computed = after.prefilled_total - before.prefilled_total
+    return {
+        "parameters": parameters,
+        "requests": requests,
+        "generated_tokens": after.generated_total - before.generated_total,
+        "wall_s": round(wall, 2),
+        "server_cpu_ms_per_request": round(1000 * cpu / requests, 3),
+        "server_share_of_wall": round(cpu / wall, 4),
+        "client_cpu_ms_per_request": round(1000 * client["cpu_s"] / requests, 3),
+        "median_request_s": round(statistics.median(client["latencies_s"]), 3),
+        "prefix_reuse": round(reused / (reused + computed), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="tiny")
+    parser.add_argument("--conversations", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--kv-tokens", type=int, default=600_000)
+    parser.add_argument("--save", default="")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "agentic_load", "machine": machine(), "settings": vars(args)}
+    with tempfile.TemporaryDirectory() as folder:
+        result |= measure(Path(folder), args)
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            print(f"{name:<30}{value:>12}")
+    if args.save:
+        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What a machine could do at best with a rollout: its measured rates, and the work that no engine can avoid.
+
+The work is counted in phases: the prefill of all prompts, then each decode step of all samples that still run. A phase
+takes at least
+
+    max(FLOP / GEMM rate, bytes / memory bandwidth)
+
+and the limit of a workload is the sum over its phases. Per token, FLOP are 2 x the parameters of the layers' matrices,
+2 x vocabulary x hidden where logits are needed, and 4 x layers x heads x head size x context for attention. Bytes are the
+weights once per phase, and keys and values once: those of a prompt for all its samples together, those of a sample for
+itself. Norms, softmax and sampling are not counted, and a decode batch is as large as the workload allows; so no engine
+reaches the limit.
+
+A small model lives in the processor's caches, which are faster than its memory. So bandwidth is measured over as many
+bytes as the workload touches, and over a large buffer, and the faster of the two counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+LARGE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A dense decoder with gated MLPs, grouped queries and tied embeddings; names as in :func:`common.make_checkpoint`."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the products of one layer: queries, keys, values, output, gate, up, down."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
+
+    @property
+    def body(self) -> int:
+        """Parameters in the matrices of all layers."""
+        return self.layers * sum(a * b for a, b in self.matrices)
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def attention_flop(self) -> int:
+        """FLOP of attending from one token to one other, in all layers."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    @property
+    def kv_entries(self) -> int:
+        """Numbers in the keys and values of one token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Work that cannot be split further: what comes next depends on it."""
+
+    flop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does per second, measured."""
+
+    flop: float
+    bytes: float
+
+    def seconds(self, phases: list[Phase]) -> float:
+        """Least time for phases one after the other."""
+        return sum(max(phase.flop / self.flop, phase.bytes / self.bytes) for phase in phases)
+
+
+def phases(shape: Shape, prompts: list[int], samples: int, lengths: list[int], itemsize: int) -> list[Phase]:
+    """The work of one pass over a workload; see the module's text.
+
+    Args:
+        shape: of the model.
+        prompts: tokens of each prompt.
+        samples: samples per prompt.
+        lengths: new tokens of each prompt's samples, one number per prompt.
+        itemsize: bytes of a number.
+    """
+    return list(_phases(shape, prompts, samples, lengths, itemsize))
+
+
+def _phases(shape: Shape, prompts: list[int], samples: int, lengths: list[int], itemsize: int) -> Iterator[Phase]:
+    weights = (shape.body + shape.head) * itemsize
+    pairs = sum(count * (count + 1) // 2 for count in prompts)
+    flop = 2 * shape.body * sum(prompts) + 2 * shape.head * len(prompts) + shape.attention_flop * pairs
+    yield Phase(flop, weights + sum(prompts) * shape.kv_entries * itemsize)
+    for new in range(1, max(lengths)):  # the prefill's logits give the first token of every sample
+        live = [count for count, length in zip(prompts, lengths, strict=True) if length > new]
+        rows = len(live) * samples
+        context = samples * sum(live) + rows * new
+        flop = 2 * (shape.body + shape.head) * rows + shape.attention_flop * context
+        yield Phase(flop, weights + (sum(live) + rows * new) * shape.kv_entries * itemsize)
+
+
+def working_set(shape: Shape, prompts: list[int], samples: int, lengths: list[int], itemsize: int) -> int:
+    """Bytes of weights and of all keys and values, at the end of a pass."""
+    tokens = sum(count + samples * length for count, length in zip(prompts, lengths, strict=True))
+    return (shape.body + shape.head + tokens * shape.kv_entries) * itemsize
+
+
+def measure_gemm(shape: Shape, rows: list[int], device: str, dtype: str) -> float:
+    """FLOP/s of the fastest matrix product, among large square ones and the model's own with so many rows."""
+    import torch
+
+    side = 1024 if device == "cpu" else 8192
+    sizes = {(side, side, side), (side // 2, side, 2 * side)}
+    sizes |= {(n, a, b) for n in rows for a, b in [*shape.matrices, (shape.hidden, shape.vocab)]}
+    best = 0.0
+    for n, inner, outer in sizes:
+        left = torch.randn(n, inner, device=device, dtype=getattr(torch, dtype))
+        right = torch.randn(inner, outer, device=device, dtype=getattr(torch, dtype))
+        out = torch.empty(n, outer, device=device, dtype=getattr(torch, dtype))
+        best = max(best, 2 * n * inner * outer / _fastest(lambda a=left, b=right, o=out: torch.mm(a, b, out=o), device))
+    return best
+
+
+def measure_bandwidth(size: int, device: str) -> float:
+    """Bytes/s over ``size`` bytes: the fastest of a copy, which reads and writes half each, a sum and a dot product."""
+    import torch
+
+    source = torch.ones(max(size // 4, 1 << 16), device=device)
+    half = source.numel() // 2
+    first, second = source[:half], source[half : 2 * half]
+    works: list[Callable[[], Any]] = [
+        lambda: first.copy_(second),
+        lambda: source.sum(),
+        lambda: torch.dot(first, second),
+    ]
+    return source.numel() * 4 / min(_fastest(work, device) for work in works)
+
+
+def _fastest(work: Callable[[], Any], device: str, seconds: float = 0.1) -> float:
+    """Least seconds of a call, over at least five calls and so many seconds; on a GPU of ten calls together."""
+    import torch
+
+    calls = 1 if device == "cpu" else 10
+    best, spent, number = float("inf"), 0.0, 0
+    while number < 5 or spent < seconds:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        best, spent, number = min(best, took / calls), spent + took, number + 1
+    return best

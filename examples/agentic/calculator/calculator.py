@@ -1,0 +1,80 @@
+"""Sums that are too long for the head, and a calculator that does one operation at a time.
+
+A problem such as ``(37 + 58) * 64 - 912`` takes several turns: each call of ``calculate`` gives one intermediate result,
+and the last answer has the form ``Answer: 5168``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from areno.api.agentic.environment import Answer, Environment
+from areno.api.agentic.tools import ToolError
+
+RIGHT, WRONG, NONE = 1.0, 0.0, -1.0
+Operator = Literal["+", "-", "*"]
+_DO: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+}
+_ANSWER = re.compile(r"Answer: (-?\d+)")
+_LARGEST = 10**12
+
+
+def draw_record(rng: random.Random, *, long: bool = False) -> dict[str, Any]:
+    """A problem with its steps.
+
+    Args:
+        rng: decides.
+        long: four operations, else two.
+    """
+    value = rng.randint(10, 99)
+    text, steps, last = str(value), [], ""
+    for _ in range(4 if long else 2):
+        operator: Operator = rng.choice(("+", "-", "*"))
+        right = rng.randint(2, 9) if operator == "*" else rng.randint(10, 99)
+        steps.append({"left": value, "operator": operator, "right": right})
+        value = _DO[operator](value, right)
+        text = f"({text}) * {right}" if operator == "*" and last in ("+", "-") else f"{text} {operator} {right}"
+        last = operator
+    return {"problem": text, "steps": steps, "solutions": [str(value)]}
+
+
+class Calculator(Environment):
+    """One problem; an answer that calls no tool ends it.
+
+    The reward is 1.0 if that answer has the right number behind ``Answer:``, 0.0 if it has another, and -1.0 without one.
+    """
+
+    def reset(self, record: Mapping[str, Any]) -> str:
+        """Take a problem."""
+        self.steps = record["steps"]
+        self.calls, self.right, self._said = 0, int(record["solutions"][0]), ""
+        return f"Work out {record['problem']}. Use calculate for each operation, then say: Answer: number"
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The calculator."""
+        return [self.calculate]
+
+    def calculate(self, left: int, operator: Operator, right: int) -> int:
+        """The result of one operation."""
+        self.calls += 1
+        if max(abs(left), abs(right)) > _LARGEST:
+            raise ToolError(f"numbers may have {len(str(_LARGEST)) - 1} digits at most")
+        return _DO[operator](left, right)
+
+    def step(self, answer: Answer) -> str | None:
+        """Go on while the calculator is used."""
+        self._said = answer.text
+        return "" if answer.results else None
+
+    def reward(self) -> float:
+        """See the class."""
+        found = _ANSWER.findall(self._said)
+        if not found:
+            return NONE
+        return RIGHT if int(found[-1]) == self.right else WRONG

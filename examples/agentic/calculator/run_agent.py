@@ -1,0 +1,9 @@
+"""The agent: one operation a turn, then the answer."""
+
+from __future__ import annotations
+
+from calculator import Calculator
+
+from areno.api.agentic.environment import run_environment
+
+run_agent = run_environment(Calculator, max_turns=8)

@@ -1,0 +1,309 @@
+"""The inside of the sandbox: gives up every right that a command does not need, then becomes it. Standard library only.
+
+It is handed to a bare interpreter as text (``python -I -S -c SOURCE SETTINGS``), because the sandbox may not be able to
+read this file. ``SETTINGS`` is JSON, see :func:`main`. What each method adds to what all have:
+
+* ``bubblewrap``: bwrap has made the mounts and the namespaces already.
+* ``namespaces``: the same, made here: nothing is mounted but system folders (read-only) and the workspace.
+* ``landlock``: the file system stays as it is, the kernel refuses what is outside system folders and workspace.
+* all: limits of time, memory, processes and file sizes; no capabilities; a system-call filter without sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+SIGKILL, SIGSTOP = 9, 19
+DEVICES = ("null", "zero", "random", "urandom")
+
+# System calls that lead out, by machine: audit number of the machine, clone, pivot_root, and those that are refused.
+# With sockets goes io_uring, which opens some of its own; the rest makes or joins namespaces, or touches other processes.
+MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
+    "x86_64": (
+        *(0xC000003E, 56, 155),
+        {"socket": 41, "ptrace": 101, "mount": 165, "add_key": 248, "keyctl": 250, "unshare": 272, "setns": 308}
+        | {"process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "userfaultfd": 323, "perf_event_open": 298},
+    ),
+    "aarch64": (
+        *(0xC00000B7, 220, 41),
+        {"socket": 198, "ptrace": 117, "mount": 40, "add_key": 217, "keyctl": 219, "unshare": 97, "setns": 268}
+        | {"process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "userfaultfd": 282, "perf_event_open": 241},
+    ),
+}
+# The same on every machine.
+CLONE3, PIDFD_GETFD, IO_URING_SETUP = 435, 438, 425
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
+
+# Landlock's rights to files: execute, write, read file, read folder, remove folder/file, make ..., refer, truncate, ioctl.
+READING = 0b1101
+EVERYTHING = (1 << 16) - 1
+WORKING = EVERYTHING & ~(1 << 6 | 1 << 11)  # no devices
+LANDLOCK_ABI = 6  # the first that keeps signals and abstract sockets inside
+
+
+def check(result: int, what: str) -> int:
+    """The result of a call of the C library.
+
+    Raises:
+        OSError: it failed.
+    """
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Become the command.
+
+    Args:
+        settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (paths that can be read),
+            ``user`` (id to become, None to stay), ``seconds``, ``bytes`` (address space of a process),
+            ``file_bytes``, ``processes``.
+    """
+    if settings["method"] == "namespaces":
+        enter_namespaces(settings)
+    elif settings["method"] == "landlock":
+        check(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
+        supervise(adopts=True)
+        os.chdir(settings["workspace"])
+        settings["ruleset"] = landlock_ruleset(settings)
+    become(settings)
+
+
+def supervise(*, adopts: bool = False) -> None:
+    """Fork; the parent waits until its child has ended, and ends in the same way.
+
+    Args:
+        adopts: what the child left running must be ended; in namespaces the kernel does so.
+    """
+    child = os.fork()
+    if child == 0:
+        check(LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "parent-death signal")
+        return
+    while True:
+        ended, status = os.wait()  # also reaps what was left behind by processes that have ended
+        if ended == child:
+            if adopts:
+                end_adopted()
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def end_adopted() -> None:
+    """Kill and reap what the command left running; it has become this process's child, or will with its parent's end."""
+    while True:
+        kill_descendants(os.getpid())
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill all descendants of a process, also those that multiply.
+
+    All are stopped before any is killed: a stopped process keeps its place, so that a fork bomb runs out of places.
+    """
+    known: set[int] = set()
+    while new := set(descendants(pid)) - known:
+        known |= new
+        send(new, SIGSTOP)
+    send(known, SIGKILL)
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that these started."""
+    children: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found, waiting = [], [pid]
+    while waiting:
+        following = children.get(waiting.pop(), [])
+        found += following
+        waiting += following
+    return found
+
+
+def become(settings: dict[str, Any]) -> None:
+    """Drop rights, set limits, and run the command in place of this program."""
+    if settings["user"] is not None:
+        os.setgroups([])
+        os.setgid(settings["user"])
+        os.setuid(settings["user"])
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    check(LIBC.capset(header, none), "capabilities")
+    for name, value in (
+        ("RLIMIT_CPU", settings["seconds"]),
+        ("RLIMIT_AS", settings["bytes"]),
+        ("RLIMIT_FSIZE", settings["file_bytes"]),
+        ("RLIMIT_NPROC", settings["processes"] + (own_tasks() if settings["method"] == "landlock" else 0)),
+        ("RLIMIT_NOFILE", 256),
+        ("RLIMIT_CORE", 0),
+    ):
+        resource.setrlimit(getattr(resource, name), (value, value))
+    check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    if "ruleset" in settings:
+        check(LIBC.syscall(LANDLOCK_RESTRICT, settings["ruleset"], 0), "landlock")
+    filter_system_calls()
+    environment = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "TMPDIR": os.getcwd(), "LANG": "C.UTF-8"}
+    os.execve(settings["command"][0], settings["command"], environment)
+
+
+def own_tasks() -> int:
+    """Threads that the user has already; outside of namespaces they count against the limit of processes."""
+    count = 0
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{process}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{process}/task"))
+    return count
+
+
+# -- namespaces --------------------------------------------------------------------------------------------------------
+
+
+def enter_namespaces(settings: dict[str, Any]) -> None:
+    """Go where there is no network, no other process, and no file but those of the command; this program becomes two."""
+    user, group = os.getuid(), os.getgid()
+    spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    check(LIBC.unshare(spaces | (CLONE_NEWUSER if user else 0)), "unshare")
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    supervise()  # the child is the first process of its namespace: when it ends, all others do
+    change_root(settings)
+    supervise()
+
+
+def change_root(settings: dict[str, Any]) -> None:
+    """Build a file system of system folders, some devices and the workspace (as ``/work``), and move into it."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    root = f"{settings['workspace']}.root"
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in settings["visible"]:
+        bind(path, root + path, read_only=True)
+    bind(settings["workspace"], f"{root}/work", read_only=False)
+    for name in DEVICES:
+        bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False, extra=0)
+    os.mkdir(f"{root}/old")
+    os.chdir(root)
+    check(LIBC.syscall(MACHINES[platform.machine()][2], b".", b"old"), "pivot_root")
+    os.chdir("/work")
+    check(LIBC.umount2(b"/old", MNT_DETACH), "umount")
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def bind(source: str, target: str, *, read_only: bool, extra: int = MS_NODEV) -> None:
+    """Show a file or folder at a second place."""
+    folder = target if os.path.isdir(source) else os.path.dirname(target)
+    os.makedirs(folder, exist_ok=True)
+    if folder != target:
+        open(target, "x").close()
+    mount(source, target, None, MS_BIND | MS_REC)
+    # Flags that the source has may not be taken away.
+    kept = os.statvfs(target).f_flag & ~MS_RDONLY
+    mount(None, target, None, MS_REMOUNT | MS_BIND | MS_NOSUID | extra | kept | (MS_RDONLY if read_only else 0))
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """The system call.
+
+    Raises:
+        OSError: it failed; the message names the target.
+    """
+    texts = [None if text is None else text.encode() for text in (source, target, kind)]
+    check(LIBC.mount(*texts, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
+
+
+# -- landlock ----------------------------------------------------------------------------------------------------------
+
+
+def landlock_ruleset(settings: dict[str, Any]) -> int:
+    """A rule set that allows what the command needs.
+
+    Returns:
+        Its file descriptor.
+
+    Raises:
+        OSError: the kernel's Landlock is absent or too old.
+    """
+    abi = check(LIBC.syscall(LANDLOCK_CREATE, None, 0, 1), "landlock")
+    if abi < LANDLOCK_ABI:
+        raise OSError(f"landlock: ABI {abi}, and {LANDLOCK_ABI} (Linux 6.12) is needed")
+    handled = struct.pack("=QQQ", EVERYTHING, 0b11, 0b11)  # files; TCP bind and connect; abstract sockets and signals
+    ruleset = check(LIBC.syscall(LANDLOCK_CREATE, handled, len(handled), 0), "landlock")
+    rules = [(path, READING) for path in settings["visible"]]
+    rules += [(settings["workspace"], WORKING), *((f"/dev/{name}", 0b110) for name in DEVICES)]
+    for path, rights in rules:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not os.path.isdir(path):
+            rights &= 0b111 | 1 << 14 | 1 << 15
+        rule = struct.pack("=Qi", rights, place)
+        check(LIBC.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0), f"landlock {path}")
+        os.close(place)
+    return ruleset
+
+
+# -- system calls ------------------------------------------------------------------------------------------------------
+
+
+def filter_system_calls() -> None:
+    """Refuse what ``MACHINES`` lists, from now on and in every child.
+
+    Raises:
+        OSError: this machine's numbers are not known, or the kernel has no filters.
+    """
+    if platform.machine() not in MACHINES:
+        raise OSError(f"system-call filter: {platform.machine()} is not known")
+    audit, clone, _, refused = MACHINES[platform.machine()]
+    load, equal, above, bits, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+
+    def error(number: int) -> int:
+        return 0x00050000 | number
+
+    code = [(load, 0, 0, 4), (equal, 1, 0, audit), (leave, 0, 0, kill), (load, 0, 0, 0)]
+    code += [(above, 0, 1, 0x40000000), (leave, 0, 0, error(38))]  # the second table of x86-64
+    code += [
+        (equal, 0, 1, CLONE3),
+        (leave, 0, 0, error(38)),
+    ]  # its flags cannot be looked at; the C library takes clone
+    for number in (*refused.values(), PIDFD_GETFD, IO_URING_SETUP):
+        code += [(equal, 0, 1, number), (leave, 0, 0, error(1))]
+    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, CLONE_NEWUSER), (leave, 0, 0, error(1))]
+    code += [(leave, 0, 0, allow)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+    header = struct.pack("@HP", len(code), ctypes.addressof(program))
+    check(LIBC.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "system-call filter")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

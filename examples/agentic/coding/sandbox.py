@@ -1,0 +1,316 @@
+"""A sandbox for programs that a model wrote: one short command at a time, on files that are thrown away afterwards.
+
+A command sees the system's programs and libraries (read-only) and a folder with its files. It cannot reach the network,
+other processes or any other file; time, memory, processes, file sizes and output are limited. bubblewrap, namespaces and
+Landlock are tried in this order, each with a command that must work; where none does, nothing is run
+(:class:`NoSandboxError`). As root, commands run under a user id that nobody has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import pwd
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from confine import descendants, kill_descendants
+
+from areno.errors import UsageError
+
+METHODS = ("bubblewrap", "namespaces", "landlock")
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_CONFINE = Path(__file__).with_name("confine.py")
+_LOOK_EVERY_S = 0.05
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class NoSandboxError(UsageError):
+    """This machine has nothing that could hold a command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a command may use.
+
+    Attributes:
+        seconds: of the clock, and of CPU time per process.
+        memory_bytes: memory of all its processes, and address space of each.
+        file_bytes: size of a file.
+        disk_bytes: size of all files in its folder.
+        processes: processes and threads.
+        output_bytes: of output that is kept.
+    """
+
+    seconds: int = 10
+    memory_bytes: int = 512 * 2**20
+    file_bytes: int = 8 * 2**20
+    disk_bytes: int = 32 * 2**20
+    processes: int = 32
+    output_bytes: int = 16 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended.
+
+    Attributes:
+        code: exit code; negative where a signal ended it.
+        output: what it wrote, to both streams.
+        stopped: why it was ended: ``time``, ``memory``, ``disk``, or empty.
+    """
+
+    code: int
+    output: str
+    stopped: str = ""
+
+
+class Sandbox:
+    """Runs commands by one method.
+
+    Args:
+        method: one of :data:`METHODS`; the first that works unless given.
+        limits: what a command may use.
+
+    Raises:
+        NoSandboxError: it does not work here; the message says why.
+    """
+
+    def __init__(self, method: str | None = None, limits: Limits | None = None) -> None:
+        self.method = method or working_method()
+        self.limits = limits or Limits()
+        self.python = _python(self.method)
+        if method is not None and (problem := _problem(method)):
+            raise NoSandboxError(f"{method} does not work on this machine: {problem}")
+
+    async def run(self, command: Sequence[str], files: Mapping[str, str], given: str = "") -> Outcome:
+        """Run a command in a folder that holds some files.
+
+        Args:
+            command: program and arguments; ``python`` stands for the interpreter.
+            files: path in the folder to content; what the command changes is lost.
+            given: its standard input.
+        """
+        async with _turn():
+            with _workspace(files) as (folder, user):
+                arguments = self._arguments(list(command), folder, user)
+                process = await asyncio.create_subprocess_exec(
+                    *arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd="/",
+                    env={},
+                )
+                try:
+                    return await _watch(process, folder, given, self.limits)
+                finally:
+                    await _end(process)
+
+    def _arguments(self, command: list[str], folder: Path, user: int | None) -> list[str]:
+        if command[0] == "python":
+            command[0] = self.python
+        visible = [*(path for path in _SYSTEM if os.path.exists(path)), *_installation(self.python)]
+        settings = {
+            "method": self.method,
+            "command": command,
+            "workspace": str(folder),
+            "visible": visible,
+            "user": user,
+            "seconds": self.limits.seconds,
+            "bytes": self.limits.memory_bytes,
+            "file_bytes": self.limits.file_bytes,
+            "processes": self.limits.processes,
+        }
+        confined = [self.python, "-I", "-S", "-c", _CONFINE.read_text(encoding="utf-8"), json.dumps(settings)]
+        return [*_bubblewrap(visible, folder), *confined] if self.method == "bubblewrap" else confined
+
+
+@functools.cache
+def working_method() -> str:
+    """The first method that works here.
+
+    Raises:
+        NoSandboxError: none does; the message says why.
+    """
+    problems = {}
+    for method in METHODS:
+        problems[method] = _problem(method)
+        if not problems[method]:
+            return method
+    raise NoSandboxError(
+        "no sandbox works on this machine, so nothing is run: "
+        + "; ".join(f"{method}: {problem}" for method, problem in problems.items())
+        + ". Install bubblewrap, allow unprivileged user namespaces, or use Linux 6.12 with Landlock"
+    )
+
+
+@functools.cache
+def _problem(method: str) -> str:
+    """Why a method does not work here; empty where it does."""
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}"
+    if method == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    sandbox = object.__new__(Sandbox)
+    sandbox.method, sandbox.limits, sandbox.python = method, Limits(), _python(method)
+    program = "import os; pid = os.fork(); pid or os._exit(0); os.wait(); open('f', 'w'); print('works')"
+
+    def probe() -> Outcome:
+        return asyncio.run(sandbox.run(["python", "-c", program], {}))
+
+    # In a thread of its own, because the caller may be in an event loop.
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(probe).result()
+    if outcome.output == "works\n":
+        return ""
+    return (outcome.output.strip().splitlines() or [f"exit code {outcome.code}"])[-1]
+
+
+def _python(method: str) -> str:
+    """An interpreter that a command can reach: this one's, or the system's where that lies in a closed folder."""
+    own = os.path.realpath(sys.executable)
+    closed = any(not folder.stat().st_mode & stat.S_IXOTH for folder in Path(own).parents)
+    # Mounts are made as root, so only Landlock must find the way as another user.
+    return "/usr/bin/python3" if method == "landlock" and os.getuid() == 0 and closed else own
+
+
+def _installation(python: str) -> list[str]:
+    """The folders of an interpreter that are not the system's."""
+    prefix = str(Path(os.path.realpath(python)).parents[1])
+    return [] if prefix in ("/", "/usr") else [prefix]
+
+
+def _bubblewrap(visible: Sequence[str], folder: Path) -> list[str]:
+    spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    rights = ["--cap-drop", "ALL"]
+    if os.getuid() == 0:  # confine.py changes the user
+        rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        spaces += ["--unshare-user"]
+    above = sorted({str(parent) for path in visible for parent in Path(path).parents} - {"/"})
+    mounts = [part for path in above for part in ("--perms", "0755", "--dir", path)]
+    mounts += [part for path in visible for part in ("--ro-bind", path, path)]
+    mounts += [part for name in ("null", "zero", "random", "urandom") for part in ("--dev-bind", *[f"/dev/{name}"] * 2)]
+    mounts += ["--bind", str(folder), "/work", "--chdir", "/work", "--remount-ro", "/"]
+    return [shutil.which("bwrap") or "bwrap", *spaces, *rights, "--die-with-parent", "--new-session", *mounts]
+
+
+@contextlib.contextmanager
+def _workspace(files: Mapping[str, str]) -> Iterator[tuple[Path, int | None]]:
+    """A folder with files, and the user that it belongs to where that is another one."""
+    user = _free_user() if os.getuid() == 0 else None
+    outer = Path(tempfile.mkdtemp(prefix="areno-sandbox-"))
+    outer.chmod(0o755)
+    folder = outer / "work"
+    (outer / "work.root").mkdir(parents=True)
+    try:
+        folder.mkdir()
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        if user is not None:
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, user, user)
+        yield folder, user
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def _free_user() -> int:
+    while True:
+        user = random.SystemRandom().randrange(20_000, 60_000)
+        try:
+            pwd.getpwuid(user)
+        except KeyError:
+            return user
+
+
+_turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+
+def _turn() -> asyncio.Semaphore:
+    """As many commands at once as there are CPUs, so that limits of time mean the same for all."""
+    loop = asyncio.get_running_loop()
+    for other in [each for each in _turns if each.is_closed()]:
+        del _turns[other]
+    return _turns.setdefault(loop, asyncio.Semaphore(os.cpu_count() or 1))
+
+
+async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, limits: Limits) -> Outcome:
+    """Wait for the end, or for a limit."""
+    output = bytearray()
+    reading = asyncio.create_task(_read(process, given, output, limits.output_bytes))
+    loop = asyncio.get_running_loop()
+    deadline, stopped = loop.time() + limits.seconds, ""
+    while not stopped:
+        done, _ = await asyncio.wait((reading,), timeout=_LOOK_EVERY_S)
+        if done:
+            break
+        if loop.time() > deadline:
+            stopped = "time"
+        elif _memory(process.pid) > limits.memory_bytes:
+            stopped = "memory"
+        elif _size(folder) > limits.disk_bytes:
+            stopped = "disk"
+    await _end(process)
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(reading, 1)
+    return Outcome(process.returncode or 0, output.decode(errors="replace"), stopped)
+
+
+async def _read(process: asyncio.subprocess.Process, given: str, output: bytearray, most: int) -> None:
+    """Hand over the input, keep the output up to a size, and wait for the end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(given.encode())
+        await process.stdin.drain()
+        process.stdin.close()
+    while piece := await process.stdout.read(2**16):
+        output += piece[: most - len(output)]
+    await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left, and wait until it has ended."""
+    while process.returncode is None:
+        kill_descendants(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 0.1)
+
+
+def _memory(pid: int) -> int:
+    """Memory of a process's descendants, in bytes."""
+    total = 0
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * _PAGE
+    return total
+
+
+def _size(folder: Path) -> int:
+    """Size of the files in a folder, in bytes."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total

@@ -1,0 +1,109 @@
+"""A model plays DuelGrid as ``A``, with the tool ``choose_action``, against the scripted player."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from duelgrid import Action, Duel, TurnResult, from_json, scripted_turn
+
+from areno.api.agentic.environment import Answer, Environment
+
+DEALT, TAKEN, CLOSER, PICKUP, WAITED, ILLEGAL, UNSPENT = 0.10, -0.08, 0.01, 0.10, -0.02, -0.30, -0.05
+WON, LOST = 1.0, -1.0
+RULES = (
+    "You are A in a duel on an 11 by 11 grid, U is your enemy, x grows to the right and y down. A turn has 3 energy. "
+    "MOVE (1, with direction), ATTACK (1, 3 damage to a neighbour), RANGED_ATTACK (2, 2 damage in line up to 4 tiles), "
+    "SHIELD (1), PICKUP (0, on your tile), WAIT (0). Call choose_action with the actions of your turn."
+)
+
+
+def text_of(duel: Duel) -> str:
+    """The state in words and numbers, for a model."""
+    a, u = duel.fighters["A"], duel.fighters["U"]
+
+    def listed(tiles: Sequence[tuple[int, int]]) -> str:
+        return " ".join(f"({x}, {y})" for x, y in sorted(tiles)) or "none"
+
+    health = [tile for tile, kind in duel.pickups.items() if kind == "health"]
+    energy = [tile for tile, kind in duel.pickups.items() if kind == "energy"]
+    return (
+        f"A at ({a.x}, {a.y}), health {a.health}, saved energy {a.energy}\n"
+        f"U at ({u.x}, {u.y}), health {u.health}{', shield up' if u.shield else ''}\n"
+        f"U is {_way_to(u.x - a.x, 'right', 'left')}, {_way_to(u.y - a.y, 'down', 'up')}\n"
+        f"health: {listed(health)}\nenergy: {listed(energy)}\ntraps: {listed(list(duel.traps))}\n"
+        f"walls: {listed(list(duel.walls))}"
+    )
+
+
+def turn_reward(mine: TurnResult, theirs: TurnResult | None) -> float:
+    """What one turn of the model, and the answer to it, are worth.
+
+    0.10 for each damage done, -0.08 for each suffered (traps included), 0.01 for each tile closer to the enemy and -0.01
+    for each tile farther, 0.10 for a pickup, -0.02 for a WAIT, -0.30 for an illegal action, -0.05 for each energy left
+    of a turn's own 3.
+    """
+    suffered = mine.taken + (theirs.dealt if theirs else 0)
+    return (
+        DEALT * mine.dealt
+        + TAKEN * suffered
+        + CLOSER * mine.closer
+        + PICKUP * mine.pickups
+        + WAITED * mine.waits
+        + ILLEGAL * mine.illegal
+        + UNSPENT * min(mine.unspent, 3)
+    )
+
+
+class DuelGrid(Environment):
+    """The duel until somebody has won; 12 turns each at most.
+
+    The reward is the sum of :func:`turn_reward` over the model's turns, and 1 for a won duel, -1 for a lost one. An answer
+    without a call is a turn with an illegal action.
+    """
+
+    def reset(self, record: Mapping[str, Any]) -> str:
+        """Set the duel up."""
+        self.duel = from_json(record["state"])
+        self.seed, self.turns, self._total = record["seed"], 0, 0.0
+        return f"{RULES}\n{text_of(self.duel)}"
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The one tool."""
+        return [self.choose_action]
+
+    def choose_action(self, actions: Annotated[list[Action], "in order"]) -> str:
+        """Play your turn."""
+        if self.duel.winner or self.duel.to_move != "A":
+            return "it is not your turn"
+        return self._play(actions)
+
+    def step(self, answer: Answer) -> str | None:
+        """One call is one turn."""
+        seen = ""
+        if not answer.results or answer.results[0].failed:
+            seen = self._play([{"action": "none"}])
+        if self.duel.winner:
+            return None
+        return seen
+
+    def reward(self) -> float:
+        """See the class."""
+        return self._total + {"A": WON, "U": LOST}.get(self.duel.winner or "", 0.0)
+
+    def _play(self, actions: Sequence[Mapping[str, Any]]) -> str:
+        """The model's turn, and the answer of the script; returns what there is to see."""
+        mine = self.duel.play_turn(actions)
+        theirs = None
+        if self.duel.winner is None:
+            rng = random.Random(f"{self.seed}:{self.turns}")
+            theirs = self.duel.play_turn(scripted_turn(self.duel, rng))
+        self.turns += 1
+        self._total += turn_reward(mine, theirs)
+        events = [*mine.events, *(theirs.events if theirs else [])]
+        return "; ".join(events) + f"\n{text_of(self.duel)}"
+
+
+def _way_to(offset: int, positive: str, negative: str) -> str:
+    return f"{abs(offset)} {positive if offset >= 0 else negative}"

@@ -1,0 +1,9 @@
+"""What a kit is worth: 1.0 right, 0.5 by a shortcut, 0.4 too dear, -0.5 wrong, -1.0 nothing submitted."""
+
+from __future__ import annotations
+
+from shopping import Shopping
+
+from areno.api.agentic.environment import environment_reward
+
+reward_fn = environment_reward(Shopping)

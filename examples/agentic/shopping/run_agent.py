@@ -1,0 +1,9 @@
+"""The agent: four steps, and two to make good for mistakes."""
+
+from __future__ import annotations
+
+from shopping import Shopping
+
+from areno.api.agentic.environment import run_environment
+
+run_agent = run_environment(Shopping, max_turns=6)

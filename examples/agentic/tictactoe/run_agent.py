@@ -1,0 +1,10 @@
+"""The agents: ``run_agent`` moves with a tool, ``run_text_agent`` writes its move. Nobody needs more than five moves."""
+
+from __future__ import annotations
+
+from tictactoe import TicTacToe, TicTacToeInText
+
+from areno.api.agentic.environment import run_environment
+
+run_agent = run_environment(TicTacToe, max_turns=5)
+run_text_agent = run_environment(TicTacToeInText, max_turns=5)

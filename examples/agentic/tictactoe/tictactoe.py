@@ -1,0 +1,187 @@
+"""Tic-tac-toe: the rules, perfect play, and the two environments in which a model plays it.
+
+A board is nine characters, ``X``, ``O`` or ``.``, row by row; squares have the numbers 1 to 9 in that order. X begins.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from areno.api.agentic.environment import Answer, Environment
+
+WIN, BEST, LEGAL, ILLEGAL = 1.0, 0.8, 0.0, -1.0
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+Square = Literal[1, 2, 3, 4, 5, 6, 7, 8, 9]
+_MOVE = re.compile(r"<move>\s*([1-9])\s*</move>")
+
+
+def to_move(board: str) -> str:
+    """Whose turn it is."""
+    return "X" if board.count("X") == board.count("O") else "O"
+
+
+def empty_squares(board: str) -> list[int]:
+    """Numbers of the free squares."""
+    return [square for square in range(1, 10) if board[square - 1] == "."]
+
+
+def play(board: str, square: int) -> str:
+    """The board after the player to move has taken a free square."""
+    return board[: square - 1] + to_move(board) + board[square:]
+
+
+def winner(board: str) -> str | None:
+    """The player with three in a line, or None."""
+    for a, b, c in LINES:
+        if board[a] != "." and board[a] == board[b] == board[c]:
+            return board[a]
+    return None
+
+
+def is_over(board: str) -> bool:
+    """Somebody has won, or the board is full."""
+    return winner(board) is not None or "." not in board
+
+
+@cache
+def value(board: str) -> int:
+    """What perfect play gives the player to move: 1 a win, 0 a draw, -1 a loss."""
+    if winner(board):
+        return -1
+    return max((-value(play(board, square)) for square in empty_squares(board)), default=0)
+
+
+def best_squares(board: str) -> list[int]:
+    """The squares that keep what perfect play gives."""
+    return [square for square in empty_squares(board) if -value(play(board, square)) == value(board)]
+
+
+def score_move(board: str, square: int | None) -> float:
+    """Reward of one move.
+
+    Args:
+        board: the board before it.
+        square: the square, None where the model named none.
+
+    Returns:
+        1.0 for a move that wins at once, 0.8 for another that perfect play would make, 0.0 for any other free square,
+        -1.0 for a square that is taken and for no square.
+    """
+    if square not in empty_squares(board):
+        return ILLEGAL
+    if winner(play(board, square)):
+        return WIN
+    return BEST if square in best_squares(board) else LEGAL
+
+
+def score_game(board: str, player: str) -> float:
+    """Reward of a game that is over: 1.0 won, 0.8 drawn (which is the best against a perfect opponent), 0.0 lost."""
+    won_by = winner(board)
+    return BEST if won_by is None else WIN if won_by == player else LEGAL
+
+
+def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool = False) -> dict[str, Any]:
+    """A board to play from: a game between two random players, stopped somewhere before its end.
+
+    Args:
+        rng: decides.
+        whole_games: stop after 0 to 3 moves, for games that are played on; else after 4 to 7, for one move.
+        held_out: draw from the fifth of all boards that training never sees.
+    """
+    while True:
+        board = "." * 9
+        for _ in range(rng.randint(0, 3) if whole_games else rng.randint(4, 7)):
+            if is_over(board):
+                break
+            board = play(board, rng.choice(empty_squares(board)))
+        if not is_over(board) and (zlib.crc32(board.encode()) % 5 == 0) == held_out:
+            return {"board": board, "seed": rng.randrange(2**31), "whole_game": whole_games}
+
+
+def text_of(board: str) -> str:
+    """The board for a reader: three rows, free squares as their numbers."""
+    cells = [str(index + 1) if mark == "." else mark for index, mark in enumerate(board)]
+    return "\n".join(" " + " ".join(cells[row : row + 3]) for row in (0, 3, 6))
+
+
+class TicTacToe(Environment):
+    """A model plays from a board on, with the tool ``choose_square``.
+
+    The record has ``board``, ``seed`` and ``whole_game``. Without ``whole_game`` one move is made and scored by
+    :func:`score_move`. With it, an opponent answers, which takes a perfect square or any with equal chance, drawn from
+    ``seed`` and the board; the end is scored by :func:`score_game`. A move that is not legal ends either with -1.
+    """
+
+    ask = "Call choose_square with a free square."
+
+    def reset(self, record: Mapping[str, Any]) -> str:
+        """Set the board up."""
+        self.board: str = record["board"]
+        self.player = to_move(self.board)
+        self.seed, self._whole_game = record["seed"], record["whole_game"]
+        self._reward = ILLEGAL  # until there is a move
+        return f"You are {self.player}.\n{text_of(self.board)}\n{self.ask}"
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The one tool."""
+        return [self.choose_square]
+
+    def choose_square(self, square: Annotated[Square, "number of the square"]) -> str:
+        """Put your mark on a free square."""
+        return self._move(square)
+
+    def step(self, answer: Answer) -> str | None:
+        """One call is one move; the results tell the board."""
+        moved = [result for result in answer.results if not result.failed]
+        if len(moved) != 1 or len(answer.results) != 1:
+            self._reward = ILLEGAL
+            return None
+        return "" if self._goes_on() else None
+
+    def reward(self) -> float:
+        """See :func:`score_move` and :func:`score_game`."""
+        return self._reward
+
+    def _goes_on(self) -> bool:
+        return self._whole_game and self._reward != ILLEGAL and not is_over(self.board)
+
+    def _move(self, square: int) -> str:
+        """Make the model's move, and the opponent's; returns what there is to see."""
+        self._reward = score_move(self.board, square)
+        if self._reward == ILLEGAL:
+            return f"square {square} is taken"
+        self.board = play(self.board, square)
+        if self._whole_game and not is_over(self.board):
+            self.board = play(self.board, self._opponents_square())
+        if self._whole_game:
+            # A game that still goes on is worth nothing yet.
+            self._reward = score_game(self.board, self.player) if is_over(self.board) else LEGAL
+        return text_of(self.board)
+
+    def _opponents_square(self) -> int:
+        rng = random.Random(f"{self.seed}:{self.board}")
+        return rng.choice(best_squares(self.board) if rng.random() < 0.5 else empty_squares(self.board))
+
+
+class TicTacToeInText(TicTacToe):
+    """The same without tools: the model writes ``<move>5</move>``, and nothing but reasoning before it counts."""
+
+    ask = "Answer with <move>number of a free square</move>."
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """None."""
+        return []
+
+    def step(self, answer: Answer) -> str | None:
+        """Read the one move of the answer."""
+        squares = _MOVE.findall(answer.text)
+        if len(squares) != 1:
+            self._reward = ILLEGAL
+            return None
+        seen = self._move(int(squares[0]))
+        return seen if self._goes_on() else None

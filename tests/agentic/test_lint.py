@@ -1,0 +1,52 @@
+"""What the linter says about templates is what happens to conversations."""
+
+from __future__ import annotations
+
+import pytest
+
+from areno.api.agentic import lint_chat_template
+from tests.agentic.templates import FORMATS, tokenizer_of
+
+WANTED = {
+    "chatml": set(),
+    "llama3": set(),
+    "mistral": set(),
+    "gemma": set(),
+    "thinking": {("drops thinking", "user message", True)},
+    "deepseek": {
+        ("rewrites history", "user message", False),
+        ("rewrites history", "tool result", False),
+        ("drops thinking", "user message", True),
+        ("drops thinking", "tool result", True),
+    },
+    "glm": {("no turn end", "tool result", False)},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_findings_name_what_a_template_does(name):
+    found = {(f.kind, f.step, f.thinking) for f in lint_chat_template(tokenizer_of(FORMATS[name]))}
+    if name == "deepseek":  # it has no place for tool results at all, so that nothing changes behind a call
+        found = {one for one in found if one[1] == "user message"}
+        assert found == {one for one in WANTED[name] if one[1] == "user message"}
+    else:
+        assert found == WANTED[name]
+
+
+def test_a_template_that_refuses_a_conversation_is_named():
+    tokenizer = tokenizer_of(FORMATS["chatml"])
+    tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one question only') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    assert {f.kind for f in lint_chat_template(tokenizer)} == {"refused"}
+
+
+def test_findings_say_what_will_happen():
+    [finding] = lint_chat_template(tokenizer_of(FORMATS["thinking"]))
+    text = str(finding)
+    assert "leaves the reasoning of earlier turns out after a user message" in text
+    assert "several training rows with the same reward" in text
+
+
+def test_without_thinking_nothing_is_said_about_it():
+    assert lint_chat_template(tokenizer_of(FORMATS["thinking"]), disable_thinking=True) == []

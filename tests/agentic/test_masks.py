@@ -1,0 +1,132 @@
+"""Which tokens a policy trains on, against spans that are known because a script said them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import openai
+import pytest
+
+from areno.api.agentic import AgentTrajectoryTurn, LossMaskPolicy
+from areno.api.agentic.rows import build_rows
+from tests.agentic.stage import Script, batch_of, open_trainer, sampling, save_model
+from tests.agentic.templates import FORMATS, tokenizer_of
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+NAMES = [field.name for field in fields(LossMaskPolicy)]
+ALL_OFF = LossMaskPolicy(**dict.fromkeys(NAMES, False))
+# What each field alone trains on, as text; end tokens belong to what they end.
+SPANS = {
+    "assistant_text": ["<think>\nhmm\n</think>\n\nI look."],
+    "assistant_tool_calls": [f" {CALL}\n{CALL}<|im_end|>"],
+    "tool_results": ["moss is a plant", "fern is one too"],
+    "final_assistant_text": ["Both are plants.<|im_end|>"],
+    "system_prompt": ["Be short."],
+    "user_prompt": ["What are moss and fern?"],
+}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """The trainer, and a sample of two turns with every kind of span."""
+    form = FORMATS["thinking"]
+    tokenizer = tokenizer_of(form)
+    folder = save_model(tmp_path_factory.mktemp("masks") / "model", tokenizer, [tokenizer.eos_token_id])
+    with open_trainer(folder) as trainer:
+        script = Script(trainer.backend.engine)
+        [item] = batch_of(["What are moss and fern?"]).iter_samples()
+        messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": item.prompt}]
+        returned = []
+        with trainer.rollout_session(sampling_params=sampling()) as ctx:
+            client = openai.OpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0)
+            for said in (f"<think>\nhmm\n</think>\n\nI look. {CALL}\n{CALL}<|im_end|>", "Both are plants.<|im_end|>"):
+                script.lines.append(tokenizer(said, add_special_tokens=False)["input_ids"])
+                response = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+                returned.append(AgentTrajectoryTurn(item=item, messages=list(messages), response=response, tools=TOOLS))
+                message = response.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                for call, text in zip(message.tool_calls or [], ("moss is a plant", "fern is one too"), strict=False):
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            client.close()
+            [sample] = ctx.samples(returned)
+        assert sample.forks == []
+        yield trainer, sample
+
+
+def trained_texts(trainer: Any, sample: Any, policy: LossMaskPolicy) -> list[str]:
+    """Texts of the runs of tokens that are trained on, in all rows."""
+    tokenizer = trainer.get_tokenizer()
+    found = []
+    for row in build_rows(sample.turns, policy, tokenizer):
+        for counts, run in itertools.groupby(zip(row.trained, row.tokens, strict=True), key=lambda pair: pair[0]):
+            if counts:
+                found.append(tokenizer.decode([token for _, token in run]))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_field_alone_trains_on_its_spans(played, name):
+    assert trained_texts(*played, replace(ALL_OFF, **{name: True})) == SPANS[name]
+
+
+def test_each_field_can_be_left_out(played):
+    for name in NAMES:
+        policy = LossMaskPolicy(**{other: other != name for other in NAMES})
+        said = trained_texts(*played, policy)
+        for other, spans in SPANS.items():
+            for span in spans:
+                assert any(span in text for text in said) == (other != name), (name, span)
+
+
+def test_by_default_all_is_trained_on_that_the_model_said(played):
+    _, sample = played
+    [row] = sample.rows
+    assert row.trained == row.sampled
+    assert [t for t, said in zip(row.tokens, row.sampled, strict=True) if said] == sample.record.tokens
+    assert sample.record.loss_mask == [True] * len(sample.record.tokens)
+
+
+def test_every_token_has_a_role(played):
+    trainer, sample = played
+    tokenizer = trainer.get_tokenizer()
+    [row] = sample.rows
+    texts: dict[str, str] = {}
+    for role, token in zip(row.roles(), row.tokens, strict=True):
+        texts[role] = texts.get(role, "") + tokenizer.decode([token])
+    assert texts["system"] == "Be short."
+    assert texts["user"] == "What are moss and fern?"
+    assert texts["tool"] == "moss is a plantfern is one too"
+    assert texts["text"] == "<think>\nhmm\n</think>\n\nI look.Both are plants.<|im_end|>"
+    assert texts["call"] == f" {CALL}\n{CALL}<|im_end|>"
+    assert "assistant" not in texts
+
+
+def test_the_record_tells_the_whole_story(played):
+    _, sample = played
+    record = sample.record
+    assert [message["role"] for message in record.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    assert record.completion == "I look.\nBoth are plants."
+    assert record.final_answer == "Both are plants."
+    assert record.answer == ["4"]
+    assert record.tool_calls == [{"name": "look_up", "arguments": "{}"}] * 2
+    assert [(result["name"], result["content"]) for result in record.tool_results] == [
+        ("look_up", "moss is a plant"),
+        ("look_up", "fern is one too"),
+    ]
+    kinds = ["request", "assistant_text", "assistant_tool_call", "assistant_tool_call", "tool_result", "tool_result"]
+    assert [event.type for event in record.trace] == [*kinds, "request", "assistant_text", "finish"]
+    assert record.rendered_completion.startswith("<think>\nhmm")
+    assert record.rendered_completion.endswith("Both are plants.<|im_end|>")
+    assert len(record.tokens) == len(record.logprobs)
+    assert record.metadata["finish_reason"] == "stop"

@@ -1,0 +1,288 @@
+"""Environments: the conversation with a model, replay, and what happens when something goes wrong in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areno import SamplingParams
+from areno.api.agentic import AgentBatch, LossMaskPolicy
+from areno.api.agentic.collect import AgentRunner
+from areno.api.agentic.demonstrations import calls, demonstrate, demonstration_rows, says
+from areno.api.agentic.environment import (
+    Answer,
+    Environment,
+    converse,
+    environment_reward,
+    environment_rows,
+    generate_records,
+    replay,
+    run_environment,
+)
+from areno.api.agentic.tools import ToolError
+from areno.errors import UsageError
+from areno.serving.server import ServerThread
+from areno.serving.service import Service, ServingConfig
+from areno.text.chat import load_tokenizer
+from areno.types import RewardRecord
+from tests.agentic.stage import open_trainer
+from tests.examples import scripted
+
+ENDS = Counter()
+
+
+class Countdown(Environment):
+    """From the record's ``start`` down to 0 by taking away 1 to 3; text says how often to go on."""
+
+    def reset(self, record):
+        self.left, self.answers, self.taken = record["start"], [], []
+        return f"Count down from {self.left}."
+
+    def tools(self):
+        return [self.take]
+
+    async def take(self, count: int) -> str:
+        """Take away."""
+        await asyncio.sleep(0)
+        if not 1 <= count <= 3:
+            raise ToolError("1 to 3")
+        self.left -= count
+        self.taken.append(count)
+        return str(self.left)
+
+    def step(self, answer: Answer):
+        self.answers.append(answer)
+        if answer.text == "crash":
+            raise RuntimeError("crashed")
+        if answer.text == "stop" or self.left <= 0:
+            return None
+        return "" if answer.results else f"{self.left} left"
+
+    def reward(self):
+        return float(self.left == 0) - 0.1 * sum(result.failed for answer in self.answers for result in answer.results)
+
+    def close(self):
+        ENDS[id(self)] += 1
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    folder = scripted.untrained(tmp_path_factory.mktemp("model"), scripted.course("calculator"))
+    with open_trainer(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(trainer):
+    return trainer.get_tokenizer()
+
+
+def take(*counts):
+    return calls(*(("take", {"count": count}) for count in counts))
+
+
+def perform(trainer, start, *answers, **options):
+    """The sample of a conversation in which the model gives these answers."""
+    row = {"start": start}
+    tools = Countdown().reset(row) and []
+    lines = scripted.lines_of(trainer, [{"role": "user", "content": "x"}, *answers], tools)
+    return scripted.perform(trainer, run_environment(Countdown, **options), row, lines)
+
+
+def test_a_conversation_of_calls_and_text_is_one_row_with_everything_in_order(trainer):
+    sample = perform(trainer, 7, take(2), says("and now?"), take(1, 3), take(1))
+    shown = [(message["role"], message.get("content") or "") for message in sample.record.messages]
+    assert shown == [
+        ("user", "Count down from 7."),
+        ("assistant", ""),
+        ("tool", "5"),
+        ("assistant", "and now?"),
+        ("user", "5 left"),
+        ("assistant", ""),
+        ("tool", "4"),
+        ("tool", "1"),
+        ("assistant", ""),
+        ("tool", "0"),
+    ]
+    ids = [call["id"] for message in sample.record.messages for call in message.get("tool_calls") or []]
+    answered = [message["tool_call_id"] for message in sample.record.messages if message["role"] == "tool"]
+    assert answered == ids
+    assert len(set(ids)) == 4
+    assert len(sample.rows) == 1
+    assert scripted.rewarded(environment_reward(Countdown), sample.record) == 1.0
+
+
+def test_what_is_wrong_with_a_call_is_told_to_the_model(trainer):
+    sample = perform(trainer, 3, take(9), take("two"), take(3))
+    told = [message["content"] for message in sample.record.messages if message["role"] == "tool"]
+    assert told == ["error: 1 to 3", 'error: count must be of type integer, not "two"', "0"]
+    assert scripted.rewarded(environment_reward(Countdown), sample.record) == pytest.approx(0.8)
+
+
+def test_nobody_plays_longer_than_the_turn_limit(trainer):
+    sample = perform(trainer, 50, *[take(1)] * 3, max_turns=3)
+    assert len(sample.turns) == 3
+    assert [message["role"] for message in sample.record.messages][-1] == "tool"
+
+
+def test_a_tool_that_must_be_called_is_called(trainer):
+    # The model is untrained and free to say anything; the grammar leaves it only calls.
+    agent = run_environment(Countdown, max_turns=2, tool_choice="take", request={"temperature": 0.5})
+    sample = scripted.perform(trainer, agent, {"start": 50}, [])
+    assert all(len(message["tool_calls"]) >= 1 for message in sample.record.messages if message["role"] == "assistant")
+
+
+def test_a_conversation_that_outgrows_the_model_ends(trainer):
+    runner = AgentRunner(
+        run_environment(Countdown, max_turns=50), LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=120, retries=0
+    )
+    sampling = SamplingParams(max_new_tokens=20, max_context_len=200, ignore_eos=True)
+    with trainer.rollout_session(sampling_params=sampling, max_running_prompts=2, proxy=True) as ctx:
+        collected = runner.collect(ctx, AgentBatch([{"start": 900}], [""], [[1]], 2))
+    assert not collected.errors
+    for sample in collected.samples:
+        assert 1 < len(sample.turns) < 20
+        assert sample.longest <= 200
+
+
+def test_a_sample_that_fails_leaves_the_others_alone_and_everything_is_closed(trainer):
+    class Failing(Countdown):
+        def reset(self, record):
+            super().reset(record)
+            return record["prompt"]
+
+        def step(self, answer):
+            if self.left == 13:
+                raise RuntimeError("crashed")
+            return None
+
+    ENDS.clear()
+    rows = [{"start": start, "prompt": f"Count down from {start}."} for start in (3, 13, 4)]
+    runner = AgentRunner(run_environment(Failing), LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=120, retries=1)
+    with trainer.rollout_session(
+        sampling_params=SamplingParams(max_new_tokens=4), max_running_prompts=4, proxy=True
+    ) as ctx:
+        collected = runner.collect(ctx, AgentBatch(rows, [""] * 3, [[1]] * 3, 2))
+    assert [(s.item.prompt_index, s.item.sample_index) for s in collected.samples] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert set(collected.errors) == {(1, 0), (1, 1)}
+    assert all("crashed" in error for error in collected.errors.values())
+    assert collected.rerun == 2  # those that failed, alone
+    assert sorted(ENDS.values()) == [1] * 8  # six, and two once more
+
+
+def ask_server(trainer, start, max_turns=8, **sampling):
+    """Through the server of ``areno serve``, as for an evaluation."""
+
+    async def play():
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+            return await converse(Countdown(), {"start": start}, client, max_turns=max_turns, request=sampling)
+
+    with ServerThread(Service(ServingConfig(model_name="policy"), trainer.backend.engine)) as server:
+        return asyncio.run(play())
+
+
+def test_any_openai_server_will_do(trainer):
+    played = ask_server(trainer, 50, max_turns=2, max_tokens=6, temperature=0)
+    assert played.ending == "turn limit"
+    assert [sent for sent, _ in played.turns] == [1, 3]
+    assert [message["role"] for message in played.messages] == ["user", "assistant", "user"] * 1 + ["assistant", "user"]
+
+
+def test_a_server_that_finds_the_conversation_too_long_ends_it(trainer):
+    context = trainer.backend.engine.actor.model.context_length
+    played = ask_server(trainer, 50, max_tokens=context // 2, extra_body={"ignore_eos": True})
+    assert played.ending == "too long"
+    assert 1 <= len(played.turns) <= 3
+
+
+def test_thinking_is_not_part_of_what_was_said():
+    game = Countdown()
+    said = "<think>stop?\nno</think> go <think>never ends"
+    asyncio.run(replay(game, {"start": 5}, [says(said), says("stop")]))
+    assert [answer.text for answer in game.answers] == ["go", "stop"]
+
+
+def test_an_empty_text_after_no_call_is_a_mistake_of_the_environment():
+    class Silent(Countdown):
+        def step(self, answer):
+            return ""
+
+    with pytest.raises(UsageError, match=r"Silent\.step returned an empty text"):
+        asyncio.run(replay(Silent(), {"start": 5}, [says("hm")]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=8))
+def test_a_replay_ends_where_the_game_ended(start, moves):
+    answers = iter([take(*counts) if counts else says("next") for counts in moves] + [says("stop")])
+    game, again = Countdown(), Countdown()
+    messages, _ = asyncio.run(demonstrate(game, {"start": start}, lambda _: next(answers), max_turns=99))
+    asyncio.run(replay(again, {"start": start}, messages))
+    assert (again.left, again.taken, again.reward()) == (game.left, game.taken, game.reward())
+    assert [message for message in messages if message["role"] == "tool"] == [
+        result.message() for answer in again.answers for result in answer.results
+    ]
+
+
+def test_opening_answers_of_an_environment_are_not_replayed():
+    class WithExample(Countdown):
+        def reset(self, record):
+            opening = super().reset(record)
+            return [{"role": "user", "content": "From 1."}, take(1), {"role": "user", "content": opening}]
+
+    game = WithExample()
+    messages, _ = asyncio.run(demonstrate(game, {"start": 2}, lambda _: take(2)))
+    assert (game.taken, len([m for m in messages if m["role"] == "assistant"])) == ([2], 2)
+    record = RewardRecord(messages=messages, source_record={"start": 2})
+    assert asyncio.run(environment_reward(WithExample)(record)) == 1.0
+
+
+def test_demonstrations_are_what_the_template_makes_of_the_conversation(tokenizer):
+    answers = iter([take(2), says("and now?"), take(1, 2)])
+    messages, tools = asyncio.run(demonstrate(Countdown(), {"start": 5}, lambda _: next(answers)))
+    rows = demonstration_rows(tokenizer, messages, tools)
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert len(rows) == 3
+    for row in rows:
+        assert whole.startswith(row["prompt"] + row["response"] + tokenizer.eos_token)
+    assert rows[1]["response"] == "and now?"
+    assert [row["response"].count("<tool_call>") for row in rows] == [1, 0, 2]
+
+
+def test_a_template_that_rewrites_the_conversation_cannot_be_demonstrated(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    forgetful = load_tokenizer(str(tmp_path))
+    forgetful.chat_template = "{{ messages | length }}{{ messages[-1].content }}{{ '>' if add_generation_prompt }}"
+    with pytest.raises(UsageError, match="rewrites the messages before message 1"):
+        demonstration_rows(forgetful, [{"role": "user", "content": "a"}, says("b")], [])
+
+
+def draw(rng: random.Random, *, hard: bool = False):
+    return {"start": rng.randrange(100, 999) if hard else rng.randrange(10)}
+
+
+def test_generated_files_depend_on_their_seed_alone_and_longer_ones_go_on(tmp_path, capsys):
+    def rows(*options):
+        generate_records(draw, {"hard": "larger numbers"}, ["--output", str(tmp_path / "deep" / "rows"), *options])
+        return [json.loads(line) for line in (tmp_path / "deep" / "rows").read_text().splitlines()]
+
+    assert len(rows()) == 128
+    assert rows("--count", "5", "--seed", "1") == rows("--count", "9", "--seed", "1")[:5]
+    assert rows("--count", "30", "--seed", "1") != rows("--count", "30", "--seed", "2")
+    assert all(row["start"] >= 100 for row in rows("--hard"))
+    assert "128 records in" in capsys.readouterr().out
+
+
+def test_rows_that_are_not_of_the_environment_are_refused_with_their_keys():
+    assert environment_rows(Countdown, [{"start": 3, "more": 1}], "start") == [
+        {"start": 3, "more": 1, "prompt": "Count down from 3."}
+    ]
+    with pytest.raises(KeyError, match="a row needs `start`; this one has end, more"):
+        environment_rows(Countdown, [{"more": 1, "end": 2}], "start")

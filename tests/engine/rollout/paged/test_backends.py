@@ -1,0 +1,79 @@
+"""Which decode attention runs: candidates prove themselves on a small case."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from areno.engine.model.attention import LayerAttention
+from areno.engine.rollout.paged import backends
+from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend, gather_attention, why_not
+
+CPU = torch.device("cpu")
+
+
+def exact(layer, q, keys, values, table, positions):
+    """Row by row in float64."""
+    out = []
+    for row, position in enumerate(positions.tolist()):
+        first = 0 if layer.window is None else max(position + 1 - layer.window, 0)
+        k, v = (pool[table[row].long()].flatten(0, 1)[first : position + 1].double() for pool in (keys, values))
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("hd,nhd->hn", q[row].double(), k.repeat_interleave(group, 1)) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        mass = scores.exp()
+        total = mass.sum(-1, keepdim=True) + (layer.sinks.double().exp()[:, None] if layer.sinks is not None else 0)
+        out.append(torch.einsum("hn,nhd->hd", mass / total, v.repeat_interleave(group, 1)))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 5, 17])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}])
+def test_gathered_pages_give_exact_attention(window, extra):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(15, generator=generator).int().view(3, 5) + 1
+    keys, values = (torch.randn(16, 4, 2, 8, generator=generator) for _ in range(2))
+    q = torch.randn(3, 4, 8, generator=generator)
+    layer, positions = LayerAttention(0, 0.4, window=window, **extra), torch.tensor([0, 19, 10])
+    got = gather_attention(layer, q, keys, values, table, positions, 20)
+    assert torch.allclose(got.double(), exact(layer, q, keys, values, table, positions), atol=1e-6)
+
+
+def test_a_right_candidate_passes_and_a_wrong_one_is_named():
+    assert why_not(GATHER, CPU, torch.float32, 16) is None
+    wrong = Backend("wrong", lambda *arguments: 1.2 * gather_attention(*arguments), fixed_shape=True)
+    assert "differs by" in str(why_not(wrong, CPU, torch.float32, 16))
+    late = Backend("late", lambda la, q, k, v, t, p, c: gather_attention(la, q, k, v, t, p - 1, c), fixed_shape=True)
+    assert "differs by" in str(why_not(late, CPU, torch.float32, 16))
+
+    def raises(*arguments):
+        raise RuntimeError("page size 16 must be a multiple of 256")
+
+    assert why_not(Backend("none", raises, True), CPU, torch.float32, 16) == (
+        "RuntimeError: page size 16 must be a multiple of 256"
+    )
+
+
+def test_a_cpu_gathers_without_a_word(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert best_backend(CPU, torch.float32, 16) is GATHER
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fails", "chosen"), [((), "triton"), (("triton",), "varlen_attn"), (("triton", "varlen_attn"), "gather")]
+)
+def test_the_best_candidate_that_works_is_taken_and_the_last_resort_says_why(fails, chosen, monkeypatch, caplog):
+    """A GPU cannot be had here: the device is a stand-in, and so is the outcome of each trial."""
+    monkeypatch.setattr(backends, "why_not", lambda b, *_: "it is broken" if b.name in fails else None)
+    gpu = SimpleNamespace(type="cuda")
+    assert best_backend.__wrapped__(gpu, torch.bfloat16, 16).name == chosen
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    expected = (
+        "decode attention gathers its pages, which is slow, because triton: it is broken; varlen_attn: it is broken"
+    )
+    assert warnings == ([expected] if chosen == "gather" else [])

@@ -1,0 +1,77 @@
+"""The Triton kernel: right in Triton's interpreter, and translated to machine code for real GPUs; neither needs one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[4]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+COMPILE = """
+import sys
+import areno
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from areno.engine.rollout.paged import kernel
+
+def translate(function, constants, arch, pointers):
+    names = function.arg_names
+    kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    values = {(names.index(n),): value for n, value in constants.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in kinds.items() if kind[0] == "*" or kind == "i32"}
+    source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32))
+
+half = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sink_ptr", "out_ptr"), "*bf16")
+pointers = half | {"table_ptr": "*i32", "length_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
+pointers |= {"scale": "fp32", "softcap": "fp32"}
+shape = dict(HEADS=16, V_SIZE=128, SINKS=True, BLOCK_V=128)
+for arch, parts in ((80, 1), (90, 8)):
+    whole = shape | dict(GROUP=2, K_SIZE=128, PAGE=16, PARTS=parts, WINDOWED=True, CAPPED=True)
+    whole |= dict(BLOCK_G=16, BLOCK_N=64, BLOCK_K=128)
+    made = translate(kernel._attend, whole, arch, pointers)
+    assert "mma.sync" in made.asm["ptx"], "no tensor cores"
+    assert "ld.global.v4" in made.asm["ptx"] or "cp.async" in made.asm["ptx"], "loads of single numbers"
+    assert "ld.local" not in made.asm["ptx"], "registers spill"
+    assert made.metadata.shared < 100_000
+    assert made.asm["cubin"]
+    assert translate(kernel._join, shape | dict(PARTS=8), arch, pointers).asm["cubin"]
+# The context is split only where a GPU of 132 processors would idle, and not into crumbs.
+sizes = ((2048, 4096), (8, 4096), (8, 300), (64, 9000))
+assert [kernel.choose_parts(*size, 132) for size in sizes] == [1, 16, 2, 8]
+print("translated")
+"""
+
+
+def run(command, tmp_path, **environment):
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(REPO),
+        **environment,
+    }
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=REPO)
+
+
+def test_the_kernel_equals_attention_in_float64(tmp_path):
+    """Every feature alone and together, grouped, single and odd heads, one part and several; rows without a context too."""
+    script = REPO / "benchmarks" / "gpu" / "kernel.py"
+    done = run([sys.executable, str(script), str(tmp_path), "--device", "cpu", "--tiny"], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    checks = json.loads((tmp_path / "kernel.json").read_text())["checks"]
+    assert len(checks) == 12
+    assert all(check["ok"] for check in checks)
+
+
+def test_the_kernel_is_translated_to_good_machine_code(tmp_path):
+    done = run([sys.executable, "-c", COMPILE], tmp_path)
+    assert done.stdout.endswith("translated\n"), done.stderr[-3000:]

@@ -1,0 +1,116 @@
+"""Examples on the stage: their agents talk to a real session, whose model says what an expert, or a fool, would say."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areno.api.agentic.demonstrations import Course, Message, demonstrate, demonstration_rows
+from areno.config.hooks import load_hook
+from areno.types import RewardRecord
+
+if TYPE_CHECKING:  # rules and rewards are tested without the engine, which takes seconds to import
+    from areno import Trainer
+    from areno.api.agentic import AgentSample
+
+FOLDER = Path(__file__).parents[2] / "examples" / "agentic"
+NAMES = ("tictactoe", "duelgrid", "shopping", "coding", "calculator")
+
+
+def module(path: Path) -> Any:
+    """A program of the examples as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def course(name: str, variable: str = "EXPERT") -> Course:
+    """What an example's expert demonstrates."""
+    return getattr(module(FOLDER / name / "expert.py"), variable)
+
+
+def agent(name: str, function: str = "run_agent") -> Any:
+    """The agent, loaded as ``--agent-fn`` does."""
+    spec = f"{FOLDER / name / 'run_agent.py'}:{function}"
+    return load_hook(spec, option="--agent-fn", default_name="run_agent", positional=2, signature="ctx, batch")
+
+
+def reward(name: str, function: str = "reward_fn") -> Any:
+    """The reward function, loaded as ``--reward-fn-path`` does."""
+    spec = f"{FOLDER / name / 'reward.py'}:{function}"
+    return load_hook(spec, option="--reward-fn-path", default_name="reward_fn", positional=1, signature="record")
+
+
+def rewarded(function: Any, record: RewardRecord) -> float:
+    return asyncio.run(function(record))
+
+
+def replayed(function: Any, data_row: dict[str, Any], messages: Sequence[Message]) -> float:
+    """The reward of a conversation that nobody has had."""
+    return rewarded(function, RewardRecord(messages=list(messages), source_record=data_row))
+
+
+def played(found: Course, seed: int) -> tuple[dict[str, Any], list[Message], list[dict[str, Any]]]:
+    """A data row, the expert's conversation about it, and the tools."""
+    row, environment = found.draw(random.Random(seed)), found.make()
+    messages, tools = asyncio.run(demonstrate(environment, row, found.expert, max_turns=found.max_turns))
+    return dict(row), messages, tools
+
+
+def perform(
+    trainer: Trainer, function: Any, row: dict[str, Any], lines: Sequence[str], max_new_tokens: int = 400
+) -> AgentSample:
+    """Let an agent work on one row, while the model says the lines, one an answer."""
+    from areno import SamplingParams
+    from areno.api.agentic import AgentBatch, LossMaskPolicy
+    from areno.api.agentic.collect import AgentRunner
+    from tests.agentic.stage import Script
+
+    tokenizer = trainer.get_tokenizer()
+    engine = trainer.backend.engine
+    script, submit = Script(engine), engine.submit
+    for line in lines:
+        script.lines.append([*tokenizer(line, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    runner = AgentRunner(function, LossMaskPolicy(), tokenizer, timeout_s=300, retries=0)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    try:
+        with trainer.rollout_session(sampling_params=sampling, max_running_prompts=1, proxy=True) as ctx:
+            collected = runner.collect(ctx, AgentBatch([row], [""], [[1]], 1))
+    finally:
+        assert engine.submit is submit
+        del engine.submit
+    assert not collected.errors, collected.errors
+    assert not script.lines, "the agent asked less often than there are lines"
+    return collected.samples[0]
+
+
+def lines_of(trainer: Trainer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[str]:
+    """What the model must say for the assistant's messages of a conversation."""
+    return [row["response"] for row in demonstration_rows(trainer.get_tokenizer(), messages, tools)]
+
+
+def untrained(folder: Path, found: Course) -> Path:
+    """The random model that a warm start begins with."""
+    module(FOLDER / "warm_start.py").write_start(folder, found, 6, 0)
+    return folder / "random"
+
+
+def plain(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
+    """Messages without what differs from run to run: ids of calls, and spaces in JSON."""
+    shown = []
+    for message in messages:
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        calls = [(function["name"], "".join(function["arguments"].split())) for function in functions]
+        shown.append((message["role"], (message.get("content") or "").strip(), calls))
+    return shown

@@ -1,0 +1,146 @@
+"""Every agentic example, the whole way: data, prompts, agent against the real session, and reward in agreement."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from areno.api.agentic.demonstrations import says
+from areno.api.datasets import load_training_dataset
+from areno.config.hooks import load_hook
+from areno.rewards import RewardRunner
+from areno.types import RewardRecord
+from tests.agentic.stage import open_trainer
+from tests.examples import scripted
+from tests.support.cli import areno, environment
+
+REPO = scripted.FOLDER.parents[1]
+GENERATED = [name for name in scripted.NAMES if name != "coding"]
+
+
+@pytest.fixture(params=scripted.NAMES)
+def name(request):
+    if request.param == "coding":
+        skip_without_sandbox()
+    return request.param
+
+
+def skip_without_sandbox():
+    sandbox = scripted.module(scripted.FOLDER / "coding" / "sandbox.py")
+    try:
+        sandbox.working_method()
+    except sandbox.NoSandboxError as error:
+        pytest.skip(str(error))
+
+
+def generate(name, output, *options):
+    program = scripted.FOLDER / name / "dataset_generator.py"
+    done = subprocess.run(
+        [sys.executable, program, "--output", output, *map(str, options)],
+        **{"capture_output": True, "text": True, "timeout": 60, "env": environment()},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def load(name, path):
+    spec = str(scripted.FOLDER / name / "dataset_loader.py")
+    options = {"positional": 1, "signature": "dataset_path", "keywords": ("default_loader",)}
+    hook = load_hook(spec, option="--dataset-loader-fn", default_name="load_training_dataset", **options)
+    return load_training_dataset(str(path), hook)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_equal_seeds_give_equal_files_and_rows_differ(name, tmp_path):
+    one = generate(name, tmp_path / "a.jsonl", "--count", 12, "--seed", 5)
+    assert one[:8] == generate(name, tmp_path / "b.jsonl", "--count", 8, "--seed", 5)
+    assert one != generate(name, tmp_path / "c.jsonl", "--count", 12, "--seed", 6)
+    assert len({json.dumps(row) for row in one}) == 12
+
+
+def test_the_loader_gives_the_prompt_that_the_agent_begins_with(name, tmp_path):
+    found = scripted.course(name)
+    rows = [dict(found.draw(random.Random(seed))) for seed in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load(name, path)
+    assert [row["prompt"] for row in loaded] == [found.make().reset(row) for row in rows]
+    # The rows of a file have gone through Arrow, which must not have changed what the environment reads.
+    assert [found.make().reset(row) for row in loaded] == [found.make().reset(row) for row in rows]
+
+
+def test_agent_and_reward_agree_with_the_environment(name, tmp_path):
+    found = scripted.course(name)
+    with open_trainer(scripted.untrained(tmp_path, found)) as trainer:
+        for seed in (1, 2):
+            row, messages, tools = scripted.played(found, seed)
+            sample = scripted.perform(trainer, scripted.agent(name), row, scripted.lines_of(trainer, messages, tools))
+            own_words = [message for message in sample.record.messages if message["role"] == "assistant"]
+            experts = [message for message in messages if message["role"] == "assistant"]
+            assert scripted.plain(own_words) == scripted.plain(experts)
+            if name != "coding":  # whose test runs show times
+                assert scripted.plain(sample.record.messages) == scripted.plain(messages)
+            assert len(sample.rows) == 1, "one conversation is one row"
+            value = scripted.rewarded(scripted.reward(name), sample.record)
+            assert value == scripted.replayed(scripted.reward(name), row, messages)
+            assert value >= 0.8 or name == "duelgrid"
+
+
+def test_saying_nothing_useful_is_worth_least(name):
+    found = scripted.course(name)
+    row = dict(found.draw(random.Random(3)))
+    # A duel goes on when the model says nothing, and is lost.
+    value = scripted.replayed(scripted.reward(name), row, [says("I do not know.")] * 12)
+    assert value == -1.0 or (name == "duelgrid" and value < -2)
+
+
+def test_the_reward_runs_in_its_worker_process(name):
+    found = scripted.course(name)
+    row, messages, _ = scripted.played(found, 4)
+    records = [RewardRecord(messages=messages, source_record=row), RewardRecord(messages=[], source_record=row)]
+    with RewardRunner(path=str(scripted.FOLDER / name / "reward.py"), timeout_s=60, workers=1) as runner:
+        values = [outcome.value for outcome in runner.run(records)]
+    assert values == [scripted.rewarded(scripted.reward(name), record) for record in records]
+    assert values[0] > values[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", scripted.NAMES)
+def test_an_example_trains_on_a_cpu(name, tmp_path):
+    if name == "coding":
+        skip_without_sandbox()
+    found = scripted.course(name)
+    path = scripted.FOLDER / "coding" / "dataset.jsonl"
+    if name != "coding":
+        path = tmp_path / "rows.jsonl"
+        generate(name, path, "--count", 4)
+    model = tmp_path / "start" / "model"
+    begin = [
+        "--expert",
+        scripted.FOLDER / name / "expert.py",
+        "--output",
+        tmp_path / "start",
+        "--count",
+        12,
+        "--steps",
+        20,
+    ]
+    done = subprocess.run(
+        [sys.executable, scripted.FOLDER / "warm_start.py", *map(str, begin)],
+        **{"capture_output": True, "text": True, "timeout": 240, "env": environment()},
+    )
+    assert done.returncode == 0, done.stderr
+    assert found.max_turns
+    files = {"--dataset-loader-fn": "dataset_loader", "--reward-fn-path": "reward", "--agent-fn": "run_agent"}
+    done = areno(
+        *("train", "--algo", "gspo", "--ckpt", model, "--dataset-path", path, "--run-dir", tmp_path / "run"),
+        *(part for flag, file in files.items() for part in (flag, scripted.FOLDER / name / f"{file}.py")),
+        *("--batch-size", 2, "--n-samples", 2, "--max-steps", 1, "--max-new-tokens", 64, "--max-context-len", 1500),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["rollout/num_sequences"] == 4

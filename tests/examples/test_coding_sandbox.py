@@ -1,0 +1,316 @@
+"""The sandbox of the coding example, by every method that this machine has: what a command can do, and what it cannot."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "agentic" / "coding"
+sys.path.insert(0, str(FOLDER))
+
+import sandbox as module  # noqa: E402
+from sandbox import METHODS, Limits, NoSandboxError, Sandbox  # noqa: E402
+
+
+@pytest.fixture(params=METHODS)
+def box(request):
+    try:
+        return Sandbox(request.param)
+    except NoSandboxError as error:
+        pytest.skip(str(error))
+
+
+def run(box, program, files=None, given=""):
+    return asyncio.run(box.run(["python", "-c", program], files or {}, given))
+
+
+def test_some_method_works_here_or_the_rest_skips():
+    try:
+        assert Sandbox().method in METHODS
+    except NoSandboxError as error:
+        pytest.skip(str(error))
+
+
+def test_a_program_reads_its_files_and_input_and_writes_its_folder(box):
+    program = (
+        "import sys, pathlib; pathlib.Path('new').write_text('n'); "
+        "print(open('a/b.txt').read(), sys.stdin.read(), open('new').read())"
+    )
+    outcome = run(box, program, {"a/b.txt": "file"}, "input")
+    assert (outcome.code, outcome.output, outcome.stopped) == (0, "file input n\n", "")
+
+
+def test_exit_codes_and_both_streams_come_back(box):
+    outcome = run(box, "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)")
+    assert (outcome.code, outcome.output) == (3, "out\nerr\n")
+
+
+def test_nothing_outside_the_folder_can_be_written(box, tmp_path):
+    places = [
+        tmp_path,
+        Path("/tmp"),
+        Path("/var/tmp"),
+        Path.home(),
+        FOLDER,
+        Path("/usr"),
+        Path("/etc"),
+        Path("/dev/shm"),
+    ]
+    places = [str(place / "areno-escape") for place in places] + ["/areno-escape", "../areno-escape"]
+    program = f"""
+for place in {places!r}:
+    try:
+        open(place, "w").close()
+        print("WROTE", place)
+    except OSError:
+        pass
+print("done")
+"""
+    assert run(box, program).output == "done\n"
+    assert not [place for place in places[:-1] if os.path.exists(place)]
+
+
+def test_system_files_cannot_be_changed_or_removed(box):
+    program = f"""
+import os
+for change in (lambda p: os.chmod(p, 0o777), os.unlink, lambda p: os.truncate(p, 0), lambda p: os.rename(p, p + "x")):
+    for place in ("/usr/bin/env", "/bin/sh", {os.path.realpath(sys.executable)!r}):
+        try:
+            change(place)
+            print("CHANGED", place)
+        except OSError:
+            pass
+print("done")
+"""
+    before = os.stat("/usr/bin/env")
+    assert run(box, program).output == "done\n"
+    assert os.stat("/usr/bin/env").st_ino == before.st_ino
+
+
+def test_the_home_folder_and_other_files_cannot_be_read(box, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("SECRET")
+    secret.chmod(0o644)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)  # also another user could read it
+    program = f"""
+import os
+for place in ({str(secret)!r}, {str(FOLDER / "sandbox.py")!r}, "/etc/passwd", "/etc/shadow", "/proc/1/environ"):
+    try:
+        print("READ", place, open(place).read(6))
+    except OSError:
+        pass
+for place in ({str(Path.home())!r}, os.path.expanduser("~root"), "/home", "/tmp", {str(tmp_path)!r}):
+    try:
+        names = set(os.listdir(place)) - {{".pyenv"}}
+        names and print("LISTED", place, names)
+    except OSError:
+        pass
+print("done")
+"""
+    assert run(box, program).output == "done\n"
+
+
+def test_the_environment_of_the_caller_is_unknown(box, monkeypatch):
+    monkeypatch.setenv("ARENO_TEST_SECRET", "SECRET")
+    assert "SECRET" not in run(box, "import os; print(dict(os.environ))").output
+
+
+def test_there_is_no_network(box):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        program = f"""
+import socket
+def attempt(what):
+    try:
+        what()
+        print("REACHED")
+    except OSError:
+        pass
+attempt(lambda: socket.create_connection(("127.0.0.1", {port}), 2).send(b"x"))
+attempt(lambda: socket.create_connection(("1.1.1.1", 53), 2))
+attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {port})))
+attempt(lambda: socket.socket(socket.AF_UNIX).connect("/run/docker.sock"))
+attempt(lambda: socket.create_server(("0.0.0.0", 0)))
+attempt(lambda: socket.getaddrinfo("example.org", 80))
+print("done")
+"""
+        assert run(box, program).output == "done\n"
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_fork_bomb_ends_and_leaves_nothing(box):
+    program = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    began = time.monotonic()
+    outcome = run(Sandbox(box.method, Limits(seconds=1)), program)
+    assert outcome.stopped == "time"
+    assert time.monotonic() - began < 8
+    assert _commands_with("os.fork()") == []
+
+
+def test_processes_are_counted(box):
+    program = """
+import os, time
+made = 0
+try:
+    for _ in range(500):
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        made += 1
+except BlockingIOError:
+    pass
+print(made)
+"""
+    made = int(run(box, program).output)
+    assert 5 < made < 64
+
+
+def test_what_a_command_leaves_running_ends_with_it(box):
+    program = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.close(0); os.close(1); os.close(2)
+        time.sleep(31.7)
+    os._exit(0)
+print("left one")
+"""
+    assert run(box, program).output == "left one\n"
+    assert _commands_with("31.7") == []
+
+
+def test_ten_gigabytes_are_refused(box):
+    outcome = run(box, "try:\n    bytearray(10 * 2**30)\nexcept MemoryError:\n    print('refused')")
+    assert outcome.output == "refused\n"
+
+
+def test_many_processes_cannot_have_together_what_one_cannot(box):
+    # Each stays under its own limit.
+    program = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        kept = bytearray(60 * 2**20)
+        time.sleep(20)
+time.sleep(20)
+"""
+    outcome = run(Sandbox(box.method, Limits(memory_bytes=200 * 2**20)), program)
+    assert outcome.stopped == "memory"
+
+
+def test_endless_loops_are_ended(box):
+    began = time.monotonic()
+    outcome = run(Sandbox(box.method, Limits(seconds=1)), "print('begun', flush=True)\nwhile True: pass")
+    assert outcome.output == "begun\n"
+    assert outcome.stopped == "time" or outcome.code != 0  # the limit of CPU time may come first
+    assert time.monotonic() - began < 6
+
+
+def test_sleeping_and_ignoring_signals_do_not_help(box):
+    program = "import signal, time\nfor n in (1, 2, 15, 24): signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)"
+    began = time.monotonic()
+    assert run(Sandbox(box.method, Limits(seconds=1)), program).stopped == "time"
+    assert time.monotonic() - began < 6
+
+
+def test_files_and_the_folder_have_a_size(box):
+    big = "try:\n    open('f', 'wb').write(bytes(64 * 2**20))\nexcept OSError as error:\n    print(error.errno)"
+    assert run(box, f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{big}").output == "27\n"
+    many = "for n in range(1000):\n    open(f'{n}', 'wb').write(bytes(2**20))\nimport time; time.sleep(20)"
+    assert run(box, many).stopped == "disk"
+
+
+def test_output_is_cut(box):
+    outcome = run(box, "print('x' * 2**22)")
+    assert (outcome.code, len(outcome.output)) == (0, box.limits.output_bytes)
+
+
+def test_other_processes_cannot_be_killed_or_traced(box):
+    victim = subprocess.Popen(["sleep", "30"])
+    try:
+        program = f"""
+import os, ctypes
+for pid in ({victim.pid}, {os.getpid()}, os.getppid(), -1):
+    try:
+        os.kill(pid, 0 if pid == os.getppid() else {signal.SIGKILL:d})
+    except OSError:
+        pass
+print(ctypes.CDLL(None).ptrace(16, {victim.pid}, 0, 0))
+"""
+        run(box, program)
+        time.sleep(0.1)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_rights_cannot_be_won_back(box):
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(os.getuid() != 0, [libc.mount(b"none", b"/", None, 32, None), libc.unshare(0x10000000), libc.setuid(0)])
+header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+print(libc.capget(header, held), list(held))
+"""
+    assert run(box, program).output == f"True [-1, -1, -1]\n0 {[0] * 6}\n"
+
+
+def test_commands_run_side_by_side_and_know_nothing_of_each_other(box):
+    async def many():
+        program = "import os; print(sorted(os.listdir('.')))"
+        return await asyncio.gather(*(box.run(["python", "-c", program], {f"file{n}": ""}) for n in range(6)))
+
+    assert [outcome.output for outcome in asyncio.run(many())] == [f"['file{n}']\n" for n in range(6)]
+
+
+def test_a_run_that_is_cancelled_leaves_nothing(box, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+
+    async def cancelled():
+        running = asyncio.create_task(box.run(["python", "-c", "import time; time.sleep(32.3)"], {}))
+        await asyncio.sleep(0.5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    assert _commands_with("32.3") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_sandbox_nothing_runs(monkeypatch):
+    monkeypatch.setattr(module, "METHODS", ())
+    module.working_method.cache_clear()
+    try:
+        with pytest.raises(NoSandboxError, match=r"nothing is run.*Install bubblewrap"):
+            Sandbox()
+    finally:
+        module.working_method.cache_clear()
+
+
+def _commands_with(text):
+    """Processes, zombies left out, whose program has a text in it."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if text.encode() in command and int(entry) != os.getpid():
+            found.append(command)
+    return found
