@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areno.serving.errors import ApiError, unexpected
+from areno.serving.recording import KEY_PREFIX
 from areno.serving.service import Service
 
 # What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
@@ -17,9 +18,6 @@ _OPEN_PATHS = ("/health", "/ready")
 
 TAPE = "areno.tape"
 """Key of the ASGI scope under which a recorder's tape of the request stands."""
-
-KEY_PREFIX = "/samples/"
-"""Begins paths that carry an API key."""
 
 
 class Guard:

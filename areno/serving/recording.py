@@ -18,6 +18,9 @@ from areno.types import FinishReason, GeneratedToken, SamplingParams
 Render = Callable[[list[dict[str, Any]], bool], RenderedPrompt]
 """Renders messages with the request's tools and template variables; the second argument adds the generation prompt."""
 
+KEY_PREFIX = "/samples/"
+"""Begins paths that carry an API key."""
+
 Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 
 import openai
@@ -286,3 +287,18 @@ def test_rows_that_are_not_of_the_environment_are_refused_with_their_keys():
     ]
     with pytest.raises(KeyError, match="a row needs `start`; this one has end, more"):
         environment_rows(Countdown, [{"more": 1, "end": 2}], "start")
+
+
+def test_the_environment_of_the_documentation_plays():
+    text = (scripted.FOLDER.parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    program: dict = {"__name__": "doors"}
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], program)
+
+    def worth(*doors):
+        messages = [calls(("open_door", {"door": door})) for door in doors]
+        record = RewardRecord(messages=messages, source_record={"prize": "middle"})
+        return asyncio.run(program["reward_fn"](record))
+
+    assert [worth(), worth("middle"), worth("left", "middle"), worth("left", "right", "middle"), worth("up")] == [
+        *(0.0, 1.0, 0.5, 0.0, 0.0)
+    ]

@@ -35,6 +35,9 @@ OTHER_FLAGS = {
     "--all": "areno inspect",
     "--sample": "areno inspect",
     "--step": "areno inspect",
+    **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
+    **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py"),
+    **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     "--positive-weight": "the algorithm in CONTRIBUTING.md",
     "--batchsize": "a typing error, in docs/troubleshooting.md",
 }

@@ -10,7 +10,7 @@ from areno.api.agentic.data import AgentItem
 from areno.api.agentic.tape import AgentTape, TapeDeck, Turn
 from areno.api.agentic.trajectory import METADATA, AgentTrajectory, AgentTrajectoryTurn
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.serving.guard import KEY_PREFIX
+from areno.serving.recording import KEY_PREFIX
 from areno.types import SamplingParams
 
 _Place = tuple[int, int]

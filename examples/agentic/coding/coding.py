@@ -82,8 +82,8 @@ class Repair(Environment):
             raise ToolError(f"{path}: give a plain relative path, such as module.py")
         if len(content) > _MAX_FILE_CHARS:
             raise ToolError(f"{path}: at most {_MAX_FILE_CHARS} characters")
-        if any(path != other and PurePosixPath(path) in PurePosixPath(other).parents for other in self.files):
-            raise ToolError(f"{path} is a folder")
+        if any(_inside(path, other) or _inside(other, path) for other in self.files):
+            raise ToolError(f"{path}: a file cannot be a folder too")
         self.files[path] = content
         self.written.add(path)
         return f"wrote {len(content)} characters to {path}"
@@ -132,6 +132,10 @@ class Repair(Environment):
         if path not in self.files:
             raise ToolError(f"there is no file {path}; the files are {', '.join(sorted(self.files))}")
         return path
+
+
+def _inside(path: str, folder: str) -> bool:
+    return PurePosixPath(folder) in PurePosixPath(path).parents
 
 
 def _is_test(path: str) -> bool:
