@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from areno.api.agentic import lint_chat_template
@@ -50,3 +53,13 @@ def test_findings_say_what_will_happen():
 
 def test_without_thinking_nothing_is_said_about_it():
     assert lint_chat_template(tokenizer_of(FORMATS["thinking"]), disable_thinking=True) == []
+
+
+def test_training_without_agents_needs_no_server_packages():
+    code = (
+        "import sys\n"
+        "sys.modules['starlette'] = sys.modules['fastapi'] = sys.modules['uvicorn'] = None\n"
+        "import areno.api.trainers.policy_only, areno.api.agentic.collect, areno.api.agentic.lint\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
