@@ -6,6 +6,7 @@ import asyncio
 import threading
 from functools import partial
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,9 +112,12 @@ def test_async_sessions_and_rollouts_give_the_tokens_of_the_blocking_ones(tiny_c
         assert tokens_of(asyncio.run(main(first))) == tokens_of(blocking)
 
 
-def test_agent_sessions_are_refused_with_the_way_out(shared):
-    with pytest.raises(UsageError, match="pass proxy=False"):
-        shared.rollout_session(sampling_params=SAMPLING)
+def test_sessions_have_an_endpoint_unless_they_are_told_not_to(shared):
+    with shared.rollout_session(sampling_params=SAMPLING) as ctx:
+        assert httpx.get(f"{ctx.base_url}/models", headers={"Authorization": f"Bearer {ctx.api_key}"}).is_success
+        assert httpx.get(f"{ctx.base_url}/models").status_code == 401
+    with session(shared) as plain, pytest.raises(RuntimeError, match="open it with proxy=True"):
+        plain.get_base_url()
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

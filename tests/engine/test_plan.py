@@ -47,7 +47,7 @@ def test_tied_weights_are_counted_once(tmp_path):
 
 def test_the_cache_figure_is_tokens_times_what_a_token_really_takes(tiny_checkpoint):
     model = load_causal_lm(str(tiny_checkpoint), LoadOptions(dtype=torch.float32))
-    per_token = prove_decoding(model, str(tiny_checkpoint))
+    per_token = prove_decoding(model, str(tiny_checkpoint)).bytes_per_token
     run = options(tiny_checkpoint, batch_size=4, n_samples=2, max_prompt_tokens=50, max_new_tokens=30)
     assert estimate_memory(run).kv_cache == 8 * 80 * per_token
     assert estimate_memory(dataclasses.replace(run, max_running_prompts=3)).kv_cache == 3 * 80 * per_token

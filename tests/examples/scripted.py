@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import random
 import sys
@@ -22,8 +23,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "agentic"
 NAMES = ("tictactoe", "duelgrid", "shopping", "coding", "calculator")
 
 
+@functools.cache
 def module(path: Path) -> Any:
-    """A program of the examples as a module."""
+    """A program of the examples as a module; always the same one, so that its classes are."""
     spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

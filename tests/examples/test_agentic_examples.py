@@ -105,7 +105,7 @@ def test_the_reward_runs_in_its_worker_process(name):
     with RewardRunner(path=str(scripted.FOLDER / name / "reward.py"), timeout_s=60, workers=1) as runner:
         values = [outcome.value for outcome in runner.run(records)]
     assert values == [scripted.rewarded(scripted.reward(name), record) for record in records]
-    assert values[0] > values[1]
+    assert values[0] > values[1] or name == "duelgrid"  # whose expert may lose, which is worth less than no duel
 
 
 @pytest.mark.long

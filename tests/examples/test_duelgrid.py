@@ -194,7 +194,7 @@ def test_experts_win_more_than_fools():
     found = scripted.course("duelgrid")
 
     def mean(choose):
-        rows = [draw_record(random.Random(seed)) for seed in range(30)]
+        rows = [draw_record(random.Random(seed)) for seed in range(150)]
         values = []
         for row in rows:
             task = DuelGrid()
@@ -208,7 +208,8 @@ def test_experts_win_more_than_fools():
         call = found.expert(task)["tool_calls"][0]["function"]
         return json.loads(call["arguments"])["actions"]
 
-    assert mean(expert) > 0.2
+    # The script plays as well but for one turn in four; the first move is worth little.
+    assert mean(expert) > 0.3
     assert mean(lambda task: move("up")) < -1.5
 
 

@@ -183,11 +183,13 @@ def make_server(match: Match, port: int) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             """A command; JSON only, so that no other page can send one without the browser asking us first."""
             length = int(self.headers.get("Content-Length") or 0)
+            # Read before refusing: a socket closed on unread bytes resets the connection, and the answer is lost.
+            content = self.rfile.read(min(length, _MAX_BODY))
             if length > _MAX_BODY or self.headers.get_content_type() != "application/json":
                 self._send_json(400, {"error": "send a small JSON object"})
                 return
             try:
-                body = json.loads(self.rfile.read(length) or b"{}")
+                body = json.loads(content or b"{}")
             except ValueError:
                 body = None
             if isinstance(body, dict):
