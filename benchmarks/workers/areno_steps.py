@@ -6,13 +6,28 @@ import itertools
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 
 import areno  # noqa: F401  (before torch, as the command line does: it sets how OpenMP threads wait)
 
 
+def build_decode_step(model: str) -> None:
+    """Compile the decode step and keep it on disk, as a run does that generates for longer than a minute."""
+    import torch
+
+    from areno.engine.engine import Engine, EngineConfig
+
+    began = time.perf_counter()
+    Engine(model, EngineConfig(device=torch.device("cpu"), dtype=torch.float32, decode="compiled")).close()
+    print(json.dumps({"seconds": time.perf_counter() - began}))
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    if settings.get("build"):
+        build_decode_step(settings["model"])
+        return
     import torch
 
     from areno.api.run import run_training

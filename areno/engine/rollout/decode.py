@@ -97,7 +97,7 @@ class CompiledDecode:
             self._columns = torch.arange(2 * batch.columns)
         u = torch.zeros(rows, dtype=torch.float64)
         u[:live] = torch.from_numpy(uniforms(table.seeds, batch.counters))
-        self.threads.apply(rows, compiled=True)
+        self.threads.apply(rows)
         logits, tokens, logprobs = self.package(
             torch.tensor(batch.tokens + [0] * padding),
             torch.tensor(batch.positions + [0] * padding),

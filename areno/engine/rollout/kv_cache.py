@@ -247,9 +247,13 @@ class DecodePlan:
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
 
+    def write(self, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
+        """Append k, v [rows, heads, size] to the cache."""
+        self.tables.write(layer.layer, self._rows, self._write_at, k, v)
+
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
-        self.tables.write(layer.layer, self._rows, self._write_at, k, v)
+        self.write(layer, k, v)
         # Sizes are asked of shapes: len() would fix them in a traced step.
         keys, values = self.tables.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
         mask = self._mask(layer.window, q.dtype)

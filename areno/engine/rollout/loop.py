@@ -21,6 +21,7 @@ from torch import Tensor
 
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.native import release_workers
 from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch
@@ -96,6 +97,7 @@ class RolloutLoop:
         self._cancel = False
         self._cancellations = False
         self._thread: threading.Thread | None = None
+        release_workers()  # that loading the model has started
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class RolloutLoop:
             EngineError: the loop has died, or a request can never fit the KV budget.
         """
         groups = [self._group(request) for request in requests]
+        release_workers()  # of whoever asks, and will most likely wait
         with self._wake:
             if self._failure is not None:
                 raise EngineError(f"the rollout loop has died: {self._failure}") from self._failure
@@ -241,6 +244,7 @@ class RolloutLoop:
             self._busy = bool(self.scheduler.waiting or self.scheduler.held())
             if not self._busy:
                 self._threads.reset()
+                release_workers()
                 if self._progress is not None:
                     self._progress.idle()
                 self._wake.notify_all()

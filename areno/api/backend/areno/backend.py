@@ -13,6 +13,7 @@ import torch
 
 from areno.api.backend.base import ArenoConfig, Backend
 from areno.engine.engine import Engine, EngineConfig
+from areno.engine.native import release_workers
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
@@ -108,6 +109,7 @@ class ArenoBackend(Backend):
 
     def begin_rollout(self, max_running: int | None = None) -> None:
         """Start the rollout clock; ``max_running`` bounds the sequences decoded at once."""
+        release_workers()  # an agent may ask from other threads while this one waits
         now = time.perf_counter()
         self._rollout_began = now
         self._step_began = self._step_began or now

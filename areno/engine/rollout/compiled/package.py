@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.rollout.compiled import decode_attention
 from areno.engine.rollout.compiled.spec import StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.errors import EngineError
@@ -33,11 +34,13 @@ class StepPackage:
         self._step = DecodeStep(model, [layer.layer for layer in spec.layers])
         self._spec = spec
         try:
+            decode_attention.load()
             # The loader itself: torch._inductor would import its compiler, which takes seconds and is not needed here.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
             self._bind()
         except (RuntimeError, TypeError, OSError, AttributeError) as error:
-            raise EngineError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+            path.unlink(missing_ok=True)  # the next run builds it anew
+            raise EngineError(f"{path} could not be loaded and was removed: {str(error).splitlines()[0]}") from error
         self._prove()
 
     def __call__(self, *inputs: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +15,8 @@ from areno.cache_folder import cache_folder
 from areno.engine.model import attention, causal_lm, packed_model
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout import inverse_cdf, kv_cache
-from areno.engine.rollout.compiled import traced
+from areno.engine.rollout.compiled import decode_attention, traced
+from areno.engine.rollout.compiled.processor import processor
 
 CACHE_KIND = "decode_steps"
 # Entries of a configuration that say where a model came from, not what it computes.
@@ -73,18 +72,10 @@ class StepSpec:
         """Where its package lies, or will lie."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
-        digest = hashlib.sha256("\0".join([*parts, _processor()]).encode()).hexdigest()
+        # A step knows its attention kernel by name.
+        parts.append(decode_attention.path().name)
+        digest = hashlib.sha256("\0".join([*parts, processor()]).encode()).hexdigest()
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
 
 
-_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, packed_model)
-
-
-def _processor() -> str:
-    """Compiled code uses what this processor has, so a folder shared between machines must tell them apart."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return f"{platform.system()} {platform.machine()} {platform.processor()} {flags.group(1) if flags else ''}"
+_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, packed_model, decode_attention)

@@ -10,9 +10,23 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
+from areno.engine.model.attention import LayerAttention
 from areno.engine.model.causal_lm import CausalLM, scale_logits
 from areno.engine.rollout import inverse_cdf
+from areno.engine.rollout.compiled.decode_attention import decode_attention, takes
 from areno.engine.rollout.kv_cache import DecodePlan, KVTables
+
+
+class KernelPlan(DecodePlan):
+    """The plan of a step whose attention reads no more than each context."""
+
+    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k, v [rows, heads, size] to the cache and attend over it."""
+        if not takes(layer, q):
+            return super().attend(layer, q, k, v)
+        self.write(layer, k, v)
+        keys, values = self.tables.keys[layer.layer], self.tables.values[layer.layer]
+        return decode_attention(layer, q, keys, values, self.position_ids)
 
 
 class DecodeStep(nn.Module):
@@ -21,12 +35,14 @@ class DecodeStep(nn.Module):
     Args:
         model: its weights are the module's parameters.
         layers: indices of the layers that cache, in the order of ``keys`` and ``values``.
+        kernel: attend through :mod:`decode_attention` where it can.
     """
 
-    def __init__(self, model: CausalLM, layers: Seq[int]) -> None:
+    def __init__(self, model: CausalLM, layers: Seq[int], *, kernel: bool = False) -> None:
         super().__init__()
         self.module = model.module
         self.model, self.layers = model, list(layers)
+        self.plan = KernelPlan if kernel else DecodePlan
 
     def forward(
         self,
@@ -57,7 +73,7 @@ class DecodeStep(nn.Module):
             Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
         """
         tables = KVTables(dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)))
-        plan = DecodePlan(tables, positions, write_at, columns)
+        plan = self.plan(tables, positions, write_at, columns)
         logits = self.model.logits(self.model.body(tokens, positions, plan))
         return logits, *plain_draw(logits, temperatures, greedy, u)
 

@@ -1,0 +1,238 @@
+// Attention of one new token per row over a KV cache in slots, for CPUs.
+//
+// Each row reads the columns of its own context and no padding, so a batch of short and long contexts costs what they hold.
+// A row's result depends on that row alone. Built by decode_attention.py against PyTorch's stable ABI.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Sixteen floats; compilers make of them whatever the processor has.
+constexpr int LANES = 16;
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t WideBits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NarrowBits __attribute__((vector_size(2 * LANES)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(BFloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline void store(float x, float& to) { to = x; }
+
+inline void store(float x, BFloat16& to) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to.bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline Lanes load(const BFloat16* from) {
+  NarrowBits bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return Lanes(__builtin_convertvector(bits, WideBits) << 16);
+}
+
+// The sums of sixteen vectors, in order: each step adds neighbouring lanes of two of them and so halves their number.
+inline Lanes sums_of(const Lanes* x) {
+  Lanes a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i) {
+    const Lanes l = x[2 * i], r = x[2 * i + 1];
+    a[i] = __builtin_shufflevector(l, r, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(l, r, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const Lanes l = a[2 * i], r = a[2 * i + 1];
+    b[i] = __builtin_shufflevector(l, r, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(l, r, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Lanes l = b[2 * i], r = b[2 * i + 1];
+    c[i] = __builtin_shufflevector(l, r, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(l, r, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+// Keys or values of one head: n vectors, `stride` elements apart.
+template <typename T>
+struct Columns {
+  const T* first;
+  int64_t stride, n, size;
+
+  const T* at(int64_t c) const { return first + c * stride; }
+};
+
+template <typename T>
+float dot(const float* q, const T* key, int64_t size) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < size; ++d) sum += q[d] * widen(key[d]);
+  return sum;
+}
+
+// out[c] = q . keys[c], for vectors of SIZE numbers; 0 stands for any other size.
+template <typename T, int SIZE>
+void score(const float* q, const Columns<T>& keys, float* out) {
+  int64_t c = 0;
+  if constexpr (SIZE > 0) {
+    constexpr int PARTS = SIZE / LANES;
+    Lanes query[PARTS], products[LANES];
+    for (int p = 0; p < PARTS; ++p) query[p] = load(q + p * LANES);
+    for (; c + LANES <= keys.n; c += LANES) {
+      for (int j = 0; j < LANES; ++j) {
+        const T* key = keys.at(c + j);
+        products[j] = query[0] * load(key);
+        for (int p = 1; p < PARTS; ++p) products[j] += query[p] * load(key + p * LANES);
+      }
+      const Lanes sums = sums_of(products);
+      std::memcpy(out + c, &sums, sizeof sums);
+    }
+  }
+  for (; c < keys.n; ++c) out[c] = dot(q, keys.at(c), keys.size);
+}
+
+// out = sum over c of weights[c] * values[c].
+template <typename T, int SIZE>
+void blend(const float* weights, const Columns<T>& values, float* out) {
+  if constexpr (SIZE > 0) {
+    constexpr int PARTS = SIZE / LANES;
+    Lanes even[PARTS] = {}, odd[PARTS] = {};  // two chains of additions overlap
+    int64_t c = 0;
+    for (; c + 2 <= values.n; c += 2) {
+      for (int p = 0; p < PARTS; ++p) {
+        even[p] += weights[c] * load(values.at(c) + p * LANES);
+        odd[p] += weights[c + 1] * load(values.at(c + 1) + p * LANES);
+      }
+    }
+    for (int p = 0; p < PARTS; ++p) {
+      if (c < values.n) even[p] += weights[c] * load(values.at(c) + p * LANES);
+      const Lanes sums = even[p] + odd[p];
+      std::memcpy(out + p * LANES, &sums, sizeof sums);
+    }
+  } else {
+    for (int64_t d = 0; d < values.size; ++d) out[d] = 0;
+    for (int64_t c = 0; c < values.n; ++c) {
+      const T* value = values.at(c);
+#pragma omp simd
+      for (int64_t d = 0; d < values.size; ++d) out[d] += weights[c] * widen(value[d]);
+    }
+  }
+}
+
+// Scores to exp(scale * (score - largest score)); returns their sum.
+float exponentiate(float* scores, int64_t n, float scale) {
+  float largest = scores[0];
+#pragma omp simd reduction(max : largest)
+  for (int64_t c = 0; c < n; ++c) largest = scores[c] > largest ? scores[c] : largest;
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t c = 0; c < n; ++c) {
+    scores[c] = std::exp(scale * (scores[c] - largest));
+    total += scores[c];
+  }
+  return total;
+}
+
+template <typename T>
+using Pass = void (*)(const float*, const Columns<T>&, float*);
+
+template <typename T>
+struct Passes {
+  Pass<T> score, blend;
+};
+
+template <typename T>
+Passes<T> passes_of(int64_t size) {
+  switch (size) {
+    case 32: return {score<T, 32>, blend<T, 32>};
+    case 64: return {score<T, 64>, blend<T, 64>};
+    case 96: return {score<T, 96>, blend<T, 96>};
+    case 128: return {score<T, 128>, blend<T, 128>};
+    case 256: return {score<T, 256>, blend<T, 256>};
+    default: return {score<T, 0>, blend<T, 0>};
+  }
+}
+
+template <typename T>
+struct Table {
+  const T* data;
+  int64_t row, head, column, heads, size;
+
+  explicit Table(const Tensor& cache)
+      : data(static_cast<const T*>(cache.data_ptr())),
+        row(cache.stride(0)),
+        head(cache.stride(1)),
+        column(cache.stride(2)),
+        heads(cache.size(1)),
+        size(cache.size(3)) {}
+
+  Columns<T> columns(int64_t b, int64_t k, int64_t first, int64_t n) const {
+    return {data + b * row + k * head + first * column, column, n, size};
+  }
+};
+
+template <typename T>
+void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& positions, float scale,
+            int64_t window, const Tensor& out) {
+  const Table<T> key_table(keys), value_table(values);
+  const int64_t rows = q.size(0), heads = q.size(1), group = heads / key_table.heads;
+  const int64_t q_row = q.stride(0), q_head = q.stride(1);
+  const T* queries = static_cast<const T*>(q.data_ptr());
+  const int64_t* last = static_cast<const int64_t*>(positions.data_ptr());
+  T* result = static_cast<T*>(out.data_ptr());
+  const Pass<T> score_pass = passes_of<T>(key_table.size).score, blend_pass = passes_of<T>(value_table.size).blend;
+  torch::stable::parallel_for(0, rows * key_table.heads, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores, query(key_table.size), sum(value_table.size);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / key_table.heads, k = i % key_table.heads, stop = last[b] + 1;
+      const int64_t first = window > 0 && stop > window ? stop - window : 0, n = stop - first;
+      if (int64_t(scores.size()) < n) scores.resize(n);
+      for (int64_t h = k * group; h < (k + 1) * group; ++h) {
+        for (int64_t d = 0; d < key_table.size; ++d) query[d] = widen(queries[b * q_row + h * q_head + d]);
+        score_pass(query.data(), key_table.columns(b, k, first, n), scores.data());
+        const float total = exponentiate(scores.data(), n, scale);
+        blend_pass(scores.data(), value_table.columns(b, k, first, n), sum.data());
+        for (int64_t d = 0; d < value_table.size; ++d)
+          store(sum[d] / total, result[(b * heads + h) * value_table.size + d]);
+      }
+    }
+  });
+}
+
+Tensor decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, double scale, int64_t window) {
+  Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), values.size(3)});
+  if (q.scalar_type() == ScalarType::Float)
+    attend<float>(q, keys, values, positions, float(scale), window, out);
+  else
+    attend<BFloat16>(q, keys, values, positions, float(scale), window, out);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention)); }
