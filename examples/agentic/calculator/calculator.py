@@ -63,6 +63,15 @@ class Calculator(Environment):
     def calculate(self, left: int, operator: Operator, right: int) -> int:
         """The result of one operation."""
         self.calls += 1
+        return self.operate(left, operator, right)
+
+    @staticmethod
+    def operate(left: int, operator: Operator, right: int) -> int:
+        """The same without a problem.
+
+        Raises:
+            ToolError: a number is too large.
+        """
         if max(abs(left), abs(right)) > _LARGEST:
             raise ToolError(f"numbers may have {len(str(_LARGEST)) - 1} digits at most")
         return _DO[operator](left, right)

@@ -1,0 +1,35 @@
+"""Agents of other people's frameworks: each plays a problem over the real server, and is trained on what it said."""
+
+from __future__ import annotations
+
+import pytest
+
+from areno.config.hooks import load_hook
+from tests.agentic.stage import open_trainer
+from tests.examples import scripted
+
+FOLDER = scripted.FOLDER / "frameworks"
+AGENTS = {"openai_agents_sdk": "agents", "langchain_agent": "langchain_openai", "anthropic_messages": "anthropic"}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    folder = scripted.untrained(tmp_path_factory.mktemp("model"), scripted.course("calculator"))
+    with open_trainer(folder) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", list(AGENTS))
+def test_a_problem_is_solved_and_every_word_is_kept(name, trainer):
+    pytest.importorskip(AGENTS[name])
+    agent = load_hook(
+        str(FOLDER / f"{name}.py"), option="--agent-fn", default_name="run_agent", positional=2, signature="ctx, batch"
+    )
+    row, messages, tools = scripted.played(scripted.course("calculator"), 5)
+    sample = scripted.perform(trainer, agent, row, scripted.lines_of(trainer, messages, tools))
+    assert scripted.plain(sample.record.messages) == scripted.plain(messages)
+    assert sample.forks == []
+    [trained] = sample.rows
+    said = [token for turn in sample.turns for token in turn.tokens]
+    assert [token for token, own in zip(trained.tokens, trained.sampled, strict=True) if own] == said
+    assert scripted.rewarded(scripted.reward("calculator"), sample.record) == 1.0
