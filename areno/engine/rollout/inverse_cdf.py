@@ -29,15 +29,31 @@ def draw(weights: Tensor, sums: Tensor, u: Tensor) -> Tensor:
     Returns:
         Index [B] into the flattened blocks at which the running sum first exceeds u times the total.
     """
-    blocks, size = weights.shape[1:]
+    block, rest = draw_block(sums, u)
+    return draw_inside(take_block(weights, block), block, rest)
+
+
+def draw_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The first step: blocks [B] by their sums [B, blocks], and what of each target [B] is left inside of them."""
     running = sums.cumsum(-1)
     target = _below(u[:, None] * running[:, -1:], running[:, -1:])
-    block = torch.searchsorted(running, target, right=True).clamp(max=blocks - 1)
+    block = torch.searchsorted(running, target, right=True).clamp(max=sums.shape[1] - 1)
     before = running.gather(1, block) - sums.gather(1, block)
-    inside = weights.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0].double().cumsum(-1)
-    rest = _below(target - before, inside[:, -1:])
-    token = torch.searchsorted(inside, rest, right=True).clamp(max=size - 1)  # a row of NaN finds nothing
-    return (block * size + token)[:, 0]
+    return block[:, 0], (target - before)[:, 0]
+
+
+def draw_inside(weights: Tensor, block: Tensor, rest: Tensor) -> Tensor:
+    """The second: indices [B] of the tokens, from the weights [B, size] in their blocks."""
+    size = weights.shape[1]
+    inside = weights.double().cumsum(-1)
+    target = _below(rest[:, None], inside[:, -1:])
+    token = torch.searchsorted(inside, target, right=True).clamp(max=size - 1)  # a row of NaN finds nothing
+    return block * size + token[:, 0]
+
+
+def take_block(table: Tensor, block: Tensor) -> Tensor:
+    """One block [B, size] of each row of [B, blocks, size]."""
+    return table.gather(1, block[:, None, None].expand(-1, 1, table.shape[2]))[:, 0]
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:

@@ -88,14 +88,23 @@ def plain_draw(logits: Tensor, temperatures: Tensor, greedy: Tensor, u: Tensor) 
     vocab = scaled.shape[1]
     size = inverse_cdf.block_size(vocab)
     blocks = -(-vocab // size)
-    highest = scaled.amax(-1)
-    weights = nn.functional.pad(torch.exp(scaled - highest[:, None]), (0, blocks * size - vocab))
-    weights = weights.view(-1, blocks, size)
-    sums = weights.sum(-1).double()
+    # Neither the weights of all tokens nor a search over all of them: of each block only its largest logit and its sum.
+    table = nn.functional.pad(scaled, (0, blocks * size - vocab), value=-torch.inf).view(-1, blocks, size)
+    largest = table.amax(-1)
+    highest = largest.amax(-1)
+    sums = torch.exp(table - highest[:, None, None]).sum(-1).double()
     normaliser = highest + sums.sum(-1).log().to(highest.dtype)
-    drawn = inverse_cdf.draw(weights, sums, u).clamp(max=vocab - 1)
-    tokens = torch.where(greedy, scaled.argmax(-1), drawn)
+    block, rest = inverse_cdf.draw_block(sums, u)
+    weights = torch.exp(inverse_cdf.take_block(table, block) - highest[:, None])
+    drawn = inverse_cdf.draw_inside(weights, block, rest).clamp(max=vocab - 1)
+    tokens = torch.where(greedy, _most_likely(table, largest), drawn)
     return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normaliser
+
+
+def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
+    """The first largest of each row of [B, blocks, size], given the largest of each block."""
+    block = largest.argmax(-1)
+    return block * table.shape[2] + inverse_cdf.take_block(table, block).argmax(-1)
 
 
 def example_inputs(
