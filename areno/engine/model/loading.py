@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.linear import use_onednn
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
@@ -145,6 +146,7 @@ def _prepared(
     with torch.no_grad():
         expected = torch.cat([stock(ids[None])[0] for ids in probe]).float()
     wrap_recurrent_layers(module)
+    use_onednn(module)
     _use_areno_attention(module, name, attn_backend)
     model = wrap(module)
     _prove(model, ours, probe, expected, name)

@@ -50,6 +50,33 @@ class OptimizerConfig:
         return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
 
 
+@dataclass(frozen=True, slots=True)
+class GradientStats:
+    """What the gradient of an optimizer step is like, over all ranks.
+
+    Attributes:
+        norm: its L2 norm.
+        nonzero: entries that are not 0.
+        total: entries of the parameters that received a gradient.
+    """
+
+    norm: float
+    nonzero: int
+    total: int
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the train statistics."""
+        share = self.nonzero / self.total if self.total else 0.0
+        return {
+            "grad_norm": self.norm,
+            "grad_zero_count": float(self.total - self.nonzero),
+            "grad_nonzero_count": float(self.nonzero),
+            "grad_total_count": float(self.total),
+            "grad_zero_ratio": 1.0 - share if self.total else 0.0,
+            "grad_nonzero_ratio": share,
+        }
+
+
 class Optimizer(Protocol):
     """What a training step asks of an optimizer; sharded, low-bit and adapter optimizers implement the same."""
 
@@ -69,12 +96,16 @@ class Optimizer(Protocol):
         """Forget accumulated gradients."""
         ...
 
-    def gradients(self) -> list[Tensor]:
-        """Accumulated fp32 gradients, one per parameter that received any."""
+    def collect(self) -> GradientStats:
+        """Bring the gradient of the step together, from other ranks too, and look at it."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply the collected gradient."""
         ...
 
     def step(self) -> float:
-        """Apply the gradients; returns the learning rate that was used."""
+        """Apply the collected gradient; returns the learning rate that was used."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,6 +176,19 @@ class MasterAdamW:
         """Accumulated fp32 gradients, one per parameter that received any."""
         return [master.grad for master in self._masters if master.grad is not None]
 
+    @torch.no_grad()
+    def collect(self) -> GradientStats:
+        """Look at the accumulated gradient."""
+        gradients = self.gradients()
+        nonzero = sum(int(torch.count_nonzero(g)) for g in gradients)
+        return GradientStats(float(gradient_norm(gradients)), nonzero, sum(g.numel() for g in gradients))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the accumulated gradient."""
+        if gradients := self.gradients():
+            torch._foreach_mul_(gradients, factor)
+
     def named_gradients(self) -> dict[str, Tensor]:
         """The same by parameter name."""
         pairs = zip(self._names, self._masters, strict=True)
@@ -197,12 +241,6 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
 
-def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | None) -> float:
-    """Scale gradients in place so that their norm is at most ``max_norm``; returns the norm afterwards."""
-    if max_norm is None or not gradients:
-        return norm
-    factor = max_norm / (norm + 1e-6)
-    if factor >= 1.0:
-        return norm
-    torch._foreach_mul_(list(gradients), factor)
-    return norm * factor
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What to multiply a gradient of this norm by so that its norm is at most ``max_norm``."""
+    return 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.parallel.peers import Peers
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
-from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
+from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
@@ -70,7 +71,8 @@ class TrainStep:
     """
 
     model: PackedModel
-    optimizer: MasterAdamW
+    optimizer: Optimizer
+    peers: Peers = field(default_factory=Peers)
     activation_checkpointing: bool = True
     max_skipped: int = 5
     kind: ModelKind = "policy"
@@ -137,18 +139,17 @@ class TrainStep:
     def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         self.optimizer.zero_grad()
         stats = self.accumulate(rows, loss_fn, mini_bs)
-        gradients = self.optimizer.gradients()
-        norm = float(gradient_norm(gradients))
-        stats |= _zero_counts(gradients)
-        stats["grad_norm"] = norm
-        stats["update_skipped"] = float(not math.isfinite(norm) or not gradients)
-        if math.isfinite(norm) and gradients:
-            stats["grad_norm_clipped"] = clip_gradients(gradients, norm, self.optimizer.config.grad_clip_norm)
+        gradient = self.optimizer.collect()
+        usable = math.isfinite(gradient.norm) and gradient.total > 0
+        stats |= gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
+        if usable:
+            factor = clip_factor(gradient.norm, self.optimizer.config.grad_clip_norm)
+            if factor < 1.0:
+                self.optimizer.scale(factor)
+            stats["grad_norm_clipped"] = gradient.norm * factor
             stats["lr"] = self.optimizer.step()
-        else:
-            stats["grad_norm_clipped"], stats["lr"] = 0.0, 0.0
         self.optimizer.zero_grad()
-        self._watch(norm)
+        self._watch(gradient.norm)
         return stats
 
     def _watch(self, norm: float) -> None:
@@ -192,17 +193,3 @@ def _chunks(
             start, tokens = index, 0
         tokens += added
     yield rows[start:]
-
-
-@torch.no_grad()
-def _zero_counts(gradients: Sequence[Tensor]) -> dict[str, float]:
-    total = sum(g.numel() for g in gradients)
-    nonzero = sum(int(torch.count_nonzero(g)) for g in gradients)
-    share = nonzero / total if total else 0.0
-    return {
-        "grad_zero_count": float(total - nonzero),
-        "grad_nonzero_count": float(nonzero),
-        "grad_total_count": float(total),
-        "grad_zero_ratio": 1.0 - share if total else 0.0,
-        "grad_nonzero_ratio": share,
-    }

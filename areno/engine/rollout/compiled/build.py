@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.linear import use_onednn
 from areno.engine.rollout.compiled import decode_attention
 from areno.engine.rollout.compiled.spec import LayerShape, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
@@ -71,6 +72,7 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
         raise RuntimeError(f"the configuration makes a {type(module).__name__}, not a {spec.architecture}")
     module.to_empty(device="cpu")
     module.tie_weights()
+    use_onednn(module)
     return CausalLM(module.eval().requires_grad_(False))
 
 

@@ -12,7 +12,7 @@ import transformers
 
 from areno import __version__
 from areno.cache_folder import cache_folder
-from areno.engine.model import attention, causal_lm, packed_model
+from areno.engine.model import attention, causal_lm, linear, packed_model
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout import inverse_cdf, kv_cache
 from areno.engine.rollout.compiled import decode_attention, traced
@@ -78,4 +78,4 @@ class StepSpec:
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
 
 
-_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, packed_model, decode_attention)
+_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, decode_attention)

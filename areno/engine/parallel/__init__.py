@@ -1,0 +1,1 @@
+"""More than one device: worker processes, their groups, and what they share out."""

@@ -1,0 +1,46 @@
+"""Shares of equal weight: which rank trains or scores which rows."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Split items into shares whose sums differ little (Karmarkar and Karp 1982, the largest differencing method).
+
+    Each item begins as a tuple of shares, all but one of them empty. The two tuples with the largest differences are merged
+    over and over, heaviest share to lightest, until one is left. Equal input gives equal shares on every machine.
+
+    Args:
+        weights: of the items, not negative.
+        parts: number of shares, at least 1.
+
+    Returns:
+        Indices of each share's items, ascending; shares may be empty.
+    """
+    if parts == 1:
+        return [list(range(len(weights)))]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for index, weight in enumerate(weights):
+        alone: list[tuple[int, list[int]]] = [(weight, [index])] + [(0, []) for _ in range(parts - 1)]
+        heapq.heappush(heap, (-weight, index, alone))
+    while len(heap) > 1:
+        _, order, left = heapq.heappop(heap)
+        right = heapq.heappop(heap)[2]
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
+        merged.sort(key=lambda share: (-share[0], share[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+    found = [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+    return [sorted(items) for items in found]
+
+
+def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
+    """Split rows by their tokens; ``together`` neighbouring rows (a pair) are never parted.
+
+    Returns:
+        Row indices of each share, in order.
+    """
+    blocks = range(0, len(lengths), together)
+    found = shares([sum(lengths[start : start + together]) for start in blocks], parts)
+    return [[blocks[block] + row for block in share for row in range(together)] for share in found]

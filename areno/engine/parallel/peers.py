@@ -1,0 +1,271 @@
+"""Who else works on the same model: the layout of ranks, and what they say to each other.
+
+Ranks form a grid of ``dp_size`` replicas with ``tp_size`` ranks each; rank = replica * tp_size + place in the replica. The
+default process group of a rank is its replica, so that whatever shards a model over "the world" shards it over the
+replica. The groups across replicas are process groups of their own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areno.errors import UsageError
+
+# Ranks wait for each other as long as it takes: whoever watches the processes knows better when one is stuck.
+_PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many replicas of the model there are, and over how many ranks each is spread."""
+
+    dp_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_size * self.tp_size
+
+    def leaders(self) -> list[int]:
+        """First rank of each replica."""
+        return [replica * self.tp_size for replica in range(self.dp_size)]
+
+    @classmethod
+    def of(cls, world_size: int, tp_size: int, dp_size: int | None) -> Layout:
+        """Make a layout.
+
+        Raises:
+            UsageError: the three sizes do not fit each other.
+        """
+        for name, value in (("world_size", world_size), ("tp_size", tp_size), ("dp_size", dp_size)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: use at least 1")
+        if world_size % tp_size:
+            raise UsageError(
+                f"world_size={world_size} is not divisible by tp_size={tp_size}; use a tp_size that divides it"
+            )
+        if dp_size is not None and dp_size * tp_size != world_size:
+            raise UsageError(
+                f"dp_size={dp_size} times tp_size={tp_size} is not world_size={world_size}; leave dp_size out, or use "
+                f"dp_size={world_size // tp_size}"
+            )
+        return cls(world_size // tp_size, tp_size)
+
+
+class Channel(Protocol):
+    """Talk among the ranks of one group; every rank of it makes the same calls in the same order."""
+
+    size: int
+    rank: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up over the ranks, in place."""
+        ...
+
+    def smallest(self, value: int) -> int:
+        """Least of the ranks' numbers."""
+        ...
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says, in the order of ranks; any picklable object."""
+        ...
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 says."""
+        ...
+
+    def sum_part(self, values: Tensor) -> Tensor:
+        """Add up values [size * n] over the ranks, and return this rank's n of them."""
+        ...
+
+    def join(self, part: Tensor) -> Tensor:
+        """Put the ranks' parts [n] together: [size * n]."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    size, rank = 1, 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The same values."""
+        return values
+
+    def smallest(self, value: int) -> int:
+        """The same number."""
+        return value
+
+    def everyone(self, value: Any) -> list[Any]:
+        """A list of one."""
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        """The same object."""
+        return value
+
+    def sum_part(self, values: Tensor) -> Tensor:
+        """The same values."""
+        return values
+
+    def join(self, part: Tensor) -> Tensor:
+        """The same part."""
+        return part
+
+
+class Group:
+    """A group of several ranks.
+
+    Args:
+        process_group: connects them.
+        device: where objects travel from and to; CPU for gloo, the rank's GPU for NCCL.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.size, self.rank = process_group.size(), process_group.rank()
+        self._group, self._device = process_group, device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up over the ranks, in place."""
+        self._group.allreduce([values]).wait()
+        return values
+
+    def smallest(self, value: int) -> int:
+        """Least of the ranks' numbers."""
+        found = torch.tensor([value], device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._group.allreduce([found], options).wait()
+        return int(found)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says: sizes first, then all texts padded to the longest."""
+        mine = self._encode(value)
+        sizes = self.join(torch.tensor([len(mine)], device=self._device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: len(mine)] = mine
+        texts = self.join(padded).view(self.size, -1)
+        return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 says."""
+        text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
+        size = torch.tensor([len(text)], device=self._device)
+        self._group.broadcast([size], dist.BroadcastOptions()).wait()
+        if self.rank:
+            text = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        self._group.broadcast([text], dist.BroadcastOptions()).wait()
+        return self._decode(text) if self.rank else value
+
+    def sum_part(self, values: Tensor) -> Tensor:
+        """Add up values [size * n] over the ranks, and return this rank's n of them."""
+        part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
+        self._group._reduce_scatter_base(part, values).wait()  # type: ignore[attr-defined]
+        return part
+
+    def join(self, part: Tensor) -> Tensor:
+        """Put the ranks' parts [n] together: [size * n]."""
+        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
+        self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
+        return whole
+
+    def _encode(self, value: Any) -> Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+
+    @staticmethod
+    def _decode(text: Tensor) -> Any:
+        return pickle.loads(text.cpu().numpy().tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """One rank's place, and its channels.
+
+    Attributes:
+        layout: of all ranks.
+        replica: which replica this rank belongs to.
+        place: which part of that replica it holds.
+        data: ranks that hold the same part of other replicas.
+        tensor: ranks that hold the other parts of this replica.
+        turns: the same ranks, on a line of their own for the rollout loop.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    replica: int = 0
+    place: int = 0
+    data: Channel = field(default_factory=Alone)
+    tensor: Channel = field(default_factory=Alone)
+    turns: Channel = field(default_factory=Alone)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is only this rank."""
+        return self.layout.world_size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its replica."""
+        return self.place == 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.leads and self.replica == 0
+
+    def smallest(self, value: int) -> int:
+        """Least number over all ranks."""
+        return self.data.smallest(self.tensor.smallest(value))
+
+
+def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Peers:
+    """Join the other ranks of a machine; returns when all have come.
+
+    Args:
+        layout: of all ranks.
+        rank: this one.
+        folder: private folder where ranks leave their addresses; no port is agreed on beforehand.
+        device: where this rank's model lives.
+    """
+    replica, place = divmod(rank, layout.tp_size)
+
+    def group(name: str, own: int, size: int) -> Channel:
+        if size == 1:
+            return Alone()
+        store = dist.PrefixStore(name, dist.FileStore(str(folder / name), size))
+        return Group(_process_group(store, own, size, device), device)
+
+    if layout.tp_size > 1:
+        store = dist.FileStore(str(folder / f"replica-{replica}"), layout.tp_size)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=place, world_size=layout.tp_size, timeout=_PATIENCE, device_id=_bound(device)
+        )
+    return Peers(
+        layout,
+        replica,
+        place,
+        data=group(f"data-{place}", replica, layout.dp_size),
+        tensor=group(f"tensor-{replica}", place, layout.tp_size),
+        turns=group(f"turns-{replica}", place, layout.tp_size),
+    )
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    return device if device.type == "cuda" else None
+
+
+def _process_group(store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)

@@ -1,0 +1,104 @@
+"""A model spread over the ranks of a replica, by its ``transformers`` plan; and its tensors as whole ones.
+
+Parameters that a plan shards are ``DTensor``s. Everything here also takes plain tensors, which every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from transformers import PretrainedConfig
+from transformers.distributed import DistributedConfig
+
+from areno.errors import UnsupportedModelError
+
+# A style that sums the accumulated gradient over the ranks after every backward pass: wrong from the second microbatch on.
+_SUMS_GRADIENT = "replicated_with_grad_allreduce"
+
+
+def distributed_config(config: PretrainedConfig, tp_size: int, option: str, path: str) -> DistributedConfig:
+    """How ``transformers`` is to spread a model.
+
+    Where a plan would sum gradients in a hook, the parameters are kept whole and :func:`partial_names` tells the optimizer
+    to sum them once.
+
+    Raises:
+        UnsupportedModelError: the architecture has no plan, or its heads do not divide.
+    """
+    text: Any = config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan:
+        raise UnsupportedModelError(
+            f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1, which "
+            "still trains on several devices: --world-size N keeps the model whole on each"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, name, None)
+        if heads and heads % tp_size:
+            fitting = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+            raise UnsupportedModelError(
+                f"--tp-size {tp_size}: {path} has {name} {heads}, which {tp_size} ranks cannot share; use "
+                f"{' or '.join(fitting)}"
+            )
+    whole = {f"model.{name}": "replicate" for name in _summed(plan)}
+    return DistributedConfig(tp_size=tp_size, tp_plan=whole or "auto")
+
+
+def _summed(plan: dict[str, str]) -> list[str]:
+    return [name for name, style in plan.items() if style == _SUMS_GRADIENT]
+
+
+def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
+    """Parameters that each rank holds whole but sees only a part of the gradient of (norms of single heads)."""
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    endings = [tuple(name.split(".")) for name in _summed(plan)]
+
+    def fits(name: str) -> bool:
+        module = name.split(".")[:-1]
+        return any(
+            len(module) >= len(ending)
+            and all(want in ("*", have) for want, have in zip(ending, module[-len(ending) :], strict=True))
+            for ending in endings
+        )
+
+    return {name for name in names if fits(name)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether each rank of the replica holds all of it."""
+    return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)
+
+
+def whole_of(part: Tensor, like: Tensor) -> Tensor:
+    """Put the parts of a tensor together that is spread as ``like`` is; every rank of the replica must call."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    ).full_tensor()
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that all ranks hold, spread as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def local_bytes(module: nn.Module) -> int:
+    """Bytes of this rank's parts of a module's parameters."""
+    return sum(local(p).numel() * p.element_size() for p in module.parameters())
+
+
+@torch.no_grad()
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters as whole tensors; every rank of the replica must call."""
+    return {name: whole_of(local(p), p).detach() for name, p in module.named_parameters()}

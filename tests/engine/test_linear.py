@@ -1,0 +1,78 @@
+"""Linear layers through oneDNN: the same function and gradients as PyTorch's, wherever they are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from areno.engine.model import linear
+from areno.engine.model.linear import OneDnnLinear, use_onednn
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+def twins(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(inputs + outputs)
+    ours, exact = nn.Linear(inputs, outputs, bias=bias), nn.Linear(inputs, outputs, bias=bias).double()
+    exact.load_state_dict(ours.state_dict())
+    ours.__class__ = OneDnnLinear
+    return ours, exact
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (700,), (2, 5, 90)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(40, 24), (128, 600), (33, 257)])
+def test_output_and_gradients_are_those_of_float64(inputs, outputs, shape, bias):
+    ours, exact = twins(inputs, outputs, bias)
+    x = torch.randn(*shape, inputs, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    weights = torch.randn(*shape, outputs)
+    got, expected = ours(x), exact(wide)
+    (got * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(ours.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_large_products_go_through_onednn_and_small_ones_do_not(monkeypatch):
+    seen = []
+    multiply = linear._multiply
+    monkeypatch.setattr(linear, "_multiply", lambda *a: seen.append(a[0].shape) or multiply(*a))
+    ours, _ = twins(256, 256, False)
+    ours(torch.randn(4, 256))
+    assert seen == []
+    ours(torch.randn(64, 256))
+    assert seen == [(64, 256)]
+
+
+def test_frozen_weights_get_no_gradient_but_pass_it_on():
+    ours, _ = twins(256, 256, True)
+    ours.requires_grad_(False)
+    x = torch.randn(64, 256, requires_grad=True)
+    ours(x).sum().backward()
+    assert x.grad is not None
+    assert ours.weight.grad is None
+
+
+def test_only_plain_fp32_layers_change(monkeypatch):
+    monkeypatch.setattr(linear, "preferred", lambda: True)
+
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Embedding(4, 4))
+    names = list(model.state_dict())
+    use_onednn(model)
+    assert [type(child) for child in model] == [OneDnnLinear, Own, nn.Linear, nn.Embedding]
+    assert isinstance(model[0], nn.Linear)
+    assert list(model.state_dict()) == names
+
+
+def test_other_processors_keep_what_pytorch_chooses(monkeypatch):
+    monkeypatch.setattr(linear, "preferred", lambda: False)
+    model = nn.Sequential(nn.Linear(4, 4))
+    use_onednn(model)
+    assert type(model[0]) is nn.Linear
