@@ -21,6 +21,7 @@ from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.native import keep_freed_memory
+from areno.engine.parallel.peers import Peers
 from areno.engine.plan.memory import default_kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
@@ -65,6 +66,7 @@ class EngineConfig:
         trust_remote_code: allow code that a checkpoint ships.
         dummy_load: random weights instead of the checkpoint's.
         decode_progress_interval_s: seconds between decode progress lines.
+        peers: other ranks that run an engine of the same configuration and get the same calls.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -82,6 +84,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     dummy_load: bool = False
     decode_progress_interval_s: float = 10.0
+    peers: Peers = field(default_factory=Peers)
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
         """How a checkpoint named by ``option`` is loaded."""
@@ -92,6 +95,7 @@ class EngineConfig:
             dummy=self.dummy_load,
             attn_backend=self.attn_backend,
             option=option,
+            peers=self.peers,
         )
 
 
@@ -129,22 +133,68 @@ class Engine:
                 f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "
                 "when a guess is wrong; use --speculate 0"
             )
-        budget = config.kv_cache_tokens or default_kv_tokens(config.device, cached.bytes_per_token)
-        prefixes = config.prefix_cache_tokens
+        budget = config.kv_cache_tokens or self._share_of_memory(cached.bytes_per_token)
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
         common: dict[str, Any] = {
             "eos_ids": self.eos_ids,
             "make_stop_text": lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
             "budget_tokens": budget,
             "max_running": config.max_running,
-            "progress": DecodeProgress(config.decode_progress_interval_s),
-            "prefix_tokens": budget // 4 if prefixes is None else prefixes,
+            "progress": self._progress(),
+            "prefix_tokens": budget // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
         }
+        if config.peers.layout.tp_size > 1:
+            from areno.engine.parallel.lockstep import FollowingLoop, LeadingLoop
+
+            kind = LeadingLoop if config.peers.leads else FollowingLoop
+            return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
             return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, speculate=config.speculate, **common)
         loop.decode.prepare()
         return loop
+
+    def _share_of_memory(self, bytes_per_token: int) -> int:
+        """KV tokens for which there is memory; ranks on CPUs share what there is, and all ranks take the same."""
+        peers = self.config.peers
+        ranks = peers.layout.world_size if self.config.device.type == "cpu" else 1
+        return peers.smallest(default_kv_tokens(self.config.device, bytes_per_token * ranks))
+
+    def _progress(self) -> DecodeProgress | None:
+        peers = self.config.peers
+        if not peers.leads:
+            return None
+        return DecodeProgress(self.config.decode_progress_interval_s, peers.replica, peers.layout.dp_size)
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the actor was made for, where its configuration says so."""
+        return self.actor.model.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the actor's logits."""
+        return int(self.actor.model.config.get_text_config().vocab_size)
+
+    def set_max_running(self, sequences: int | None) -> None:
+        """Decode no more sequences at once, on each replica; None is what was configured."""
+        self.loop.scheduler.max_running = sequences or self.config.max_running
+
+    def keep_contexts(self, wanted: bool) -> None:
+        """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
+        if self.config.prefix_cache_tokens == 0:
+            prefixes = self.loop.prefixes
+            prefixes.budget_tokens = self.loop.scheduler.budget_tokens // 4 if wanted else 0
+            if not wanted:
+                prefixes.clear()
+
+    def learning_rate(self, role: str) -> float:
+        """Rate of a role's next optimizer step."""
+        return self.role(role).trained_by().learning_rate
+
+    def set_learning_rate(self, role: str, value: float) -> None:
+        """Replace a role's schedule by a constant rate."""
+        self.role(role).trained_by().learning_rate = value
 
     @property
     def loop(self) -> RolloutLoop:
@@ -225,7 +275,7 @@ class Engine:
             return load_role(name, wanted.path, wanted.predicts, options, own, config.activation_checkpointing)
         for other in self.roles.values():
             if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
-                return Role(name, other.path, other.kind, other.model)
+                return Role(name, other.path, other.kind, other.model, peers=config.peers)
         return load_role(name, wanted.path, wanted.predicts, options, None, False)
 
     def _refuse_other_tokenizer(self, name: str, path: str) -> None:
@@ -309,7 +359,7 @@ class Engine:
         optimizer ``trainer_state/critic_optimizer.pt``.
         """
         target = checkpoint / STATE_FOLDER
-        target.mkdir(exist_ok=True)
+        target.mkdir(exist_ok=True)  # every rank may be the first to come
         for name, role in self.roles.items():
             if role.trainable:
                 role.save_optimizer(target / _optimizer_file(name))

@@ -6,7 +6,7 @@ A role scores fixed rows; one with an optimizer also trains. The actor is a role
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
+from areno.engine.parallel.peers import Peers
 from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError
@@ -39,14 +40,16 @@ class Role:
         model: the model; frozen roles of the same checkpoint share it.
         optimizer: None for a frozen role.
         activation_checkpointing: recompute layers in backward.
+        peers: ranks that hold the other parts and replicas.
     """
 
     name: str
     path: str
     kind: ModelKind
     model: PackedModel
-    optimizer: MasterAdamW | None = None
+    optimizer: Optimizer | None = None
     activation_checkpointing: bool = True
+    peers: Peers = field(default_factory=Peers)
     _step: TrainStep | None = None
 
     @property
@@ -54,7 +57,7 @@ class Role:
         """Whether the role has an optimizer."""
         return self.optimizer is not None
 
-    def trained_by(self) -> MasterAdamW:
+    def trained_by(self) -> Optimizer:
         """The optimizer.
 
         Raises:
@@ -69,7 +72,7 @@ class Role:
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
         if self._step is None:
-            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
+            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind, peers=self.peers)
         return self._step.run(rows, loss_fn, mini_bs, accumulation)
 
     def score_logprobs(
@@ -111,12 +114,16 @@ class Role:
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
-        module.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if self.peers.replica == 0:
+            module.save_pretrained(folder)  # the ranks of a replica put their parts together
+        if self.peers.first:
+            tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, file: Path) -> None:
         """Write the optimizer's state."""
-        torch.save(self.trained_by().state_dict(), file)
+        state = self.trained_by().state_dict()  # all ranks together
+        if self.peers.first:
+            torch.save(state, file)
 
     def load_optimizer(self, file: Path) -> None:
         """Continue with a saved optimizer; the weights are those that were saved with it.
@@ -158,5 +165,15 @@ def load_role(
         model = load_value_model(path, options, needs_head=optimizer is None)
     if optimizer is None:
         model.module.requires_grad_(False)
-        return Role(name, path, kind, model)
-    return Role(name, path, kind, model, MasterAdamW(model.parameters(), optimizer), checkpointing)
+        return Role(name, path, kind, model, peers=options.peers)
+    return Role(name, path, kind, model, _optimizer(model, optimizer, options.peers), checkpointing, options.peers)
+
+
+def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
+    if peers.alone:
+        return MasterAdamW(model.parameters(), config)
+    from areno.engine.parallel.sharding import partial_names
+    from areno.engine.train.sharded import ShardedAdamW
+
+    names = [name for name, _ in model.parameters()]
+    return ShardedAdamW(model.parameters(), config, peers, partial_names(model.config, names))

@@ -95,7 +95,7 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "areno",
     }
     if service.state == "ready":
-        entry["max_model_len"] = service.ready_model().engine.actor.model.context_length
+        entry["max_model_len"] = service.ready_model().engine.context_length
     return entry
 
 

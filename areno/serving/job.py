@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from areno.serving.errors import ApiError
 from areno.serving.schemas import GenerationBody
@@ -13,7 +13,6 @@ from areno.types import Request, SamplingParams, TokenConstraint
 
 if TYPE_CHECKING:
     from areno.engine.engine import Engine
-    from areno.engine.model.causal_lm import CausalLM
 
 # Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
 _GREEDY_BELOW = 1e-4
@@ -153,7 +152,7 @@ def check_text(text: str, param: str) -> None:
 
 def vocabulary_of(engine: Engine) -> int:
     """Width of the model's logits."""
-    return cast("CausalLM", engine.actor.model).vocab_size
+    return engine.vocab_size
 
 
 def _check_ids(param: str, ids: Sequence[int], vocabulary: int) -> None:
@@ -180,7 +179,7 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
 
 def _room(engine: Engine, prompt: int, prompt_field: str, context_limit: int | None) -> int:
     """Tokens that may follow a prompt."""
-    context = context_limit or engine.actor.model.context_length
+    context = context_limit or engine.context_length
     budget = engine.load().kv_tokens
     limit = min(context or budget, budget)
     if prompt >= limit:

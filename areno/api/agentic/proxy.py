@@ -30,7 +30,7 @@ class AgentProxy:
 
     def __init__(self, session: RolloutSession, engine: Engine) -> None:
         sampling = session.sampling_params
-        limits = [limit for limit in (sampling.max_context_len, engine.actor.model.context_length) if limit]
+        limits = [limit for limit in (sampling.max_context_len, engine.context_length) if limit]
         self.context_limit = min(limits, default=None)
         self._session = session
         self._deck = TapeDeck(engine.tokenizer, sampling, self.context_limit)
@@ -41,10 +41,8 @@ class AgentProxy:
             disable_thinking=session.disable_thinking,
             request_timeout_s=session.timeout_s,
         )
-        self._prefixes = engine.loop.prefixes
-        self._prefix_budget = self._prefixes.budget_tokens
-        # Turns begin with what the turn before has computed already.
-        self._prefixes.budget_tokens = self._prefix_budget or engine.load().kv_tokens // 4
+        self._engine = engine
+        engine.keep_contexts(True)  # turns begin with what the turn before has computed already
         self._server = ServerThread(Service(config, engine, self._deck))
 
     def context(self, seed: int) -> AgentContext:
@@ -55,6 +53,4 @@ class AgentProxy:
     def stop(self) -> None:
         """Cancel what runs, and end the server's thread."""
         self._server.stop()
-        self._prefixes.budget_tokens = self._prefix_budget
-        if not self._prefix_budget:
-            self._prefixes.clear()
+        self._engine.keep_contexts(False)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 # Below this much work MKL's smaller overhead wins. A traced step has no row count to look at: it goes by the weight.
@@ -26,7 +25,7 @@ def use_onednn(module: nn.Module) -> None:
     if not preferred():
         return
     for child in module.modules():
-        if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+        if type(child) is nn.Linear and type(child.weight) is nn.Parameter and _plain(child.weight):
             child.__class__ = OneDnnLinear
 
 
@@ -35,6 +34,10 @@ def preferred() -> bool:
     """Whether this processor has AVX-512, is not Intel's, and PyTorch has both libraries."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _made_by_intel()
+
+
+def _plain(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 def _made_by_intel() -> bool:
@@ -49,7 +52,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., C] to output [..., O]."""
-        if isinstance(self.weight, DTensor) or not self._large(input):
+        if not self._large(input):
             return linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):

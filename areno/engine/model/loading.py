@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from areno.engine.model.linear import use_onednn
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
+from areno.engine.parallel.peers import Peers
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.errors import UnsupportedModelError, UsageError
 
@@ -54,6 +55,7 @@ class LoadOptions:
         dummy: build the architecture with random weights and read only the configuration.
         attn_backend: ``flash`` uses PyTorch's fused attention, ``native`` writes the scores out.
         option: what an error message calls the place that named the checkpoint.
+        peers: ranks that the model is spread over.
     """
 
     dtype: torch.dtype
@@ -62,6 +64,7 @@ class LoadOptions:
     dummy: bool = False
     attn_backend: str = "flash"
     option: str = "--ckpt"
+    peers: Peers = field(default_factory=Peers)
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
@@ -160,6 +163,9 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
         more["trust_remote_code"] = options.trust_remote_code
     if not sys.stderr.isatty():
         disable_progress_bar()
+    tp_size = options.peers.layout.tp_size
+    if tp_size > 1:
+        more |= _spread(path, options, more.get("config"))
     if not options.dummy:
         module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
         _refuse_random_weights(report, options.option, path)
@@ -167,6 +173,17 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     config = more.pop("config", None)
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+
+
+def _spread(path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
+    """Arguments that make ``transformers`` load this rank's part."""
+    from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
+
+    tp_size = options.peers.layout.tp_size
+    if options.dummy:
+        raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    return {"distributed_config": distributed_config(config, tp_size, options.option, path)}
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:

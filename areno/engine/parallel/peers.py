@@ -7,12 +7,12 @@ replica. The groups across replicas are process groups of their own.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -143,7 +143,7 @@ class Group:
         """Least of the ranks' numbers."""
         found = torch.tensor([value], device=self._device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._group.allreduce([found], options).wait()
         return int(found)
 
@@ -169,7 +169,7 @@ class Group:
     def sum_part(self, values: Tensor) -> Tensor:
         """Add up values [size * n] over the ranks, and return this rank's n of them."""
         part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
-        self._group._reduce_scatter_base(part, values).wait()  # type: ignore[attr-defined]
+        self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
         return part
 
     def join(self, part: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ class Group:
         return whole
 
     def _encode(self, value: Any) -> Tensor:
-        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8).to(self._device)
 
     @staticmethod
     def _decode(text: Tensor) -> Any:
-        return pickle.loads(text.cpu().numpy().tobytes())
+        return cloudpickle.loads(text.cpu().numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,9 @@ def _bound(device: torch.device) -> torch.device | None:
 
 def _process_group(store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # only PyTorch for GPUs has it
+        options = nccl.Options()
         options._timeout = _PATIENCE
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
+        return nccl(store, rank, size, options)  # type: ignore[no-any-return]
+    gloo: Any = dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
+    return gloo  # type: ignore[no-any-return]

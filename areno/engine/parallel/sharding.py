@@ -72,6 +72,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_gradient(parameter: Tensor) -> Tensor:
+    """The gradient of this rank's part, also where backward has left that of the whole, or a sum still to be taken."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        return gradient.redistribute(placements=parameter.placements).to_local()
+    return local(gradient)
+
+
 def is_whole(tensor: Tensor) -> bool:
     """Whether each rank of the replica holds all of it."""
     return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)

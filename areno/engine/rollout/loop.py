@@ -31,7 +31,7 @@ from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, Sequence, StopText
+from areno.engine.rollout.sequence import Group, News, Sequence, StopText
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
@@ -233,15 +233,7 @@ class RolloutLoop:
     def _next_work(self) -> bool:
         """Take in new requests; sleeps while there is nothing to do. False means the loop shall end."""
         with self._wake:
-            self._accept()
-            if self._cancel:
-                self._cancel = False
-                self._abort([*self.scheduler.waiting, *self.scheduler.live()])
-            if self._cancellations:
-                self._cancellations = False
-                mine = [*self.scheduler.waiting, *self.scheduler.live()]
-                self._abort([sequence for sequence in mine if sequence.group.cancelled])
-            self._busy = bool(self.scheduler.waiting or self.scheduler.held())
+            self._apply(self._news())
             if not self._busy:
                 self._threads.reset()
                 release_workers()
@@ -250,14 +242,23 @@ class RolloutLoop:
                 self._wake.notify_all()
                 self._wake.wait_for(lambda: self._incoming or self._closing)
                 self.decode.refresh()
-                self._accept()
-                self._busy = bool(self.scheduler.waiting)
+                self._apply(self._news())
             return self._busy or not self._closing
 
-    def _accept(self) -> None:
-        for group in self._incoming:
+    def _news(self) -> News:
+        """What other threads have asked for since the last turn."""
+        cancelled = [group for group in self._open.values() if group.cancelled] if self._cancellations else []
+        news = News(self._incoming, self._cancel, cancelled)
+        self._incoming, self._cancel, self._cancellations = [], False, False
+        return news
+
+    def _apply(self, news: News) -> None:
+        for group in news.arrived:
             self.scheduler.add(group.members)
-        self._incoming = []
+        if news.cancel_all or news.cancelled:
+            everyone = [*self.scheduler.waiting, *self.scheduler.live()]
+            self._abort([s for s in everyone if news.cancel_all or s.group in news.cancelled])
+        self._busy = bool(self.scheduler.waiting or self.scheduler.held())
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:

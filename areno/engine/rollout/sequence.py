@@ -111,3 +111,21 @@ class Sequence:
             cut_mass=self.cut_mass / max(len(self.output), 1),
             top_logprobs=self.top,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has been asked of a loop between two turns.
+
+    Attributes:
+        arrived: new requests.
+        cancel_all: abort everything.
+        cancelled: requests to abort.
+    """
+
+    arrived: list[Group]
+    cancel_all: bool = False
+    cancelled: list[Group] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.arrived or self.cancel_all or self.cancelled)

@@ -81,6 +81,7 @@ class Optimizer(Protocol):
     """What a training step asks of an optimizer; sharded, low-bit and adapter optimizers implement the same."""
 
     steps: int
+    config: OptimizerConfig
 
     @property
     def learning_rate(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Peers
-from areno.engine.parallel.sharding import is_whole, local, part_of, whole_of
+from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,7 +76,12 @@ class ShardedAdamW:
         self._master = nn.Parameter(self._own_part(self._read))
         self._gradient = torch.zeros(0, device=device)
         self._adam = torch.optim.AdamW(
-            [self._master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+            [self._master],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         for segment in self._segments:
             self._watch(segment)
@@ -86,8 +91,7 @@ class ShardedAdamW:
         target = self._flat[segment.start : segment.stop]
 
         def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            target.add_(local(parameter.grad).reshape(-1))
+            target.add_(local_gradient(parameter).reshape(-1))
             parameter.grad = None
             self._seen = True
 
@@ -214,7 +218,9 @@ class ShardedAdamW:
         order = {name: index for index, name in enumerate(names)}
 
         def saved(key: str) -> Callable[[_Segment], Tensor]:
-            return lambda segment: part_of(state["adam"][order[segment.name]][key].to(self._flat.device), segment.parameter)
+            return lambda segment: part_of(
+                state["adam"][order[segment.name]][key].to(self._flat.device), segment.parameter
+            )
 
         self._master.data.copy_(
             self._own_part(lambda segment: part_of(state["masters"][segment.name], segment.parameter))

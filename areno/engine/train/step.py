@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
 from areno.engine.train.optimizer import Optimizer, clip_factor
@@ -42,6 +42,11 @@ class _Totals:
                 parts = [float(value.total), float(value.count)]
             else:
                 parts = [float(value) * weight, weight]
+            self.merge({name: parts})
+
+    def merge(self, other: dict[str, list[float]]) -> None:
+        """Add another rank's sums."""
+        for name, parts in other.items():
             known = self.sums.setdefault(name, [0.0] * len(parts))
             self.sums[name] = [a + b for a, b in zip(known, parts, strict=True)]
 
@@ -68,14 +73,15 @@ class TrainStep:
         activation_checkpointing: recompute each decoder layer in backward instead of keeping its activations.
         max_skipped: stop after this many updates in a row whose gradient was not finite.
         kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
+        peers: ranks that share the rows.
     """
 
     model: PackedModel
     optimizer: Optimizer
-    peers: Peers = field(default_factory=Peers)
     activation_checkpointing: bool = True
     max_skipped: int = 5
     kind: ModelKind = "policy"
+    peers: Peers = field(default_factory=Peers)
     _skipped: int = 0
 
     def run(
@@ -115,19 +121,37 @@ class TrainStep:
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
     def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
-        """Add the gradient of the loss over all rows, and return its statistics; no update."""
+        """Add the gradient of the loss over all rows, and return its statistics; no update.
+
+        Every rank is given all rows and takes its share of them; the statistics are those of all.
+        """
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
+        together = 2 if unit == "pair" else 1
+        mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
         most = MAX_TOKENS if declares_reduction(loss_fn) else math.inf
-        for chunk in _chunks(rows, mini_bs, most, together=2 if unit == "pair" else 1):
+        for chunk in _chunks(mine, mini_bs, most, together):
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics = self._loss(chunk, loss_fn)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
             totals.add(metrics, weight)
             loss_sum += float(loss.detach()) * weight
-        return {"loss": loss_sum, **totals.result()}
+        if self.peers.data.size == 1:
+            return {"loss": loss_sum, **totals.result()}
+        everyone = _Totals()
+        losses = self.peers.data.everyone((loss_sum, totals.sums))
+        for _, sums in losses:
+            everyone.merge(sums)
+        return {"loss": sum(loss for loss, _ in losses), **everyone.result()}
+
+    def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
+        """Rows that this replica trains on."""
+        if self.peers.data.size == 1:
+            return rows
+        lengths = [len(row.tokens) for row in rows]
+        return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
     def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
         batch = pack_rows(rows, self.model.device)
@@ -192,4 +216,5 @@ def _chunks(
             yield rows[start:index]
             start, tokens = index, 0
         tokens += added
-    yield rows[start:]
+    if rows:
+        yield rows[start:]

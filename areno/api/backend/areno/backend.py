@@ -101,7 +101,7 @@ class ArenoBackend(Backend):
 
     def context_length(self) -> int | None:
         """Positions that the model was made for."""
-        return self.engine.actor.model.context_length
+        return self.engine.context_length
 
     def compute_dtype(self) -> str:
         """What the model computes in."""
@@ -113,7 +113,7 @@ class ArenoBackend(Backend):
         now = time.perf_counter()
         self._rollout_began = now
         self._step_began = self._step_began or now
-        self.engine.loop.scheduler.max_running = max_running or self._config.max_running
+        self.engine.set_max_running(max_running)
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each."""
@@ -176,11 +176,11 @@ class ArenoBackend(Backend):
 
     def learning_rate(self, role: str) -> float:
         """Rate of a role's next optimizer step."""
-        return self.engine.role(role).trained_by().learning_rate
+        return self.engine.learning_rate(role)
 
     def set_learning_rate(self, role: str, value: float) -> None:
         """Replace a role's schedule by a constant rate."""
-        self.engine.role(role).trained_by().learning_rate = value
+        self.engine.set_learning_rate(role, value)
 
     def save_model(self, path: Path) -> None:
         """Write a Hugging Face checkpoint."""

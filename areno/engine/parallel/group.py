@@ -1,0 +1,321 @@
+"""An engine on several ranks, with the methods of :class:`areno.engine.engine.Engine`.
+
+Every rank is given all rows and takes its share by one rule, so nothing has to be agreed on. A request goes to the replica
+that has the least to do; what it says does not depend on which.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from areno.engine.engine import ACTOR, EngineConfig
+from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
+from areno.engine.parallel.workers import STALL_S, WorkerGroup
+from areno.engine.rollout.load import EngineLoad
+from areno.errors import EngineError
+from areno.loss_fns.pack import LossFn
+from areno.text.chat import eos_token_ids, load_tokenizer
+from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that a replica works on; ``weight`` is about how many tokens it will cost."""
+
+    request: Request
+    future: Future[RolloutResult]
+    replica: int
+    weight: int
+
+
+class EngineGroup:
+    """See the module's text.
+
+    Args:
+        path: checkpoint folder or hub id of the actor.
+        config: as for one rank; ``device`` is that of rank 0.
+        layout: of the ranks.
+        devices: one per rank; None takes the CPU, or GPUs from 0 on.
+        stall_s: a rank that makes no progress for so long ends the run.
+
+    Raises:
+        UsageError: the checkpoint cannot be used in this layout.
+        EngineError: a rank failed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: EngineConfig,
+        layout: Layout,
+        devices: Sequence[torch.device] | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.path, self.config, self.layout = path, config, layout
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        self.eos_ids = eos_token_ids(self.tokenizer, path)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._numbers: dict[Future[RolloutResult], int] = {}
+        self._count = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        places = list(devices or [config.device] * layout.world_size)
+        try:
+            self.workers = WorkerGroup(
+                [
+                    functools.partial(_serve, path, replace(config, device=device), layout, rank, self._folder)
+                    for rank, device in enumerate(places)
+                ],
+                on_event=self._heard,
+                on_failure=self._failed,
+                busy=self._owes,
+                threads=max(cores // layout.world_size, 1),
+                stall_s=stall_s,
+            )
+            self._facts: Facts = self.workers.call("facts", ranks=[0])[0]
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the actor was made for, where its configuration says so."""
+        return self._facts.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the actor's logits."""
+        return self._facts.vocab_size
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
+        """Queue requests; one future each.
+
+        Raises:
+            EngineError: a rank has failed, or a request can never fit the KV cache.
+        """
+        for request in requests:
+            self._refuse_endless(request)
+        batches: dict[int, list[tuple[int, Request, bool]]] = {}
+        futures: list[Future[RolloutResult]] = []
+        with self._lock:
+            for request in requests:
+                weight = len(request.prompt_tokens) + request.n * request.sampling.max_new_tokens
+                replica = self._least_loaded()
+                future: Future[RolloutResult] = Future()
+                future.set_running_or_notify_cancel()
+                self._count += 1
+                self._pending[self._count] = _Pending(request, future, replica, weight)
+                self._numbers[future] = self._count
+                plain = replace(request, listener=None)
+                batches.setdefault(replica, []).append((self._count, plain, request.listener is not None))
+                futures.append(future)
+        for replica, batch in batches.items():
+            numbers, plain_requests, heard = map(list, zip(*batch, strict=True))
+            asked = self.workers.tell(self._leader(replica), "submit", numbers, plain_requests, heard)
+            asked.add_done_callback(functools.partial(self._refused, numbers))
+        return futures
+
+    def _refuse_endless(self, request: Request) -> None:
+        """The ranks would say the same, but not before this method has returned."""
+        longest = len(request.prompt_tokens) + request.sampling.max_new_tokens
+        if not request.prompt_tokens:
+            raise EngineError("a prompt must hold at least one token")
+        if longest > self._facts.kv_tokens:
+            raise EngineError(
+                f"a request of {len(request.prompt_tokens)} prompt tokens and up to {request.sampling.max_new_tokens} new "
+                f"ones can never fit the KV cache of {self._facts.kv_tokens} tokens; raise --kv-cache-tokens or lower "
+                "--max-new-tokens"
+            )
+
+    def _least_loaded(self) -> int:
+        weights = [0] * self.layout.dp_size
+        for pending in self._pending.values():
+            weights[pending.replica] += pending.weight
+        return weights.index(min(weights))
+
+    def _leader(self, replica: int) -> int:
+        return self.layout.leaders()[replica]
+
+    def _owes(self, rank: int) -> bool:
+        replica = rank // self.layout.tp_size
+        with self._lock:
+            return any(pending.replica == replica for pending in self._pending.values())
+
+    def _heard(self, _rank: int, payload: Any) -> None:
+        """In the thread of the worker group."""
+        if isinstance(payload, Said):
+            pending = self._pending.get(payload.request)
+            if pending is not None and pending.request.listener is not None:
+                pending.request.listener(payload.sample, payload.token)
+        elif isinstance(payload, Done):
+            pending = self._forget(payload.request)
+            if pending is None:
+                return
+            if payload.error is not None:
+                pending.future.set_exception(payload.error)
+            else:
+                assert payload.result is not None
+                pending.future.set_result(payload.result)
+
+    def _forget(self, number: int) -> _Pending | None:
+        with self._lock:
+            pending = self._pending.pop(number, None)
+            if pending is not None:
+                self._numbers.pop(pending.future, None)
+            return pending
+
+    def _refused(self, numbers: list[int], asked: Future[Any]) -> None:
+        """A rank did not take requests at all."""
+        error = asked.exception()
+        for number in numbers if error is not None else ():
+            pending = self._forget(number)
+            if pending is not None:
+                pending.future.set_exception(error)
+
+    def _failed(self, error: EngineError) -> None:
+        with self._lock:
+            pending, self._pending, self._numbers = list(self._pending.values()), {}, {}
+        for entry in pending:
+            entry.future.set_exception(error)
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """Answer one request with what it has so far."""
+        with self._lock:
+            number = self._numbers.get(future)
+            replica = self._pending[number].replica if number is not None else 0
+        if number is not None:
+            self.workers.tell(self._leader(replica), "cancel", number)
+
+    def load(self) -> EngineLoad:
+        """What generation is busy with, over all replicas."""
+        loads = [self.workers.tell(rank, "load") for rank in self.layout.leaders()]
+        found: list[EngineLoad] = [load.result() for load in loads]
+        names = EngineLoad.__dataclass_fields__
+        return EngineLoad(**{name: sum(getattr(load, name) for load in found) for name in names})
+
+    def set_max_running(self, sequences: int | None) -> None:
+        """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""
+        share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
+        self.workers.call("set_max_running", share)
+
+    def keep_contexts(self, wanted: bool) -> None:
+        """See :meth:`Engine.keep_contexts`."""
+        self.workers.call("keep_contexts", wanted)
+
+    def end_rollout(self) -> None:
+        """Abort what is pending, and drop the caches unless they are kept."""
+        self.workers.call("cancel_all", ranks=self.layout.leaders())
+        self.workers.call("end_rollout")
+
+    # -- training and scoring --------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int,
+        accumulation: int | None = None,
+        role: str = ACTOR,
+    ) -> dict[str, float]:
+        """Train a role on rows; see :meth:`Engine.train`."""
+        return dict(self.workers.call("train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
+
+    def score_logprobs(
+        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
+    ) -> list[list[float]]:
+        """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
+        warmth = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
+        if len(warmth) != len(rows):
+            raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(warmth)}")
+        return self._score("logprobs", role, rows, micro_bs, warmth)
+
+    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
+        """Value after each token of each row."""
+        return self._score("values", role, rows, micro_bs)
+
+    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
+        """Score of each row at its last token."""
+        return self._score("rewards", role, rows, micro_bs)
+
+    def _score(
+        self,
+        kind: str,
+        role: str,
+        rows: Sequence[Sequence[int]],
+        micro_bs: int,
+        temperatures: Sequence[float] | None = None,
+    ) -> list[Any]:
+        for index, row in enumerate(rows):
+            if not row:
+                raise ValueError(f"row {index} is empty: a row to score needs at least one token")
+        found = self.workers.call("score", kind, role, list(map(list, rows)), micro_bs, temperatures)
+        by_row = dict(entry for part in found for entry in part)
+        return [by_row[index] for index in range(len(rows))]
+
+    # -- roles and checkpoints -------------------------------------------------------------------------------------
+
+    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+        """Load the roles that are not there yet, on all ranks."""
+        self.workers.call("ensure_roles", dict(roles))
+
+    def drop_role(self, name: str) -> None:
+        """Free an auxiliary role."""
+        self.workers.call("drop_role", name)
+
+    def learning_rate(self, role: str) -> float:
+        """Rate of a role's next optimizer step."""
+        return float(self.workers.call("learning_rate", role, ranks=[0])[0])
+
+    def set_learning_rate(self, role: str, value: float) -> None:
+        """Replace a role's schedule by a constant rate."""
+        self.workers.call("set_learning_rate", role, value)
+
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint with the state of everything that is trained."""
+        return int(self.workers.call("checkpoint_bytes", ranks=[0])[0])
+
+    def save_model(self, folder: str | Path) -> None:
+        """Write the actor's weights, configuration and tokenizer in Hugging Face format."""
+        self.workers.call("save_model", Path(folder))
+
+    def save_state(self, checkpoint: Path) -> None:
+        """Write what a resume needs, in any layout."""
+        self.workers.call("save_state", checkpoint)
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Continue with a state, saved in any layout."""
+        self.workers.call("load_state", checkpoint)
+
+    def close(self) -> None:
+        """End all ranks."""
+        try:
+            if self._alive:
+                self.workers.call("shut_down")
+        finally:
+            self.workers.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _alive(self) -> bool:
+        return not self.workers.failed and not self.workers.closed
+
+
+def _serve(path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> EngineServer:
+    """Make a rank's server; runs in its worker."""
+    return EngineServer(path, config, layout, rank, folder, send)

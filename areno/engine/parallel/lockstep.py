@@ -1,0 +1,135 @@
+"""Rollout loops of one replica that is spread over several ranks: one decides, the others do the same.
+
+A turn of a rollout loop depends on the requests that it has, and on nothing else. The leader tells the followers before
+each turn what has been asked of it; all then schedule, compute and sample alike. A running sum of the sampled tokens goes
+with every message, so ranks that come to differ are found at the next turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.engine.parallel.peers import Channel
+from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.sampler import Draw
+from areno.engine.rollout.sequence import Group, News, Sequence
+from areno.errors import EngineError
+from areno.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What the leader says before a turn.
+
+    Attributes:
+        arrived: new requests with their numbers.
+        cancel_all: abort everything.
+        cancelled: numbers of requests to abort.
+        said: sum of all tokens that were sampled so far.
+        last: the loop ends.
+    """
+
+    arrived: list[tuple[int, Request]] = field(default_factory=list)
+    cancel_all: bool = False
+    cancelled: list[int] = field(default_factory=list)
+    said: int = 0
+    last: bool = False
+
+
+class _Counting(RolloutLoop):
+    """A loop that adds up what it samples."""
+
+    said = 0
+
+    def _take(self, sequences: list[Sequence], draw: Draw) -> None:
+        self.said += sum(draw.tokens.tolist())
+        super()._take(sequences, draw)
+
+    @contextmanager
+    def weights_changing(self, version: int) -> Iterator[None]:
+        """Not in step with the other ranks."""
+        raise EngineError("weights cannot change while a model with tp_size above 1 generates; wait until it is idle")
+        yield
+
+
+class LeadingLoop(_Counting):
+    """The loop of a replica's first rank; arguments beside ``turns`` are those of :class:`RolloutLoop`."""
+
+    def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
+        self._turns = turns
+        self._requests: dict[Group, Request] = {}
+        self._numbers: dict[Group, int] = {}
+        self._count = 0
+        super().__init__(*args, **options)
+
+    def _group(self, request: Request) -> Group:
+        group = super()._group(request)
+        self._requests[group] = dataclasses.replace(request, listener=None)
+        return group
+
+    def _apply(self, news: News) -> None:
+        if news or self._busy:
+            arrived = []
+            for group in news.arrived:
+                self._numbers[group] = self._count
+                arrived.append((self._count, self._requests.pop(group)))
+                self._count += 1
+            cancelled = [self._numbers[group] for group in news.cancelled]
+            self._turns.from_first(_Message(arrived, news.cancel_all, cancelled, self.said))
+        super()._apply(news)
+
+    def _finish(self, sequence: Sequence) -> None:
+        super()._finish(sequence)
+        if sequence.group.unfinished == 0:
+            self._numbers.pop(sequence.group, None)
+
+    def close(self) -> None:
+        """Stop the followers too."""
+        super().close()
+        self._turns.from_first(_Message(said=self.said, last=True))
+
+
+class FollowingLoop(_Counting):
+    """The loop of a replica's other ranks; it takes requests from the leader alone."""
+
+    def __init__(self, *args: Any, turns: Channel, **options: Any) -> None:
+        self._turns = turns
+        self._followed: dict[int, Group] = {}
+        super().__init__(*args, **options)
+        self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
+        self._thread.start()
+
+    def _next_work(self) -> bool:
+        with self._wake:
+            self._busy = bool(self.scheduler.waiting or self.scheduler.held())
+            if not self._busy:
+                self._threads.reset()
+                self._wake.notify_all()
+        message: _Message = self._turns.from_first(None)
+        if message.last:
+            return False
+        if message.said != self.said:
+            raise EngineError("the ranks of a replica have sampled different tokens; this is a defect, please report it")
+        with self._wake:
+            groups = {number: self._group(request) for number, request in message.arrived}
+            self._followed |= groups
+            cancelled = [self._followed[number] for number in message.cancelled]
+            self._apply(News(list(groups.values()), message.cancel_all, cancelled))
+        self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
+        return True
+
+    def _turn(self) -> None:
+        if self._busy:
+            super()._turn()
+
+    def close(self) -> None:
+        """Wait for the leader's last word."""
+        if self._thread is not None:
+            self._thread.join()
+        self.decode.close()
+        self.cache.release()

@@ -1,0 +1,189 @@
+"""The engine of one rank, inside its worker process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.parallel.balance import shares_of_rows
+from areno.engine.parallel.messages import PROGRESS
+from areno.engine.parallel.peers import Layout, connect
+from areno.engine.rollout.load import EngineLoad
+from areno.loss_fns.pack import LossFn
+from areno.types import GeneratedToken, ModelRole, Request, RolloutResult, TrainSequence
+
+Send = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A token of a request that somebody listens to."""
+
+    request: int
+    sample: int
+    token: GeneratedToken
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a request."""
+
+    request: int
+    result: RolloutResult | None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the other side needs to know of a loaded engine."""
+
+    context_length: int | None
+    vocab_size: int
+    kv_tokens: int
+
+
+class EngineServer:
+    """Its methods are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks with the same arguments.
+
+    Args:
+        path: checkpoint folder or hub id of the actor.
+        config: of the engine, with this rank's device.
+        layout: of all ranks.
+        rank: this one.
+        folder: where the ranks meet.
+        send: takes :class:`Said` and :class:`Done`.
+    """
+
+    def __init__(self, path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> None:
+        if config.device.type == "cuda":
+            torch.cuda.set_device(config.device)
+        self.peers = connect(layout, rank, folder, config.device)
+        self.engine = Engine(path, dataclasses.replace(config, peers=self.peers))
+        self._send = send
+        self._open: dict[int, Future[RolloutResult]] = {}
+
+    def facts(self) -> Facts:
+        """Of the loaded engine."""
+        engine = self.engine
+        kv_tokens = engine.load().kv_tokens if engine.config.trains != "reward" else 0
+        return Facts(engine.context_length, engine.vocab_size, kv_tokens)
+
+    # -- at once, on the leaders of replicas -------------------------------------------------------------------------
+
+    def submit(self, numbers: list[int], requests: list[Request], heard: list[bool]) -> None:
+        """Queue requests; those that are ``heard`` send every token."""
+        listening = [
+            dataclasses.replace(request, listener=self._listener(number)) if wanted else request
+            for number, request, wanted in zip(numbers, requests, heard, strict=True)
+        ]
+        for number, future in zip(numbers, self.engine.submit(listening), strict=True):
+            self._open[number] = future
+            future.add_done_callback(lambda done, number=number: self._done(number, done))  # type: ignore[misc]
+
+    def _listener(self, number: int) -> Callable[[int, GeneratedToken], None]:
+        return lambda sample, token: self._send(Said(number, sample, token))
+
+    def _done(self, number: int, future: Future[RolloutResult]) -> None:
+        error = future.exception()
+        self._send(Done(number, None if error else future.result(), error))
+        self._open.pop(number, None)
+
+    def cancel(self, number: int) -> None:
+        """Abort a request."""
+        if number in self._open:
+            self.engine.cancel(self._open[number])
+
+    def load(self) -> EngineLoad:
+        """What generation is busy with."""
+        return self.engine.load()
+
+    # -- one after the other -----------------------------------------------------------------------------------------
+
+    def cancel_all(self) -> None:
+        """Abort what is pending; on the leaders."""
+        self.engine.loop.cancel_all()
+
+    def end_rollout(self) -> None:
+        """Nothing is pending any more: drop the cache unless it is to be kept."""
+        if self.peers.leads:
+            self.engine.end_rollout()
+        elif not self.engine.config.keep_rollout_state:
+            self.engine.loop.wait_idle()
+            self.engine.loop.drop_cache()
+
+    def set_max_running(self, sequences: int | None) -> None:
+        """See :meth:`Engine.set_max_running`."""
+        self.engine.set_max_running(sequences)
+
+    def keep_contexts(self, wanted: bool) -> None:
+        """See :meth:`Engine.keep_contexts`."""
+        self.engine.keep_contexts(wanted)
+
+    def train(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None, role: str
+    ) -> dict[str, float] | None:
+        """Train on this rank's share of the rows; the first rank returns the statistics of all."""
+        stats = self.engine.train(rows, loss_fn, mini_bs, accumulation, role)
+        return stats if self.peers.first else None
+
+    def score(
+        self, kind: str, role: str, rows: Sequence[Sequence[int]], micro_bs: int, temperatures: Sequence[float] | None
+    ) -> list[tuple[int, Any]]:
+        """Score this replica's share: row number and result."""
+        mine = shares_of_rows([len(row) for row in rows], self.peers.layout.dp_size)[self.peers.replica]
+        chosen = [rows[index] for index in mine]
+        if kind == "logprobs":
+            assert temperatures is not None
+            found: list[Any] = self.engine.score_logprobs(role, chosen, [temperatures[i] for i in mine], micro_bs)
+        elif kind == "values":
+            found = self.engine.score_values(role, chosen, micro_bs)
+        else:
+            found = self.engine.score_rewards(role, chosen, micro_bs)
+        return list(zip(mine, found, strict=True)) if self.peers.leads else []
+
+    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
+        """See :meth:`Engine.ensure_roles`."""
+        self.engine.ensure_roles(roles)
+
+    def drop_role(self, name: str) -> None:
+        """See :meth:`Engine.drop_role`."""
+        self.engine.drop_role(name)
+
+    def learning_rate(self, role: str) -> float:
+        """See :meth:`Engine.learning_rate`."""
+        return self.engine.learning_rate(role)
+
+    def set_learning_rate(self, role: str, value: float) -> None:
+        """See :meth:`Engine.set_learning_rate`."""
+        self.engine.set_learning_rate(role, value)
+
+    def save_model(self, folder: Path) -> None:
+        """See :meth:`Engine.save_model`."""
+        self.engine.save_model(folder)
+
+    def save_state(self, checkpoint: Path) -> None:
+        """See :meth:`Engine.save_state`."""
+        self.engine.save_state(checkpoint)
+
+    def load_state(self, checkpoint: Path) -> None:
+        """See :meth:`Engine.load_state`."""
+        self.engine.load_state(checkpoint)
+
+    def checkpoint_bytes(self) -> int:
+        """See :meth:`Engine.checkpoint_bytes`."""
+        return self.engine.checkpoint_bytes()
+
+    def count(self) -> float:
+        """How much this process has done; for tests of what watches it."""
+        return PROGRESS.count
+
+    def shut_down(self) -> None:
+        """Stop the rollout thread."""
+        self.engine.close()

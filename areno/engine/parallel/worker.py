@@ -1,0 +1,121 @@
+"""One worker process: ``python -m areno.engine.parallel.worker FD``, started by :class:`WorkerGroup`.
+
+It makes the object that its first message describes, and calls methods of it, one after the other. A thread of its own says
+every second that the process lives. It ends with the process that started it, however that one ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import areno  # before torch: areno sets how long idle threads spin
+from areno.engine.parallel.messages import PROGRESS, Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+
+BEAT_S = 1.0
+
+
+class _Worker:
+    """Args: connection: to the process that started this one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._doing = "starting"
+        self._target: Any = None
+
+    def run(self) -> None:
+        """Serve to the end."""
+        start: Start = loads(self._connection.recv_bytes())
+        threading.Thread(target=self._beat, name="areno-beat", daemon=True).start()
+        self._forward_logs()
+        sys.path[:] = start.search_path
+        import torch
+
+        torch.set_num_threads(start.threads)
+        self._answer(Call(0, "start"), lambda: self._make(start))
+        threading.Thread(target=self._read, name="areno-reader", daemon=True).start()
+        while (call := self._calls.get()) is not None:
+            self._doing = call.method
+            self._answer(call, lambda call=call: getattr(self._target, call.method)(*call.arguments))  # type: ignore[misc]
+            self._doing = ""
+
+    def _make(self, start: Start) -> None:
+        self._target = start.make(lambda payload: self._send(Event(payload)))
+        self._doing = ""
+
+    def _answer(self, call: Call, work: Any) -> None:
+        PROGRESS.tick()
+        try:
+            answer = Answer(call.number, work())
+        except BaseException as error:
+            answer = Answer(call.number, error=error, trace=traceback.format_exc())
+        PROGRESS.tick()
+        try:
+            self._send(answer)
+        except (TypeError, AttributeError, ValueError) as error:  # what is raised or returned cannot be written down
+            found = answer.error or answer.value
+            plain = RuntimeError(f"{type(found).__name__}: {found} ({error})")
+            self._send(Answer(call.number, error=plain, trace=answer.trace or traceback.format_exc()))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                call: Call = loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(1)  # whoever started this process is gone
+            if call.now:
+                self._answer(call, lambda call=call: getattr(self._target, call.method)(*call.arguments))  # type: ignore[misc]
+            elif call.method == "":
+                self._calls.put(None)
+            else:
+                self._calls.put(call)
+
+    def _beat(self) -> None:
+        while True:
+            # While it starts, a process that computes or reads gets on, whatever it is that it does.
+            extra = time.process_time() if self._doing == "starting" else 0.0
+            self._send(Beat(PROGRESS.count + extra, self._doing))
+            time.sleep(BEAT_S)
+
+    def _send(self, message: Any) -> None:
+        text = dumps(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(text)
+        except OSError:
+            os._exit(1)
+
+    def _forward_logs(self) -> None:
+        send = self._send
+
+        class Forward(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                send(LogLine(record.name, record.levelno, self.format(record)))
+
+        root = logging.getLogger("areno")
+        root.setLevel(logging.INFO)
+        root.addHandler(Forward())
+
+
+def main() -> None:
+    """Run until told to end."""
+    assert areno.__version__
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this process decides
+    _Worker(Connection(int(sys.argv[1]))).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of process groups have no orderly end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""A group of worker processes: started together, called together, ended together.
+
+If one dies, stops, or makes no progress, all are killed, and every call that waits raises an error that names the rank, what
+it was doing, and what it said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import areno
+from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+from areno.errors import EngineError, UsageError
+
+# A process sends a beat every second. One that is stopped is given so long to be continued; one that is not may be held up
+# by an import, or by a machine that has too much to do.
+STOPPED_S, SILENCE_S = 15.0, 180.0
+STALL_S = 600.0
+# How long the others may take to fail as well, once one has; and how long an orderly end may take.
+_SETTLE_S, _END_S = 5.0, 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One worker, as its starter sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    waiting: dict[int, Future[Any]] = field(default_factory=dict)
+    methods: dict[int, str] = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
+    progress: float = -1.0
+    moved: float = field(default_factory=time.monotonic)
+    doing: str = "starting"
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
+class WorkerGroup:
+    """Processes that each hold one object, and call its methods.
+
+    Args:
+        makers: one per rank: makes the rank's object, given a way to send events; travels with ``cloudpickle``.
+        on_event: gets the rank and payload of each event, in the group's own thread.
+        on_failure: called once when the group has failed.
+        busy: whether a rank owes something that is no call, such as a request that it generates for.
+        threads: of PyTorch in each process.
+        stall_s: a rank that has work and makes no progress for so long has failed.
+
+    Raises:
+        EngineError: a worker could not be started, or failed while it made its object.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[Callable[[Callable[[Any], None]], Any]],
+        *,
+        on_event: Callable[[int, Any], None] = lambda _rank, _payload: None,
+        on_failure: Callable[[EngineError], None] = lambda _error: None,
+        busy: Callable[[int], bool] = lambda _rank: False,
+        threads: int = 1,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._on_event, self._on_failure, self._busy, self._stall_s = on_event, on_failure, busy, stall_s
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self._failure: EngineError | None = None
+        self._closing = False
+        self._ranks = [_spawn(rank, threads) for rank in range(len(makers))]
+        started: list[Future[Any]] = []
+        for rank, make in zip(self._ranks, makers, strict=True):
+            rank.methods[0] = "start"
+            rank.waiting[0] = Future()
+            started.append(rank.waiting[0])
+            rank.connection.send_bytes(dumps(Start(make, list(sys.path), threads)))
+        self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
+        self._thread.start()
+        try:
+            self._gather("start", started)
+        except BaseException:
+            self._end(None)
+            raise
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, and the group with it."""
+        return self._failure is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether all processes have ended, or are about to."""
+        return self._closing
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call a method on all ranks, or some, and wait for all.
+
+        Returns:
+            What each has returned, in the order of ``ranks``.
+
+        Raises:
+            EngineError: a rank failed alone, died, stopped or made no progress; the group is gone.
+            BaseException: what the method raised, if every rank raised the same kind: the group goes on.
+        """
+        chosen = list(range(self.size)) if ranks is None else list(ranks)
+        return self._gather(method, self._ask(method, arguments, chosen))
+
+    def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
+        """Call a quick method on one rank at once, also while another call runs there."""
+        return self._ask(method, arguments, [rank], now=True)[0]
+
+    def close(self) -> None:
+        """End all processes; a second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._failure is None:
+            for rank in self._ranks:
+                with contextlib.suppress(OSError):
+                    self._send(rank, dumps(Call(-1, "")))
+        self._end(_END_S)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int], now: bool = False) -> list[Future[Any]]:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._numbers += 1
+            number = self._numbers
+        text = dumps(Call(number, method, arguments, now))
+        futures: list[Future[Any]] = []
+        for index in ranks:
+            rank = self._ranks[index]
+            future: Future[Any] = Future()
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                rank.moved = time.monotonic()
+                rank.waiting[number], rank.methods[number] = future, method
+            futures.append(future)
+            with contextlib.suppress(OSError):  # the watching thread says why
+                self._send(rank, text)
+        return futures
+
+    @staticmethod
+    def _send(rank: _Rank, text: bytes) -> None:
+        with rank.sending:
+            rank.connection.send_bytes(text)
+
+    def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
+        """Wait for all answers. What all ranks raise alike is the caller's error; what one raises alone is the group's end."""
+        deadline: float | None = None
+        pending = list(futures)
+        while pending:
+            done = [future for future in pending if future.done()]
+            pending = [future for future in pending if not future.done()]
+            failed = [future for future in futures if future.done() and future.exception() is not None]
+            if failed and deadline is None:
+                deadline = time.monotonic() + _SETTLE_S
+            if pending and not done:
+                with contextlib.suppress(TimeoutError):
+                    pending[0].exception(timeout=0.05 if failed else 0.5)
+            if pending and deadline is not None and time.monotonic() > deadline:
+                break
+        errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
+        if not errors:
+            return [future.result() for future in futures]
+        rank, error = errors[0]
+        assert error is not None
+        if self._failure is not None:
+            raise self._failure
+        alike = len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1
+        if alike:
+            raise error
+        failure = EngineError(
+            f"rank {rank} of {self.size} failed in {method}: {type(error).__name__}: {error}"
+            + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+        )
+        failure.__cause__ = error
+        self._fail(failure)
+        raise failure
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        open_ranks = {rank.connection: rank for rank in self._ranks}
+        while open_ranks and self._failure is None:
+            for connection in wait(list(open_ranks), timeout=1.0):
+                rank = open_ranks[connection]  # type: ignore[index]
+                try:
+                    message = loads(rank.connection.recv_bytes())
+                except (EOFError, OSError):
+                    del open_ranks[rank.connection]
+                    self._ended(rank)
+                    continue
+                self._take(rank, message)
+            self._check()
+
+    def _take(self, rank: _Rank, message: Any) -> None:
+        rank.heard = time.monotonic()
+        if isinstance(message, Beat):
+            rank.doing = message.doing
+            if message.progress != rank.progress:
+                rank.progress, rank.moved = message.progress, rank.heard
+        elif isinstance(message, Answer):
+            with self._lock:
+                future = rank.waiting.pop(message.number)
+                rank.methods.pop(message.number)
+            if message.error is None:
+                future.set_result(message.value)
+            else:
+                if not isinstance(message.error, UsageError):  # that one is about what was asked, and says all
+                    message.error.add_note(f"Traceback of rank {rank.rank}:\n{message.trace}")
+                future.set_exception(message.error)
+        elif isinstance(message, Event):
+            self._on_event(rank.rank, message.payload)
+        elif isinstance(message, LogLine) and (rank.rank == 0 or message.level >= logging.WARNING):
+            text = message.text if rank.rank == 0 else f"[rank {rank.rank}] {message.text}"
+            logging.getLogger(message.logger).log(message.level, "%s", text)
+
+    def _check(self) -> None:
+        """Find ranks that say nothing, or get nowhere."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            if self._closing or rank.process.poll() is not None:
+                continue
+            silent = now - rank.heard
+            if silent > SILENCE_S or (silent > STOPPED_S and _is_stopped(rank.process.pid)):
+                self._fail(
+                    EngineError(
+                        f"rank {rank.rank} of {self.size} (process {rank.process.pid}) has given no sign of life for "
+                        f"{silent:.0f} s{' and is stopped by a signal' * _is_stopped(rank.process.pid)}; it was last seen "
+                        f"in {_last(rank)}"
+                    )
+                )
+            with self._lock:
+                owes = bool(rank.waiting)
+            if not owes and not self._busy(rank.rank):
+                rank.moved = now
+            elif now - rank.moved > self._stall_s:
+                self._fail(
+                    EngineError(
+                        f"rank {rank.rank} of {self.size} (process {rank.process.pid}) has made no progress for "
+                        f"{now - rank.moved:.0f} s in {_last(rank)}; --stall-timeout sets how long that may be"
+                    )
+                )
+
+    def _ended(self, rank: _Rank) -> None:
+        if self._closing:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(timeout=2.0)
+        code = rank.process.returncode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        hint = "; the system may have run out of memory" if code == -9 else ""
+        self._fail(EngineError(f"rank {rank.rank} of {self.size} (process {rank.process.pid}) {how} in {_last(rank)}{hint}"))
+
+    def _fail(self, error: EngineError) -> None:
+        """The group is gone: kill what is left, and tell everybody who waits."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            waiting = [future for rank in self._ranks for future in rank.waiting.values()]
+            for rank in self._ranks:
+                rank.waiting = {}
+        for rank in self._ranks:
+            rank.process.kill()
+        for future in waiting:
+            future.set_exception(error)
+        self._on_failure(error)
+
+    def _end(self, patience_s: float | None) -> None:
+        deadline = time.monotonic() + (patience_s or 0.0)
+        for rank in self._ranks:
+            if patience_s is not None and self._failure is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+            rank.process.kill()
+            rank.process.wait()
+        self._closing = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        for rank in self._ranks:
+            rank.connection.close()
+
+
+def _spawn(rank: int, threads: int) -> _Rank:
+    """Start a process that knows one end of a socket pair. It imports nothing of the program that asks."""
+    ours, theirs = socket.socketpair()
+    here = str(Path(areno.__file__).parents[1])
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "areno.engine.parallel.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    return _Rank(rank, process, Connection(ours.detach()))
+
+
+def _last(rank: _Rank) -> str:
+    """What a rank was doing, as far as is known."""
+    return rank.doing or next(iter(rank.methods.values()), "") or "nothing that was asked of it"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, where the system tells."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
