@@ -221,6 +221,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "kv_cache_tokens": options.kv_cache_tokens,
             "trust_remote_code": options.trust_remote_code,
             "trains": trains,
+            "stall_timeout_s": options.stall_timeout,
         },
     )
     trainer = Trainer(options.world_size, str(latest or options.ckpt), custom_config=config)

@@ -11,7 +11,7 @@ from areno.errors import UsageError
 from areno.observability.logs import setup_logging
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _load(options: ServeOptions) -> Engine:
+def _load(options: ServeOptions) -> AnyEngine:
     return load_engine(
         options,
         max_running=options.max_running_prompts,
@@ -75,7 +75,7 @@ def load_engine(
     eager_decode: bool = False,
     speculate: int = 0,
     prefix_cache_tokens: int | None = None,
-) -> Engine:
+) -> AnyEngine:
     """Load the model of ``--model-path`` to generate, without anything that training needs.
 
     Raises:
@@ -94,10 +94,11 @@ def load_engine(
             "prefix_cache_tokens": prefix_cache_tokens,
             "trains": "nothing",
         },
+        tp_size=getattr(options, "tp_size", 1),
         max_running_prompts=max_running,
         decode_progress_interval_s=decode_progress_interval_s,
     )
-    backend = ArenoBackend(str(options.model_path), 1, config)
+    backend = ArenoBackend(str(options.model_path), getattr(options, "world_size", 1), config)
     backend.initialize()
     return backend.engine
 

@@ -12,8 +12,6 @@ _checkpoint = partial(option, group="Checkpoint", changes_results=False)
 
 _evaluation = partial(option, group="Evaluation", changes_results=False)
 
-_ONE_DEVICE = "this version runs on one device; leave it out or set it to 1"
-
 
 @dataclass(frozen=True, kw_only=True)
 class BasicOptions:
@@ -46,17 +44,22 @@ class BasicOptions:
         1,
         minimum=1,
         documented_default="8 on a node with 8 GPUs; here 1",
-        later=_ONE_DEVICE,
-        later_above=1,
-        help="Number of devices. Must be divisible by --tp-size.",
+        changes_results=False,
+        help="Number of devices, or of processes on a CPU. Must be divisible by --tp-size.",
     )
     tp_size: int = _basic(
         1,
         minimum=1,
         documented_default="4 on a node with 8 GPUs; here 1",
-        later=_ONE_DEVICE,
-        later_above=1,
+        changes_results=False,
         help="Devices that share one copy of the model (tensor parallel).",
+    )
+    stall_timeout: float = _basic(
+        600.0,
+        above=0,
+        metavar="SECONDS",
+        changes_results=False,
+        help="End the run when a rank of several has work and makes no progress for so long.",
     )
     seed: int = _basic(
         0,

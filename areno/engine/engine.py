@@ -176,6 +176,11 @@ class Engine:
         """Width of the actor's logits."""
         return int(self.actor.model.config.get_text_config().vocab_size)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.loop.scheduler.budget_tokens
+
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on each replica; None is what was configured."""
         self.loop.scheduler.max_running = sequences or self.config.max_running

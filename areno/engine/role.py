@@ -72,7 +72,9 @@ class Role:
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
         if self._step is None:
-            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind, peers=self.peers)
+            self._step = TrainStep(
+                self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind, peers=self.peers
+            )
         return self._step.run(rows, loss_fn, mini_bs, accumulation)
 
     def score_logprobs(

@@ -13,6 +13,7 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
+from areno.engine.progress import PROGRESS
 from areno.engine.train.outputs import last_tokens
 
 # Most tokens of one scoring forward pass, whatever the number of rows.
@@ -60,6 +61,7 @@ def _passes(
 ) -> list[list[T]]:
     results = []
     for batch in _micro_batches(rows, micro_bs):
+        PROGRESS.tick()
         plan = PackedPlan([len(row) for row in batch], model.device)
         tokens = torch.tensor([token for row in batch for token in row], device=model.device)
         results.append(one(model.body(tokens, plan.position_ids, plan), tokens, plan))

@@ -21,7 +21,7 @@ from areno.text.tool_calls import ContentDelta
 from areno.types import GeneratedToken
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 
 
 def _prompt(
-    service: Service, engine: Engine, body: ChatRequest, tape: Tape | None
+    service: Service, engine: AnyEngine, body: ChatRequest, tape: Tape | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
     """The turn that is recorded, and text and tokens of the prompt."""
     # Also with tool_choice "none" the model sees the tools: a conversation that has called some must keep its meaning.

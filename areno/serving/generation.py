@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from areno.types import GeneratedToken, Request, RolloutResult
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 TokenEvent = tuple[int, GeneratedToken]
 """Index of the sample, over all prompts of the request, and its next token."""
@@ -36,7 +36,7 @@ class Generation:
         EngineError: the engine takes no requests.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], on_end: Callable[[], None]) -> None:
+    def __init__(self, engine: AnyEngine, requests: Sequence[Request], on_end: Callable[[], None]) -> None:
         self._engine, self._on_end = engine, on_end
         self._inbox = _Inbox(asyncio.get_running_loop())
         self._error: BaseException | None = None

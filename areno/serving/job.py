@@ -12,7 +12,7 @@ from areno.serving.text import SampleText
 from areno.types import Request, SamplingParams, TokenConstraint
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 # Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
 _GREEDY_BELOW = 1e-4
@@ -35,7 +35,7 @@ class Job:
     """
 
     body: GenerationBody
-    engine: Engine
+    engine: AnyEngine
     requests: list[Request]
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -58,7 +58,7 @@ class Job:
 
 def make_job(
     body: GenerationBody,
-    engine: Engine,
+    engine: AnyEngine,
     prompts: Sequence[Sequence[int]],
     *,
     prompt_field: str,
@@ -128,7 +128,7 @@ def make_job(
     )
 
 
-def check_prompt_ids(engine: Engine, prompt: Sequence[int]) -> None:
+def check_prompt_ids(engine: AnyEngine, prompt: Sequence[int]) -> None:
     """Check that a prompt's token ids are the model's.
 
     Raises:
@@ -150,7 +150,7 @@ def check_text(text: str, param: str) -> None:
         raise ApiError(400, f"{param}: {half!r} is half a character; send valid UTF-8", param=param) from error
 
 
-def vocabulary_of(engine: Engine) -> int:
+def vocabulary_of(engine: AnyEngine) -> int:
     """Width of the model's logits."""
     return engine.vocab_size
 
@@ -177,10 +177,10 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
     return bias
 
 
-def _room(engine: Engine, prompt: int, prompt_field: str, context_limit: int | None) -> int:
+def _room(engine: AnyEngine, prompt: int, prompt_field: str, context_limit: int | None) -> int:
     """Tokens that may follow a prompt."""
     context = context_limit or engine.context_length
-    budget = engine.load().kv_tokens
+    budget = engine.kv_tokens
     limit = min(context or budget, budget)
     if prompt >= limit:
         why = (

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -53,7 +53,7 @@ class ServingMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: AnyEngine) -> None:
         """Report an engine's load from now on."""
         self.registry.register(_EngineLoad(engine))
 
@@ -65,7 +65,7 @@ class ServingMetrics:
 class _EngineLoad:
     """Reads the engine's load at the time of the question."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

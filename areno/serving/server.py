@@ -20,7 +20,7 @@ from areno.serving.app import create_app
 from areno.serving.service import Service
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -136,7 +136,7 @@ class ServerThread:
 
 def serve_process(
     service: Service,
-    load: Callable[[], Engine],
+    load: Callable[[], AnyEngine],
     sock: socket.socket,
     *,
     drain_timeout_s: float,
@@ -174,12 +174,12 @@ class _Process:
     def __init__(
         self,
         service: Service,
-        load: Callable[[], Engine],
+        load: Callable[[], AnyEngine],
         sock: socket.socket,
         drain_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self.error: BaseException | None = None
         self.loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
         self._service, self._make_engine, self._socket = service, load, sock

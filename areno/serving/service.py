@@ -22,7 +22,7 @@ from areno.serving.text import TokenTexts
 from areno.types import Request
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class ServingConfig:
 class ServedModel:
     """A model that is loaded: its engine, how it writes, and what its tokens look like."""
 
-    engine: Engine
+    engine: AnyEngine
     formats: Formats
     texts: TokenTexts
 
@@ -77,7 +77,9 @@ class Service:
         recorder: keeps the conversations, and knows the API keys in place of the configuration's one.
     """
 
-    def __init__(self, config: ServingConfig, engine: Engine | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, config: ServingConfig, engine: AnyEngine | None = None, recorder: Recorder | None = None
+    ) -> None:
         self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
@@ -92,7 +94,7 @@ class Service:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: AnyEngine) -> None:
         """The model is loaded: serve from now on.
 
         Raises:

@@ -11,7 +11,7 @@ from areno.serving.service import Service, ServingConfig
 
 if TYPE_CHECKING:
     from areno.api.session import RolloutSession
-    from areno.engine.engine import Engine
+    from areno.engine.parallel.group import AnyEngine
 
 MODEL_NAME = "policy"
 """The model's name in agents' requests."""
@@ -28,7 +28,7 @@ class AgentProxy:
         engine: generates.
     """
 
-    def __init__(self, session: RolloutSession, engine: Engine) -> None:
+    def __init__(self, session: RolloutSession, engine: AnyEngine) -> None:
         sampling = session.sampling_params
         limits = [limit for limit in (sampling.max_context_len, engine.context_length) if limit]
         self.context_limit = min(limits, default=None)

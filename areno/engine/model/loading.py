@@ -27,8 +27,8 @@ from areno.engine.model.linear import use_onednn
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
-from areno.engine.parallel.peers import Peers
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
+from areno.engine.parallel.peers import Peers
 from areno.errors import UnsupportedModelError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areno.engine.engine import ACTOR, EngineConfig
+from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
 from areno.engine.parallel.workers import STALL_S, WorkerGroup
@@ -100,6 +100,11 @@ class EngineGroup:
     def vocab_size(self) -> int:
         """Width of the actor's logits."""
         return self._facts.vocab_size
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that a replica's cache holds."""
+        return self._facts.kv_tokens
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -314,6 +319,10 @@ class EngineGroup:
     @property
     def _alive(self) -> bool:
         return not self.workers.failed and not self.workers.closed
+
+
+AnyEngine = Engine | EngineGroup
+"""An engine in this process, or one on ranks of their own: both have the same methods."""
 
 
 def _serve(path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> EngineServer:

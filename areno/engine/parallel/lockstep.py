@@ -114,7 +114,9 @@ class FollowingLoop(_Counting):
         if message.last:
             return False
         if message.said != self.said:
-            raise EngineError("the ranks of a replica have sampled different tokens; this is a defect, please report it")
+            raise EngineError(
+                "the ranks of a replica have sampled different tokens; this is a defect, please report it"
+            )
         with self._wake:
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups

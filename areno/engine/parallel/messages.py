@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -89,20 +89,6 @@ class LogLine:
     logger: str
     level: int
     text: str
-
-
-@dataclass(slots=True)
-class Progress:
-    """A counter that everything that takes long moves on; :data:`PROGRESS` is the process's."""
-
-    count: float = field(default=0.0)
-
-    def tick(self) -> None:
-        """Something was done."""
-        self.count += 1
-
-
-PROGRESS = Progress()
 
 
 def dumps(value: Any) -> bytes:

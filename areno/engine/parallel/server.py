@@ -13,7 +13,6 @@ import torch
 
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
-from areno.engine.parallel.messages import PROGRESS
 from areno.engine.parallel.peers import Layout, connect
 from areno.engine.rollout.load import EngineLoad
 from areno.loss_fns.pack import LossFn
@@ -72,7 +71,7 @@ class EngineServer:
     def facts(self) -> Facts:
         """Of the loaded engine."""
         engine = self.engine
-        kv_tokens = engine.load().kv_tokens if engine.config.trains != "reward" else 0
+        kv_tokens = engine.kv_tokens if engine.config.trains != "reward" else 0
         return Facts(engine.context_length, engine.vocab_size, kv_tokens)
 
     # -- at once, on the leaders of replicas -------------------------------------------------------------------------
@@ -179,10 +178,6 @@ class EngineServer:
     def checkpoint_bytes(self) -> int:
         """See :meth:`Engine.checkpoint_bytes`."""
         return self.engine.checkpoint_bytes()
-
-    def count(self) -> float:
-        """How much this process has done; for tests of what watches it."""
-        return PROGRESS.count
 
     def shut_down(self) -> None:
         """Stop the rollout thread."""

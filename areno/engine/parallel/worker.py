@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import areno  # before torch: areno sets how long idle threads spin
-from areno.engine.parallel.messages import PROGRESS, Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
+from areno.engine.progress import PROGRESS
 
 BEAT_S = 1.0
 

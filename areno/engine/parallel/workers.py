@@ -144,7 +144,9 @@ class WorkerGroup:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int], now: bool = False) -> list[Future[Any]]:
+    def _ask(
+        self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int], now: bool = False
+    ) -> list[Future[Any]]:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -276,7 +278,9 @@ class WorkerGroup:
         code = rank.process.returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         hint = "; the system may have run out of memory" if code == -9 else ""
-        self._fail(EngineError(f"rank {rank.rank} of {self.size} (process {rank.process.pid}) {how} in {_last(rank)}{hint}"))
+        self._fail(
+            EngineError(f"rank {rank.rank} of {self.size} (process {rank.process.pid}) {how} in {_last(rank)}{hint}")
+        )
 
     def _fail(self, error: EngineError) -> None:
         """The group is gone: kill what is left, and tell everybody who waits."""
@@ -326,7 +330,7 @@ def _spawn(rank: int, threads: int) -> _Rank:
 
 def _last(rank: _Rank) -> str:
     """What a rank was doing, as far as is known."""
-    return rank.doing or next(iter(rank.methods.values()), "") or "nothing that was asked of it"
+    return next(iter(rank.methods.values()), "") or rank.doing or "what it does between calls"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.native import release_workers
+from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch
@@ -272,6 +273,7 @@ class RolloutLoop:
 
     def _turn(self) -> None:
         """Prefill what is admitted, then decode one token for every running sequence."""
+        PROGRESS.tick()
         self._prefill_some()
         moves = self.scheduler.make_room()
         if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):

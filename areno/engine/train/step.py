@@ -16,6 +16,7 @@ from torch import Tensor
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
+from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
@@ -132,6 +133,7 @@ class TrainStep:
         totals, loss_sum = _Totals(), 0.0
         most = MAX_TOKENS if declares_reduction(loss_fn) else math.inf
         for chunk in _chunks(mine, mini_bs, most, together):
+            PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics = self._loss(chunk, loss_fn)
             if weight and loss.requires_grad:

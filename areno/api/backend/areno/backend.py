@@ -14,6 +14,9 @@ import torch
 from areno.api.backend.base import ArenoConfig, Backend
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.native import release_workers
+from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.workers import STALL_S
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
@@ -35,6 +38,7 @@ _RUNTIME = {
     "dtype",
     "trust_remote_code",
     "trains",
+    "stall_timeout_s",
 }
 
 
@@ -43,28 +47,26 @@ class ArenoBackend(Backend):
 
     Args:
         model_path: checkpoint folder or hub id, unless the configuration names another.
-        world_size: number of ranks; one for now.
+        world_size: number of ranks; more than one are processes of their own.
         config: the engine's configuration.
 
     Raises:
-        UsageError: a configuration key is unknown, or more ranks are asked for than this version runs.
+        UsageError: a configuration key is unknown, or the sizes and devices do not fit each other.
     """
 
     def __init__(self, model_path: str, world_size: int, config: ArenoConfig) -> None:
-        ranks = (config.dp_size or 1) * config.tp_size
-        if world_size != 1 or ranks != 1:
-            raise UsageError(
-                f"world_size={world_size}, tp_size={config.tp_size}: this version runs one rank; use world_size=1, tp_size=1"
-            )
         self._path = config.model_path or model_path
+        self._layout = Layout.of(world_size, config.tp_size, config.dp_size)
+        self._stall_s = float((config.runtime or {}).get("stall_timeout_s", STALL_S))
         self._config = _engine_config(config)
-        self._engine: Engine | None = None
+        self._devices = _devices(self._config.device, config.devices, world_size)
+        self._engine: AnyEngine | None = None
         self._rollout_s = 0.0
         self._rollout_began: float | None = None
         self._step_began: float | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """The engine.
 
         Raises:
@@ -85,7 +87,10 @@ class ArenoBackend(Backend):
                 "the trainer is initialized already; loading the model again would drop what it has learned. "
                 "Call close() first, or make a new Trainer"
             )
-        self._engine = Engine(self._path, self._config)
+        if self._layout.world_size == 1:
+            self._engine = Engine(self._path, self._config)
+        else:
+            self._engine = EngineGroup(self._path, self._config, self._layout, self._devices, self._stall_s)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
@@ -96,8 +101,8 @@ class ArenoBackend(Backend):
         return self.engine.eos_ids
 
     def dp_size(self) -> int:
-        """One replica in this version."""
-        return 1
+        """Replicas of the model."""
+        return self._layout.dp_size
 
     def context_length(self) -> int | None:
         """Positions that the model was made for."""
@@ -211,6 +216,7 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         raise UsageError(
             f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
         )
+    runtime.pop("stall_timeout_s", None)
     if runtime.get("trains", "policy") not in ("policy", "reward", "nothing"):
         raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy, reward or nothing")
     device = _device(runtime.pop("device", "auto"), config.devices)
@@ -225,6 +231,22 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         decode="eager" if runtime.pop("eager_decode", False) else "auto",
         **runtime,
     )
+
+
+def _devices(first: torch.device, chosen: list[int] | None, world_size: int) -> list[torch.device]:
+    """One device per rank."""
+    if chosen is not None and len(chosen) != world_size:
+        raise UsageError(f"devices={chosen} are {len(chosen)}, world_size={world_size}; give one device per rank")
+    if world_size == 1 or first.type == "cpu":
+        return [first] * world_size
+    present = torch.cuda.device_count()
+    numbers = chosen or list(range(world_size))
+    if max(numbers) >= present:
+        raise UsageError(
+            f"--world-size {world_size}: this machine has {present} GPU{'s' * (present != 1)}; use --world-size {present}, "
+            "or --device cpu"
+        )
+    return [torch.device("cuda", number) for number in numbers]
 
 
 def _device(name: str, devices: list[int] | None) -> torch.device:

@@ -1,0 +1,220 @@
+"""The same weights, statistics, tokens and scores in every layout of ranks; states move between layouts.
+
+The truth is the engine in one process, which other tests compare with stock transformers and torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+from safetensors.torch import load_file
+
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.errors import EngineError, UsageError
+from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
+from areno.types import ModelRole, Request, SamplingParams
+from tests.engine.test_equivalences import rows
+from tests.support.tiny import save_tiny_checkpoint
+
+STEPS = 5
+SETTINGS = {"lr": 1e-3, "eps": 1e-6, "grad_clip_norm": 0.5, "weight_decay": 0.01}
+# Rows of the steps: fewer than ranks, uneven, and odd numbers of pairs are among them.
+COUNTS = {"sft": (7, 1, 8, 3, 5), "dpo": (6, 2, 10, 8, 4), "grpo": (7, 5, 8, 1, 6), "ppo": (6, 8, 3, 7, 1)}
+LOSSES = {
+    "sft": sft_loss_fn,
+    "dpo": dpo_loss_fn,
+    "grpo": partial(grpo_loss_fn, kl_coef=0.1),
+    "ppo": partial(ppo_loss_fn, use_kl_loss=True, kl_loss_coef=0.1),
+}
+REQUESTS = [
+    Request(
+        [3 + i, 5, 7, 9][: 2 + i % 3],
+        SamplingParams(max_new_tokens=12, ignore_eos=True, greedy=i == 0, top_logprobs=2 if i == 1 else 0),
+        [i * 10, i * 10 + 1],
+    )
+    for i in range(5)
+]
+PROMPTS = [[3, 4, 5], [7, 8], [9, 9, 9, 9], [6]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    # The norms of single heads in qwen3 get a part of their gradient on each rank: the trap of the stock plan.
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=64)
+
+
+def engine(path, layout=None, **more):
+    config = EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=4096, decode="eager", **more)
+    return Engine(str(path), config) if layout is None else EngineGroup(str(path), config, layout)
+
+
+def lesson(engine, name, step):
+    batch = rows(COUNTS[name][step], seed=10 + step)
+    return engine.train(batch, LOSSES[name], mini_bs=2)
+
+
+def course(engine, folder):
+    """Everything that is compared: per algorithm weights and statistics, then generation and scores."""
+    found = {"stats": {}, "weights": {}}
+    engine.ensure_roles(
+        {"critic": ModelRole("critic", str(engine.path), trainable=True, kind="value", optimizer=SETTINGS)}
+    )
+    for name in LOSSES:
+        for step in range(STEPS):
+            stats = lesson(engine, name, step)
+            if name == "ppo":
+                found["stats"]["critic"] = engine.train(rows(6, seed=step), value_loss_fn, 2, role="critic")
+        found["stats"][name] = stats
+        engine.save_model(folder / name)
+        found["weights"][name] = load_file(folder / name / "model.safetensors")
+    engine.save_model(folder)
+    engine.save_state(folder)
+    found["weights"]["critic"] = load_file(folder / "critic" / "model.safetensors")
+    found["results"] = [future.result() for future in engine.submit(REQUESTS)]
+    found["logprobs"] = engine.score_logprobs("actor", PROMPTS, [1.0, 0.5, 1.0, 2.0])
+    found["values"] = engine.score_values("critic", PROMPTS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    alone = engine(checkpoint)
+    found = course(alone, folder)
+    alone.close()
+    return found | {"folder": folder}
+
+
+def assert_weights(got, expected, tolerance=1e-4):
+    # A tied output layer may be written besides the embedding.
+    assert set(expected) <= set(got)
+    for name, tensor in expected.items():
+        gap, scale = (got[name] - tensor).abs().max(), tensor.abs().max()
+        assert gap <= tolerance * scale, f"{name}: {gap} of {scale}"
+
+
+def assert_near(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+LAYOUTS = [
+    pytest.param(Layout(2, 1), id="dp2"),
+    pytest.param(Layout(1, 2), id="tp2"),
+    pytest.param(Layout(2, 2), id="dp2xtp2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
+    group = engine(checkpoint, layout)
+    try:
+        found = course(group, tmp_path)
+        assert group.load().waiting == group.load().running == 0
+        heard = []
+        say = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        listened = Request([5, 6], say, [3], listener=lambda sample, token: heard.append((sample, token.token)))
+        [result] = [future.result() for future in group.submit([listened])]
+        assert heard == [(0, token) for token in result.sequences[0].resp_tokens]
+        endless = Request([5], SamplingParams(max_new_tokens=4000, ignore_eos=True), [4])
+        [future] = group.submit([endless])
+        group.cancel(future)
+        assert future.result(timeout=60).sequences[0].finish_reason == "abort"
+        with pytest.raises(EngineError, match="can never fit the KV cache of 4096 tokens"):
+            group.submit([Request([5], SamplingParams(max_new_tokens=5000), [4])])
+        with pytest.raises(ValueError, match="even number of rows"):  # said by all ranks alike: the group goes on
+            group.train(rows(3), dpo_loss_fn, 2)
+        with pytest.raises(EngineError, match="there is no role 'nobody'"):
+            group.score_values("nobody", PROMPTS)
+        group.set_learning_rate("actor", 0.5)
+        assert group.learning_rate("actor") == 0.5
+    finally:
+        group.close()
+    for name, weights in truth["weights"].items():
+        assert_weights(found["weights"][name], weights)
+    for name, stats in truth["stats"].items():
+        assert found["stats"][name] == pytest.approx(stats, rel=1e-3, abs=1e-5), name
+    for mine, theirs in zip(found["results"], truth["results"], strict=True):
+        for got, expected in zip(mine.sequences, theirs.sequences, strict=True):
+            assert got.resp_tokens == expected.resp_tokens
+            assert got.versions == expected.versions
+            assert got.resp_logprobs == pytest.approx(expected.resp_logprobs, abs=1e-4)
+            assert [[t for t, _ in top] for top in got.top_logprobs] == [
+                [t for t, _ in top] for top in expected.top_logprobs
+            ]
+    assert_near(found["logprobs"], truth["logprobs"])
+    assert_near(found["values"], truth["values"])
+
+
+@pytest.mark.long
+def test_a_state_moves_between_layouts(checkpoint, truth, tmp_path):
+    """Two more steps after a resume in another layout, there and back, are those of the engine that never stopped."""
+    critic = {"critic": ModelRole("critic", str(checkpoint), trainable=True, kind="value", optimizer=SETTINGS)}
+
+    def go_on(source, layout, folder):
+        resumed = engine(source, layout)
+        try:
+            resumed.ensure_roles(critic)
+            resumed.load_state(source)
+            for step in range(2):
+                lesson(resumed, "grpo", step)
+                resumed.train(rows(6, seed=step), value_loss_fn, 2, role="critic")
+            resumed.save_model(folder)
+            resumed.save_state(folder)
+        finally:
+            resumed.close()
+
+    source, truth_source = truth["folder"], truth["folder"]
+    for index, layout in enumerate((Layout(2, 2), None, Layout(1, 2))):
+        target, true_target = tmp_path / f"{index}", tmp_path / f"{index}-truth"
+        go_on(source, layout, target)
+        go_on(truth_source, None, true_target)
+        for part in ("", "critic"):
+            got, expected = (load_file(folder / part / "model.safetensors") for folder in (target, true_target))
+            assert_weights(got, expected)
+        source, truth_source = target, true_target
+    assert json.loads((source / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen3_moe"])
+def test_families_spread_over_two_ranks(family, tmp_path):
+    path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
+    found = {}
+    for name, layout in (("alone", None), ("spread", Layout(1, 2))):
+        one = engine(path, layout)
+        try:
+            for step in range(STEPS):
+                lesson(one, "sft", step)
+            one.save_model(tmp_path / name)
+            found[name] = [future.result().sequences[0].resp_tokens for future in one.submit(REQUESTS[:2])]
+        finally:
+            one.close()
+    assert_weights(
+        load_file(tmp_path / "spread" / "model.safetensors"), load_file(tmp_path / "alone" / "model.safetensors")
+    )
+    assert found["spread"] == found["alone"]
+
+
+def test_layouts_that_cannot_be(tmp_path):
+    with pytest.raises(UsageError, match="world_size=3 is not divisible by tp_size=2"):
+        Layout.of(3, 2, None)
+    with pytest.raises(UsageError, match="dp_size=3 times tp_size=2 is not world_size=4"):
+        Layout.of(4, 2, 3)
+    with pytest.raises(UsageError, match="tp_size=0: use at least 1"):
+        Layout.of(4, 0, None)
+
+
+@pytest.mark.long
+def test_models_without_a_plan_or_with_too_few_heads_are_refused_by_name(tmp_path):
+    gpt2 = save_tiny_checkpoint(tmp_path / "gpt2", "gpt2", heads=4, hidden=64)
+    with pytest.raises(UsageError, match=r"no tensor-parallel plan for GPT2Config; use --tp-size 1"):
+        engine(gpt2, Layout(1, 2))
+    few = save_tiny_checkpoint(tmp_path / "few", "llama", heads=2, hidden=64)
+    with pytest.raises(UsageError, match=r"num_key_value_heads 1, which 2 ranks cannot share; use 1"):
+        engine(few, Layout(1, 2))

@@ -1,0 +1,132 @@
+"""Worker processes that are really killed, stopped, stuck and orphaned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areno.engine.parallel.workers import WorkerGroup
+from areno.errors import EngineError
+from tests.engine.parallel import objects
+
+MAKERS = (objects.make_first, objects.make_second)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def group():
+    events = []
+    made = WorkerGroup(MAKERS, on_event=lambda rank, payload: events.append((rank, payload)), stall_s=3600)
+    made.events = events
+    yield made
+    made.close()
+    assert gone_within(made.pids, 5)
+
+
+def test_calls_closures_and_events(group):
+    assert group.call("add", 2) == [2, 2]
+    assert group.call("add", 3, ranks=[1]) == [5]
+    assert len({*group.call("pid"), os.getpid()}) == 3
+    base = 100
+    assert group.call("apply", lambda rank, value: base + 10 * rank + value, 7) == [107, 117]
+    group.call("say", "hello")
+    assert sorted(group.events) == [(0, (0, "hello")), (1, (1, "hello"))]
+
+    # A quick call overtakes one that takes long.
+    slow = group._ask("sleep", (1.5,), [0])[0]
+    began = time.monotonic()
+    assert group.tell(0, "pid").result() == group.pids[0]
+    assert not slow.done()
+    assert time.monotonic() - began < 1.0
+    slow.result()
+
+    # What all ranks refuse alike is the caller's mistake; the group goes on.
+    with pytest.raises(ValueError, match="all ranks were told") as caught:
+        group.call("fail_all")
+    assert "fail_all" in "".join(caught.value.__notes__)
+    assert group.call("add", 0) == [2, 5]
+
+    # A module of the user's, which only this process can import, goes along by value.
+    assert group.call("apply", max, 1) == [1, 1]
+
+
+def test_one_rank_that_fails_alone_ends_the_group(group):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 failed in fail_on: ValueError: this rank was told") as caught:
+        group.call("fail_on", 1, 60.0)
+    assert "objects.py" in str(caught.value)  # where it was raised
+    assert gone_within(group.pids, 5)
+    with pytest.raises(EngineError, match="rank 1 of 2 failed"):
+        group.call("add", 1)
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_work(group):
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 0 of 2 \(process \d+\) was killed by signal 9 in die_on"):
+        group.call("die_on", 0)
+    assert time.monotonic() - began < 10
+    assert gone_within(group.pids, 5)
+
+
+def test_ranks_that_cannot_start_say_why_and_leave_nothing():
+    with pytest.raises(EngineError, match="nothing can be made here"):
+        WorkerGroup((objects.make_first, objects.refuse))
+    listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "parallel.worker"], capture_output=True, text=True)
+    assert listed.stdout.strip() == ""
+
+
+@pytest.mark.long
+def test_a_stopped_rank_ends_the_group_within_30_seconds(group):
+    os.kill(group.pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .* no sign of life .* stopped by a signal"):
+        group.call("sleep", 60.0)
+    assert time.monotonic() - began < 30
+    assert gone_within(group.pids, 5)
+
+
+@pytest.mark.long
+def test_a_rank_without_progress_ends_the_group():
+    group = WorkerGroup(MAKERS, stall_s=3.0)
+    with pytest.raises(EngineError, match=r"rank 0 of 2 .* made no progress for .* in sleep; --stall-timeout"):
+        group.call("sleep", 60.0)
+    assert gone_within(group.pids, 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_end_with_the_process_that_started_them(busy):
+    program = (
+        "from areno.engine.parallel.workers import WorkerGroup\n"
+        "from tests.engine.parallel import objects\n"
+        "group = WorkerGroup((objects.make_first, objects.make_second))\n"
+        "print(*group.pids, flush=True)\n"
+        f"group.call('sleep', {60.0 if busy else 0.0})\n"
+        "import time; time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert all(map(alive, pids))
+        parent.kill()
+    assert gone_within(pids, 10)
