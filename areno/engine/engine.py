@@ -150,7 +150,8 @@ class Engine:
             return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
             return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
-        loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, speculate=config.speculate, **common)
+        more: dict[str, Any] = {"speculate": config.speculate, "builds": config.peers.replica == 0}
+        loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, **more, **common)
         loop.decode.prepare()
         return loop
 

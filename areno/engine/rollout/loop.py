@@ -56,7 +56,8 @@ class RolloutLoop:
         max_running: most sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
         layers: what each layer of the model caches; without it decoding is always eager.
-        decode_mode: whether decoding may be compiled, see :class:`DecodeSwitch`.
+        decode_mode: whether decoding may be compiled, and
+        builds: whether this process may do that, see :class:`DecodeSwitch`.
         speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
@@ -72,6 +73,7 @@ class RolloutLoop:
         progress: DecodeProgress | None = None,
         layers: tuple[LayerShape, ...] = (),
         decode_mode: DecodeMode = "auto",
+        builds: bool = True,
         speculate: int = 0,
         prefix_tokens: int = 0,
     ) -> None:
@@ -85,7 +87,7 @@ class RolloutLoop:
         self._make_stop_text = make_stop_text
         self._progress = progress
         self._table: SamplingTable | None = None
-        self.decode = DecodeSwitch(model, self.cache, layers, decode_mode)
+        self.decode = DecodeSwitch(model, self.cache, layers, decode_mode, builds)
         self.speculate = speculate
         self._threads = self.decode.threads
         self._wake = threading.Condition()

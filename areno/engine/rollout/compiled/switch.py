@@ -50,9 +50,18 @@ class DecodeSwitch:
         cache: its KV cache.
         layers: what each layer caches; empty where some layers keep another state.
         mode: ``eager`` never compiles; ``compiled`` waits for the build in :meth:`prepare`.
+        builds: with ``auto``, build the step where it is missing; else only take it once another process has.
     """
 
-    def __init__(self, model: CausalLM, cache: SlotCache, layers: tuple[LayerShape, ...], mode: DecodeMode) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: SlotCache,
+        layers: tuple[LayerShape, ...],
+        mode: DecodeMode,
+        builds: bool = True,
+    ) -> None:
+        self._builds = builds
         self.model, self.cache, self.layers, self.mode = model, cache, layers, mode
         self.threads = ThreadRule(model)
         self.decoder: Decoder = EagerDecode(model, cache, self.threads)
@@ -134,7 +143,7 @@ class DecodeSwitch:
                 self._look_at_build(spec)
             elif spec.path().exists():
                 self._take_over(spec)
-            elif self._pays(remaining):
+            elif self._builds and self._pays(remaining):
                 self._begin(spec)
         except EngineError as error:
             self._stay_eager(str(error))

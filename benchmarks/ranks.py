@@ -1,0 +1,74 @@
+"""What a second rank costs and brings: GRPO steps of one process with all cores, and of replicas that share them.
+
+    python benchmarks/ranks.py                       # table, then one line of JSON
+    python benchmarks/ranks.py --save NAME           # also benchmarks/results/NAME.json
+
+Each side is a fresh process: one rank with N threads, or N replicas with one thread each, on the same prompts, samples and
+lengths. A step generates, scores nothing, and trains. ``overhead_share`` is the part of the step that goes into writing rows
+and results down, sending them and reading them again: measured with the same messages through the same processes, whose
+method does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, machine, make_checkpoint, median, run_worker
+from rollout import SMALL, TINY
+
+WORKER = Path(__file__).with_name("workers") / "ranks_steps.py"
+SHAPES = {"tiny": (TINY, 16, 8, 96), "small": (SMALL, 4, 8, 48)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each process, after the first")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each side")
+    parser.add_argument("--save", default="", help="name of a file under benchmarks/results")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "ranks", "machine": machine(), "settings": vars(args), "models": {}}
+    for name in args.only:
+        shape, prompts, samples, new = SHAPES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(Path(folder) / "model", **asdict(shape), dtype="float32")
+            settings = {
+                "model": str(Path(folder) / "model"),
+                "prompts": prompts,
+                "samples": samples,
+                "new": new,
+                "steps": args.steps,
+            }
+            sides: dict[str, list[dict[str, Any]]] = {"one": [], "replicas": []}
+            for _ in range(args.repeats):
+                for side, found in sides.items():
+                    world = 1 if side == "one" else args.replicas
+                    found.append(run_worker(Path(sys.executable), WORKER, settings | {"world_size": world}, {}))
+        found = {side: median([s for run in runs for s in run["seconds"]]) for side, runs in sides.items()}
+        sent = median([run["messages_s"] for run in sides["replicas"]])
+        result["models"][name] = {
+            "seconds": found,
+            "replicas_over_one": round(found["replicas"] / found["one"], 3),
+            "messages_s": sent,
+            "overhead_share": round(sent / found["replicas"], 4),
+            "parts": {side: runs[0]["parts"] for side, runs in sides.items()},
+        }
+        print(
+            f"{name}: one rank {found['one']:.3f} s a step, {args.replicas} replicas {found['replicas']:.3f} s "
+            f"({found['replicas'] / found['one']:.2f} x); messages {sent / found['replicas']:.1%}",
+            flush=True,
+        )
+    if args.save:
+        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
