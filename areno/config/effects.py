@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areno.config.algorithms import AlgorithmSpec, list_algorithms
+from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms
 from areno.config.options import Option, options_of
 from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
@@ -41,7 +41,7 @@ def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]
         if info.algorithms and spec.name not in info.algorithms and entry.name not in spec.uses:
             reasons[entry.name] = f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; leave it out"
         elif info.rollout_only and not spec.requires_rollout:
-            rollout = ", ".join(name for name in list_algorithms() if name != spec.name)
+            rollout = ", ".join(name for name in list_algorithms() if get_algorithm(name).requires_rollout)
             reasons[entry.name] = (
                 f"has no effect with --algo {spec.name}, which generates nothing; leave it out (it is for {rollout})"
             )
