@@ -38,7 +38,7 @@ def main() -> None:
     for name in args.only:
         shape, prompts, samples, new = SHAPES[name]
         with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(Path(folder) / "model", **asdict(shape), dtype="float32")
+            parameters = make_checkpoint(Path(folder) / "model", **asdict(shape), dtype="float32")
             settings = {
                 "model": str(Path(folder) / "model"),
                 "prompts": prompts,
@@ -58,6 +58,8 @@ def main() -> None:
             "replicas_over_one": round(found["replicas"] / found["one"], 3),
             "messages_s": sent,
             "overhead_share": round(sent / found["replicas"], 4),
+            "parameters": parameters,
+            "bytes_of_a_train_call": sides["replicas"][0]["bytes_of_a_train_call"],
             "parts": {side: runs[0]["parts"] for side, runs in sides.items()},
         }
         print(

@@ -24,6 +24,7 @@ def main() -> None:
     trainer = areno.Trainer(world_size=given["world_size"], model_path=given["model"], custom_config=config)
     trainer.init()
     sampling = areno.SamplingParams(max_new_tokens=given["new"], ignore_eos=True)
+    before: dict[str, int] = {}
     seconds, parts, rows = [], {"rollout": [], "train": []}, []
     for _ in range(given["steps"] + 1):
         prompts = [[rng.randrange(2, 500) for _ in range(16)] for _ in range(given["prompts"])]
@@ -41,18 +42,27 @@ def main() -> None:
             for prompt, result in zip(prompts, results, strict=True)
             for sample in result.sequences
         ]
+        before = traffic(trainer)
         trainer.train(rows, grpo_loss_fn, mini_bs=16)
         ended = time.perf_counter()
         seconds.append(ended - began)
         parts["rollout"].append(generated - began)
         parts["train"].append(ended - generated)
+    passed_on = {name: count - before.get(name, 0) for name, count in traffic(trainer).items()}
     found = {
+        "bytes_of_a_train_call": passed_on,
         "seconds": seconds[1:],
         "parts": {name: round(statistics.median(values[1:]), 4) for name, values in parts.items()},
         "messages_s": messages(trainer, rows, results) if given["world_size"] > 1 else 0.0,
     }
     trainer.close()
     print(json.dumps(found))
+
+
+def traffic(trainer: areno.Trainer) -> dict[str, int]:
+    """Bytes that rank 0 has passed on so far, by operation."""
+    workers = getattr(trainer.backend.engine, "workers", None)
+    return workers.call("traffic", ranks=[0])[0] if workers else {}
 
 
 def messages(trainer: areno.Trainer, rows: list[TrainSequence], results: list[object]) -> float:

@@ -93,10 +93,13 @@ class LogLine:
 
 def dumps(value: Any) -> bytes:
     """Write an object down. Modules made from a user's file go along, as nobody else can import them."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("areno_user_") and name not in _by_value:
-            cloudpickle.register_pickle_by_value(module)
-            _by_value.add(name)
+    global _modules
+    if len(sys.modules) != _modules:
+        known = sys.modules.copy()  # other threads may be importing
+        _modules = len(known)
+        for name in known:
+            if name.startswith("areno_user_"):
+                cloudpickle.register_pickle_by_value(known[name])
     return cloudpickle.dumps(value)
 
 
@@ -105,4 +108,4 @@ def loads(text: bytes) -> Any:
     return cloudpickle.loads(text)
 
 
-_by_value: set[str] = set()
+_modules = 0

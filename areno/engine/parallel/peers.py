@@ -7,6 +7,7 @@ replica. The groups across replicas are process groups of their own.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -128,14 +129,19 @@ class Group:
     Args:
         process_group: connects them.
         device: where objects travel from and to; CPU for gloo, the rank's GPU for NCCL.
+
+    Attributes:
+        traffic: bytes that this rank has passed on, by operation, as a ring of ranks does it.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.size, self.rank = process_group.size(), process_group.rank()
         self._group, self._device = process_group, device
+        self.traffic: Counter[str] = Counter()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
+        self.traffic["sum"] += values.nbytes
         self._group.allreduce([values]).wait()
         return values
 
@@ -168,12 +174,14 @@ class Group:
 
     def sum_part(self, values: Tensor) -> Tensor:
         """Add up values [size * n] over the ranks, and return this rank's n of them."""
+        self.traffic["sum_part"] += values.nbytes - values.nbytes // self.size
         part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
         self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
         return part
 
     def join(self, part: Tensor) -> Tensor:
         """Put the ranks' parts [n] together: [size * n]."""
+        self.traffic["join"] += part.nbytes * (self.size - 1)
         whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole

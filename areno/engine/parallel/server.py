@@ -179,6 +179,10 @@ class EngineServer:
         """See :meth:`Engine.checkpoint_bytes`."""
         return self.engine.checkpoint_bytes()
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has passed on to other replicas, by operation."""
+        return dict(getattr(self.peers.data, "traffic", {}))
+
     def echo(self, *values: Any) -> Any:
         """The last of some values: what messages cost, for those who measure it."""
         return values[-1]
