@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
 from areno.api.evaluation import OnScored
@@ -64,6 +66,7 @@ def run_training(
         trainer = _trainer(options, get_algorithm(options.algo).trains)
         try:
             trainer.init()
+            torch.manual_seed(options.seed)  # dropout draws from it
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows = held_out
             if progress is not None:

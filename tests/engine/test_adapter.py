@@ -274,6 +274,7 @@ def test_dropout_is_drawn_in_training_and_nowhere_else(open_engine):
     losses = {}
     for dropout in (0.0, 0.5):
         engine = open_engine(dropout=dropout)
+        assert torch.equal(scored(engine), scored(engine))
         train_some(engine, 2)
         torch.manual_seed(1)
         assert torch.equal(scored(engine), scored(engine))

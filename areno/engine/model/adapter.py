@@ -179,6 +179,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     folder = Path(base).expanduser()
     wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
     _refuse_tied(module, _adapted_layers(wrapped))
+    module.eval()  # new layers begin in training mode, in which they would drop
     return Adapter(wrapped, may_merge=may_merge)
 
 

@@ -125,7 +125,9 @@ def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
 
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
     """The module on its device, with the adapter that ``path`` may be."""
-    if not options.four_bit:  # such weights have been put there
+    if options.four_bit:  # it is there already
+        _compute_alike(module)
+    else:
         module = module.to(options.device)
     return merge_for_good(module, path) if is_adapter(path) else module
 
@@ -195,6 +197,14 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     config = more.pop("config", None)
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+
+
+def _compute_alike(module: nn.Module) -> None:
+    """bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout would not
+    be what training sees."""
+    for child in module.modules():
+        if hasattr(child, "support_avx512bf16_for_cpu"):
+            child.support_avx512bf16_for_cpu = False
 
 
 def _nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
