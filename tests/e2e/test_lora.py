@@ -149,18 +149,37 @@ def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
     assert four_bit.weights < lora.weights
 
 
-def test_grpo_with_an_adapter_learns_what_the_prompt_asks(tmp_path):
-    """The task of test_learning, with an adapter on a random model; seeds 0 to 2 reach 0.9 and more."""
+def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
+    """A random model comes to say digits, all of them with seeds 0 to 2. With its head frozen it could not: random weights that small keep all logits alike."""
     checkpoint, rows, held_out = kinds_task(tmp_path)
+    rows = [entry for entry in rows if "digits" in entry["prompt"]]
+    held_out = [prompt for prompt in held_out if "digits" in prompt]
     sizes = ("--batch-size", 8, "--n-samples", 16, "--max-new-tokens", NEW_TOKENS, "--reward-workers", 1)
-    lora = (
-        "--lora-rank",
-        16,
-        "--lora-target-modules",
-        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head",
-    )
-    trained = train("grpo", checkpoint, rows, tmp_path, *sizes, *lora, "--max-steps", 100, "--lr", "1e-2")
+    lora = ("--lora-rank", 16, "--lora-target-modules", "v_proj,o_proj,down_proj,lm_head")
+    trained = train("grpo", checkpoint, rows, tmp_path, *sizes, *lora, "--max-steps", 40, "--lr", "1e-2")
     full = tmp_path / "full"
     assert main(["export", "--ckpt", str(trained), "--output", str(full)]) == 0
     assert mean_reward(checkpoint, held_out) < 0.15
-    assert mean_reward(full, held_out) > 0.8
+    assert mean_reward(full, held_out) > 0.7
+
+
+@pytest.mark.long
+def test_grpo_with_an_adapter_learns_the_quickstart_task(tmp_path):
+    """The demo with an adapter of rank 8 in place of its GSPO: 34 % after SFT; the full weights reach 99 %."""
+    from areno.quickstart import run as demo
+    from areno.quickstart.evaluate import accuracy, answers
+
+    demo._write_inputs(tmp_path, 0)
+    started = demo._train("sft", tmp_path, tmp_path / "model", 0, demo._SFT)
+    data, run = tmp_path / "data", tmp_path / "grpo"
+    argv = ["train", "--algo", "grpo", "--ckpt", started, "--dataset-path", data / "gspo.jsonl"]
+    argv += ["--reward-fn-path", data / "reward.py", "--run-dir", run, "--lora-rank", 8]
+    settings = demo._GSPO | {"--lr": 2e-3}
+    assert main([str(part) for part in (*argv, *(part for pair in settings.items() for part in pair))]) == 0
+    full = tmp_path / "full"
+    assert main(["export", "--ckpt", str(run), "--output", str(full)]) == 0
+    held_out = demo.draw_problems(demo._HELD_OUT_SEED, demo.HELD_OUT, held_out=True)
+    before, after = (accuracy(held_out, answers(folder, held_out)) for folder in (started, full))
+    assert before < 0.5
+    assert after > 0.9
+    assert all(m["train/logp_abs_diff_mean"] < 1e-5 for m in metrics(run))
