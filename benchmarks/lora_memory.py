@@ -20,8 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import areno  # noqa: F401  (before torch)
 from common import ROOT, machine, make_checkpoint, median, problems, run_worker
+
+import areno  # noqa: F401  (before torch)
 
 WAYS: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -57,8 +58,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "dataset_path": str(folder / "data.jsonl"),
         "run_dir": settings["run_dir"],
         "max_steps": settings["steps"],
-        "batch_size": 4 if algo == "grpo" else 16,
-        "mini_bs": 16,
+        "batch_size": 2 if algo == "grpo" else 4,
+        "mini_bs": 4,
         "max_new_tokens": 64 if algo == "grpo" else 512,
         "lr": 1e-5,
         "save_interval": 10**6,

@@ -110,8 +110,6 @@ class Engine:
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
-        if config.device.type == "cpu":
-            keep_freed_memory()
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
@@ -124,6 +122,8 @@ class Engine:
         self.actor = load_role(
             *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
         )
+        if config.device.type == "cpu":
+            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None

@@ -150,7 +150,10 @@ def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
 
 
 def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
-    """A random model comes to say digits, all of them with seeds 0 to 2. With its head frozen it could not: random weights that small keep all logits alike."""
+    """A random model comes to say digits, and nothing else with seeds 0 to 2.
+
+    With its head frozen it could not: random weights that small keep all logits alike.
+    """
     checkpoint, rows, held_out = kinds_task(tmp_path)
     rows = [entry for entry in rows if "digits" in entry["prompt"]]
     held_out = [prompt for prompt in held_out if "digits" in prompt]

@@ -202,6 +202,7 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
 def _compute_alike(module: nn.Module) -> None:
     """bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout would not
     be what training sees."""
+    child: Any
     for child in module.modules():
         if hasattr(child, "support_avx512bf16_for_cpu"):
             child.support_avx512bf16_for_cpu = False

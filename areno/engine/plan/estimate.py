@@ -92,8 +92,8 @@ def _weights(options: TrainOptions, module: nn.Module, size: int) -> tuple[int, 
         return count, count * size
     linear = sum(p.numel() for name, p in module.named_parameters() if p.ndim == 2 and _is_body(name))
     rank = options.lora_rank or int(adapter_config(str(options.lora_adapter_path)).get("r", 8))
-    fields = {"rank": rank, "target_modules": options.lora_target_modules}
-    attach(module, "policy", AdapterOptions(**fields), "", may_merge=False)
+    adapter = AdapterOptions(rank=rank, target_modules=options.lora_target_modules)
+    attach(module, "policy", adapter, "", may_merge=False)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     if options.load_in_4bit:
         return trained, int(linear * _NF4_BYTES) + (count - linear) * size + trained * 4
