@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areno.config.paths import base_of, is_adapter, tokenizer_of
+from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.folder import STATE_FOLDER
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.adapter import AdapterOptions
@@ -114,11 +114,6 @@ class Engine:
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
-        if config.adapter is not None and is_adapter(path):
-            raise UsageError(
-                f"{path} is an adapter, and a new one would have no model to belong to; give its base model, and this "
-                "folder as adapter_path"
-            )
         self.actor = load_role(
             *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from areno.config.paths import is_adapter
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
@@ -23,7 +24,7 @@ from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
-from areno.errors import CheckpointError, EngineError
+from areno.errors import CheckpointError, EngineError, UsageError
 from areno.loss_fns.pack import LossFn
 from areno.types import TrainSequence
 
@@ -173,6 +174,11 @@ def load_role(
     Raises:
         UsageError: the checkpoint cannot serve as this role.
     """
+    if adapter is not None and is_adapter(path):
+        raise UsageError(
+            f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
+            "and this folder as --lora-adapter-path, or merge it first with areno export"
+        )
     if adapter is not None:
         options = replace(options, four_bit=adapter.load_in_4bit)
     if kind == "policy":

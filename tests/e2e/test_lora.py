@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 peft = pytest.importorskip("peft")
 
+from areno import ArenoConfig, ModelRole, Trainer, TrainSequence, sft_loss_fn  # noqa: E402
 from areno.cli.main import main  # noqa: E402
 from areno.engine.plan.estimate import estimate_memory  # noqa: E402
+from areno.errors import UsageError  # noqa: E402
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train  # noqa: E402
 from tests.e2e.test_resume import metrics, without_times  # noqa: E402
 from tests.support.cli import areno, task_arguments, write_task  # noqa: E402
@@ -121,6 +123,27 @@ def test_training_starts_from_an_adapter_that_is_there(tmp_path, tiny_checkpoint
     a, b = tensors(checkpoint_of(first)), tensors(checkpoint_of(second))
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in a)
     assert json.loads((checkpoint_of(second) / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_the_sdk_trains_an_adapter(tmp_path, tiny_checkpoint):
+    config = ArenoConfig(optimizer={"lr": 1e-2}, lora={"rank": 2, "target_modules": ["q_proj", "v_proj"]})
+    with Trainer(world_size=1, model_path=str(tiny_checkpoint), custom_config=config) as trainer:
+        trainer.init()
+        trainer.ensure_roles({"ref": ModelRole("ref", str(tiny_checkpoint), trainable=False)})
+        rows = [[5, 9, 30, 41, 7]]
+        before = trainer.score_logprobs("ref", rows)
+        assert trainer.score_logprobs("actor", rows) == before
+        data = [TrainSequence([True, True, False, False, False], rows[0])]
+        losses = [trainer.train(data, sft_loss_fn, mini_bs=1)["loss"] for _ in range(5)]
+        assert losses[-1] < losses[0]
+        assert trainer.score_logprobs("ref", rows) == before
+        assert trainer.score_logprobs("actor", rows) != before
+        trainer.drop_role("ref")
+        trainer.save_checkpoint(str(tmp_path / "adapter"))
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], sorted(saved["target_modules"])) == (2, 4, ["q_proj", "v_proj"])
+    with pytest.raises(UsageError, match=r"ArenoConfig\.lora has no effect where nothing is trained"):
+        Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(lora={"rank": 2}, runtime={"trains": "nothing"}))
 
 
 def test_layers_that_are_not_there_end_the_command_with_the_names_of_those_that_are(tmp_path, tiny_checkpoint):

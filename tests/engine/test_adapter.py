@@ -444,8 +444,12 @@ def test_an_adapter_that_is_of_another_model_or_kind_is_refused(open_engine, tin
     peft.get_peft_model(stock, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
     with pytest.raises(UsageError, match="of the kind IA3; areno reads and trains LORA"):
         open_engine(rank=0, adapter_path=str(tmp_path / "ia3"))
-    with pytest.raises(UsageError, match="give its base model, and this folder as adapter_path"):
+    with pytest.raises(UsageError, match="give its base model, and this folder as --lora-adapter-path"):
         open_engine(tmp_path / "adapter")
+    with pytest.raises(UsageError, match=r"role 'critic' .* is an adapter"):
+        open_engine(wide).ensure_roles({"critic": ModelRole("critic", str(tmp_path / "adapter"), trainable=True)})
+    with pytest.raises(UsageError, match=r"no adapter can be made of rank=4, alpha=None, dropout=1\.5"):
+        open_engine(dropout=1.5)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +509,16 @@ def test_an_adapter_of_a_base_in_4_bits_is_exported_onto_the_weights_themselves(
     loaded = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
     exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(logprobs(exported), logprobs(loaded), rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_on_a_base_in_4_bits_learns_with_its_whole_head(open_engine, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = save_tiny_checkpoint(tmp_path / "wide", hidden=128)
+    engine = open_engine(base, trains="reward", load_in_4bit=True)
+    losses = [engine.train(ROWS, reward_model_loss_fn, mini_bs=4)["loss"] for _ in range(6)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert engine.actor.model.module.score.weight.dtype == torch.float32
+    assert float(engine.actor.model.module.score.weight.detach().abs().sum()) > 0
 
 
 def test_grpo_rows_of_a_rollout_have_a_ratio_of_one(open_engine):

@@ -10,6 +10,7 @@ same module is the reference policy.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -172,10 +173,12 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
         UsageError: the adapter does not fit the model; or no layer has the wanted name.
     """
     require_packages()
-    if options.adapter_path is not None:
-        wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
-    else:
-        wrapped = _create(module, kind, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
+        if options.adapter_path is not None:
+            wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
+        else:
+            wrapped = _create(module, kind, options)
     folder = Path(base).expanduser()
     wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
     _refuse_tied(module, _adapted_layers(wrapped))
@@ -218,7 +221,10 @@ def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
         try:
             return peft.get_peft_model(cast(Any, module), config, adapter_name=NAME)
         except ValueError as error:
-            raise UsageError(f"--lora-target-modules {options.target_modules}: {error}") from error
+            raise UsageError(
+                f"no adapter can be made of rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
+                f"target_modules={options.target_modules!r}: {error}; change these --lora options"
+            ) from error
 
 
 def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0) -> Any:
