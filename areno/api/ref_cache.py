@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areno.cache_folder import cache_folder
+from areno.config.paths import base_of, is_adapter
 from areno.errors import UsageError
 from areno.types import TrainSequence
 
@@ -35,7 +36,7 @@ CACHE_KIND = "ref_logprobs"
 _FORMAT = "areno reference log-probs 1"
 _NAME = "logprobs"
 # Files of a checkpoint folder that decide what the model computes; the tokenizer's work is in the token rows already.
-_MODEL_FILES = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "*.py")
+_MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "*.py")
 
 
 class ReferencedRows(Sequence[TrainSequence]):
@@ -73,6 +74,8 @@ def checkpoint_digest(checkpoint: str) -> str:
     """
     folder = Path(checkpoint).expanduser()
     digest = hashlib.sha256()
+    if is_adapter(checkpoint):
+        digest.update(checkpoint_digest(base_of(checkpoint)).encode())
     if not folder.is_dir():
         digest.update(f"{checkpoint}@{_commit(checkpoint)}".encode())
         return digest.hexdigest()

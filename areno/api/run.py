@@ -9,7 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
@@ -63,6 +66,7 @@ def run_training(
         trainer = _trainer(options, get_algorithm(options.algo).trains)
         try:
             trainer.init()
+            torch.manual_seed(options.seed)  # dropout draws from it
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows = held_out
             if progress is not None:
@@ -190,7 +194,10 @@ def _evaluations(options: TrainOptions, loop: TrainingLoop) -> dict[str, Any]:
 
 
 def _trainer(options: TrainOptions, trains: str) -> Trainer:
-    """The SDK trainer that the options describe; a resumed run loads its newest checkpoint instead of ``--ckpt``."""
+    """The SDK trainer that the options describe; a resumed run loads its newest checkpoint instead of ``--ckpt``.
+
+    With an adapter, that checkpoint is one, of ``--ckpt``.
+    """
     latest = None
     if options.resume:
         checkpoints = CheckpointFolder(options.checkpoint_path)
@@ -223,7 +230,25 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "trains": trains,
             "stall_timeout_s": options.stall_timeout,
         },
+        lora=_lora(options, latest),
     )
-    trainer = Trainer(options.world_size, str(latest or options.ckpt), custom_config=config)
+    path = options.ckpt if options.uses_lora else latest or options.ckpt
+    trainer = Trainer(options.world_size, str(path), custom_config=config)
     trainer.seed = options.seed
     return trainer
+
+
+def _lora(options: TrainOptions, latest: Path | None) -> dict[str, Any] | None:
+    """The adapter that the options describe; a resumed run goes on with that of its newest checkpoint."""
+    if not options.uses_lora:
+        return None
+    adapter = str(latest) if latest is not None else options.lora_adapter_path
+    return {
+        "rank": options.lora_rank,
+        "alpha": options.lora_alpha,
+        "dropout": options.lora_dropout,
+        "target_modules": options.lora_target_modules,
+        "adapter_path": adapter,
+        "load_in_4bit": options.load_in_4bit,
+        "seed": options.seed,
+    }

@@ -23,6 +23,8 @@ _GIB = 1024**3
 _EXTRAS = {
     "flash-attn": ("flash", "faster attention on CUDA; without it PyTorch's own kernels are used"),
     "math-verify": ("math", "needed by the reward function of examples/math"),
+    "peft": ("lora", "needed to train adapters, --lora-rank"),
+    "bitsandbytes": ("qlora", "needed for a base in 4 bits, --load-in-4bit"),
 }
 
 

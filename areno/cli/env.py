@@ -38,7 +38,7 @@ REQUIRED = {
 }
 """Distributions that areno needs, with the least version of each."""
 
-OPTIONAL = {"math-verify": "0.8", "flash-attn": "2.7"}
+OPTIONAL = {"math-verify": "0.8", "flash-attn": "2.7", "peft": "0.17", "bitsandbytes": "0.46"}
 """Distributions behind an extra."""
 
 _MODULES = {

@@ -17,6 +17,7 @@ from areno.errors import ArenoError, UsageError
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "check": "Check whether this machine is ready to run AReno.",
+    "export": "Write a full checkpoint: an adapter added to its base model.",
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
     "inspect": "Show what a run sampled and trained on, token by token.",

@@ -60,6 +60,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if options.critic_lr_decay_style == "constant":
         for name in ("critic_min_lr", "critic_lr_decay_steps"):
             yield name, "has no effect without --critic-lr-decay-style linear or cosine; give that too"
+    yield from _adapter(options)
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
             yield name, "has no effect without held-out rows; give --eval-dataset-path too"
@@ -71,6 +72,19 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         if options.reward_ckpt and not options.reward_fn_path:
             for name in ("reward_timeout_s", "reward_workers"):
                 yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
+
+
+def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
+    """Without an adapter nothing of it matters; one that exists brings its shape."""
+    if not options.uses_lora:
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
+            yield name, "has no effect without an adapter; give --lora-rank too"
+    if options.lora_adapter_path is not None:
+        for name in ("lora_rank", "lora_alpha", "lora_target_modules"):
+            yield (
+                name,
+                "has no effect with --lora-adapter-path, whose adapter_config.json says it; leave one of the two out",
+            )
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:

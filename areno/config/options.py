@@ -17,7 +17,7 @@ from typing import Any
 
 from areno.errors import UsageError
 
-GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "Checkpoint", "Evaluation", "Observability")
+GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "LoRA", "Checkpoint", "Evaluation", "Observability")
 """Help sections, in the order in which ``areno train --help`` shows them."""
 
 _KEY = "areno.option"

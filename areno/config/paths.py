@@ -9,9 +9,15 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+from areno.errors import UsageError
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a folder a PEFT adapter."""
 
 _FILE_SUFFIXES = (*DATA_SUFFIXES, ".safetensors", ".gguf", ".bin", ".pt", ".gz", ".zst", ".txt", ".py", ".yaml")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -43,6 +49,8 @@ def ckpt_problem(text: str, option: str = "--ckpt") -> str:
 def _model_folder_problem(path: Path, option: str) -> str:
     if not path.is_dir():
         return f"{option} {path} is a file; give the folder that holds config.json and the weights"
+    if is_adapter(path):
+        return _adapter_folder_problem(path, option)
     config = path / "config.json"
     if not config.is_file():
         return f"{option} {path} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
@@ -51,6 +59,66 @@ def _model_folder_problem(path: Path, option: str) -> str:
     except (OSError, ValueError) as error:
         return f"{option} {config} is not readable JSON: {error}; save the model again"
     return ""
+
+
+def is_adapter(place: str | Path) -> bool:
+    """Whether ``place`` is the folder of a PEFT adapter, which holds no model of its own."""
+    folder = Path(place).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def adapter_config(place: str | Path) -> dict[str, Any]:
+    """Read the ``adapter_config.json`` of an adapter folder.
+
+    Raises:
+        UsageError: it is unreadable, or names no base model.
+    """
+    path = Path(place).expanduser() / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not readable JSON: {error}; save the adapter again") from error
+    if not isinstance(config, dict) or not config.get("base_model_name_or_path"):
+        raise UsageError(f"{path} names no base_model_name_or_path; write the base model's folder or repo id there")
+    return config
+
+
+def base_of(place: str) -> str:
+    """The model that an adapter folder belongs to; ``place`` itself where it is no adapter folder.
+
+    Raises:
+        UsageError: its configuration is unreadable, or names no base model.
+    """
+    return str(adapter_config(place)["base_model_name_or_path"]) if is_adapter(place) else place
+
+
+def tokenizer_of(place: str) -> str:
+    """Where the tokenizer of a model lies: with an adapter that ships one, else with its base model."""
+    ships_one = (Path(place).expanduser() / "tokenizer_config.json").is_file()
+    return place if ships_one else base_of(place)
+
+
+def adapter_problem(text: str, option: str) -> str:
+    """Say why an adapter folder cannot work; empty if it can."""
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        return f"{option} folder does not exist: {text}; give the folder of a PEFT adapter"
+    if not (path / ADAPTER_CONFIG).is_file():
+        return (
+            f"{option} {text} has no {ADAPTER_CONFIG}; give the folder of a PEFT adapter, or leave it out for a new one"
+        )
+    return ""
+
+
+def _adapter_folder_problem(path: Path, option: str) -> str:
+    try:
+        base = base_of(str(path))
+    except UsageError as error:
+        return f"{option} {error}"
+    if is_adapter(base):
+        return f"{option} {path / ADAPTER_CONFIG}: its base model {base} is an adapter itself; merge that with areno export"
+    problem = ckpt_problem(base, "base_model_name_or_path")
+    return f"{option} {path / ADAPTER_CONFIG}: {problem}; correct the file" if problem else ""
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:

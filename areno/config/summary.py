@@ -127,6 +127,7 @@ def _training(options: TrainOptions) -> dict[str, str]:
     if decay != "constant":
         decay += f" to {options.min_lr:g} by step {options.lr_decay_steps}"
     return {
+        "trained": _trained(options),
         "epochs": str(options.epochs),
         "max_steps": str(options.max_steps or "no limit"),
         "mini_bs": str(options.mini_bs),
@@ -137,6 +138,16 @@ def _training(options: TrainOptions) -> dict[str, str]:
         f"weight_decay={options.weight_decay:g}",
         "grad_clip_norm": f"{options.grad_clip_norm:g}",
     }
+
+
+def _trained(options: TrainOptions) -> str:
+    if not options.uses_lora:
+        return "all weights"
+    base = "a base in 4 bits" if options.load_in_4bit else "frozen weights"
+    if options.lora_adapter_path is not None:
+        return f"the adapter {options.lora_adapter_path} on {base}"
+    alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+    return f"an adapter of rank {options.lora_rank} (alpha {alpha:g}, {options.lora_target_modules}) on {base}"
 
 
 def _outputs(options: TrainOptions) -> dict[str, str]:

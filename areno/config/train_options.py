@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areno.config.lora_options import LoraOptions
 from areno.config.rollout_options import RolloutOptions, TuningOptions
 from areno.config.run_options import BasicOptions, CheckpointOptions, EvaluationOptions, ObservabilityOptions
 from areno.config.update_options import UpdateOptions
@@ -20,6 +21,7 @@ class TrainOptions(
     ObservabilityOptions,
     EvaluationOptions,
     CheckpointOptions,
+    LoraOptions,
     UpdateOptions,
     TuningOptions,
     RolloutOptions,

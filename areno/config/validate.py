@@ -17,9 +17,9 @@ from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import later_text, without_effect
 from areno.config.hooks import hook_file_problem
 from areno.config.options import Option, flag_of, nearest, options_of
-from areno.config.packages import missing_server_packages
+from areno.config.packages import missing_lora_packages, missing_server_packages
 from areno.config.parser import Problems, extra_options
-from areno.config.paths import ckpt_problem, dataset_problem, unwritable
+from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
@@ -76,6 +76,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
     if spec is not None:
         yield from _useless(options, spec, entries)
         yield from _pairs(options, spec)
+        yield from _adapter(options, spec)
         if spec.requires_rollout:
             yield from _rollout_combinations(options, spec)
             yield from decoding_problems(options)
@@ -182,6 +183,28 @@ def _pairs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         yield (
             f"--mini-bs {options.mini_bs} would part a pair: --algo {spec.name} trains on chosen and rejected rows "
             f"together, two rows a pair; give an even number such as {options.mini_bs + 1}"
+        )
+
+
+def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
+    if not options.uses_lora:
+        return
+    missing = missing_lora_packages(four_bit=options.load_in_4bit)
+    if missing:
+        extra = "qlora" if options.load_in_4bit else "lora"
+        option = "--load-in-4bit" if options.load_in_4bit else "--lora-rank"
+        yield f"{option} needs the packages {', '.join(missing)}; install them: pip install 'areno[{extra}]'"
+    if options.lora_dropout > 0 and spec.requires_rollout:
+        yield (
+            f"--lora-dropout {options.lora_dropout}: a rollout of {spec.name} drops nothing, so that the importance ratio "
+            "of a policy with dropout would be noise; leave it out"
+        )
+    if options.lora_adapter_path is not None:
+        yield adapter_problem(options.lora_adapter_path, "--lora-adapter-path")
+    if options.ckpt and is_adapter(options.ckpt):
+        yield (
+            f"--ckpt {options.ckpt} is an adapter, and a new one would have no model to belong to; give its base model "
+            f"there and --lora-adapter-path {options.ckpt}, or merge it first with areno export"
         )
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.folder import STATE_FOLDER
 from areno.engine.inference import DecodeProgress
+from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.native import keep_freed_memory
@@ -53,6 +55,7 @@ class EngineConfig:
         trains: ``policy``; ``reward`` for a sequence classifier, which generates nothing; ``nothing`` for a policy that
             only generates, without an optimizer.
         optimizer: rates and decay of the actor.
+        adapter: what roles train in place of their weights; None trains the weights.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
         keep_rollout_state: keep the KV cache between rollout phases.
@@ -73,6 +76,7 @@ class EngineConfig:
     dtype: torch.dtype = torch.float32
     trains: Literal["policy", "reward", "nothing"] = "policy"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterOptions | None = None
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
     keep_rollout_state: bool = True
@@ -103,20 +107,22 @@ class Engine:
     """See the module's text.
 
     Args:
-        path: checkpoint folder or hub id of the actor.
+        path: checkpoint folder or hub id of the actor; an adapter folder stands for its base model with the adapter added.
         config: device, types, budgets.
         tokenizer: where it differs from the checkpoint's own.
     """
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
-        if config.device.type == "cpu":
-            keep_freed_memory()
-        self.tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-        self.eos_ids = eos_token_ids(self.tokenizer, path)
+        self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
+        self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
-        self.actor = load_role(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing)
+        self.actor = load_role(
+            *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
+        )
+        if config.device.type == "cpu":
+            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None
@@ -152,6 +158,8 @@ class Engine:
             return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
         more: dict[str, Any] = {"speculate": config.speculate, "builds": config.peers.replica == 0}
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, **more, **common)
+        if config.decode == "compiled" and model.adapter is not None:
+            model.adapter.merge()  # the step is compared with the model
         loop.decode.prepare()
         return loop
 
@@ -219,7 +227,9 @@ class Engine:
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; see :meth:`RolloutLoop.submit`."""
+        """Queue requests; see :meth:`RolloutLoop.submit`. An adapter is first added to the weights, until the rollout ends."""
+        if self.actor.model.adapter is not None:
+            self.actor.model.adapter.merge()
         return self.loop.submit(requests)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
@@ -233,6 +243,7 @@ class Engine:
     def end_rollout(self) -> None:
         """Abort what is still pending, and drop the cache unless it is to be kept."""
         self.loop.cancel_all()
+        self._wait_idle()
         if not self.config.keep_rollout_state:
             self.loop.drop_cache()
 
@@ -278,18 +289,37 @@ class Engine:
             if wanted.optimizer_lr is not None:
                 fields["lr"] = wanted.optimizer_lr
             own = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
-            return load_role(name, wanted.path, wanted.predicts, options, own, config.activation_checkpointing)
+            return load_role(
+                *(
+                    name,
+                    wanted.path,
+                    wanted.predicts,
+                    options,
+                    own,
+                    config.activation_checkpointing,
+                    self._new_adapter(),
+                )
+            )
+        if self.actor.model.adapter is not None and (wanted.path, wanted.predicts) == (self.path, self.actor.kind):
+            return Role(name, wanted.path, wanted.predicts, self.actor.model, peers=config.peers, adapter_off=True)
         for other in self.roles.values():
             if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
                 return Role(name, other.path, other.kind, other.model, peers=config.peers)
         return load_role(name, wanted.path, wanted.predicts, options, None, False)
+
+    def _new_adapter(self) -> AdapterOptions | None:
+        """For a further role that is trained: like the actor's."""
+        options, adapter = self.config.adapter, self.actor.model.adapter
+        if options is None or adapter is None:
+            return None
+        return replace(options, adapter_path=None, rank=adapter.rank)
 
     def _refuse_other_tokenizer(self, name: str, path: str) -> None:
         """Every role reads the actor's token ids, so a checkpoint that ships another vocabulary would score nonsense."""
         if path == self.path:
             return
         try:
-            other = load_tokenizer(path, trust_remote_code=self.config.trust_remote_code)
+            other = load_tokenizer(tokenizer_of(path), trust_remote_code=self.config.trust_remote_code)
         except UsageError:
             return  # weights without a tokenizer, or nothing at all, which loading the model reports
         mine, theirs = self.tokenizer.get_vocab(), other.get_vocab()
@@ -341,8 +371,11 @@ class Engine:
         return self.role(role).score_rewards(rows, micro_bs)
 
     def _wait_idle(self) -> None:
+        """Wait for running generation; afterwards weights and adapter are apart again."""
         if self._loop is not None:
             self._loop.wait_idle()
+        if self.actor.model.adapter is not None:
+            self.actor.model.adapter.unmerge()
 
     def _stamp_version(self) -> None:
         if self._loop is not None:
@@ -388,9 +421,11 @@ class Engine:
         self._stamp_version()
 
     def _reload(self, role: Role, folder: Path) -> Role:
-        own = role.trained_by().config
+        own, path, adapter = role.trained_by().config, str(folder), self._new_adapter()
         options = self.config.load_options(f"role {role.name!r}")
-        fresh = load_role(role.name, str(folder), role.kind, options, own, role.activation_checkpointing)
+        if adapter is not None:
+            path, adapter = role.path, replace(adapter, adapter_path=str(folder))
+        fresh = load_role(role.name, path, role.kind, options, own, role.activation_checkpointing, adapter)
         fresh.path = role.path
         return fresh
 

@@ -6,15 +6,18 @@ A role scores fixed rows; one with an optimizer also trains. The actor is a role
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from areno.config.paths import is_adapter
+from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
+from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
@@ -22,7 +25,7 @@ from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
-from areno.errors import CheckpointError, EngineError
+from areno.errors import CheckpointError, EngineError, UsageError
 from areno.loss_fns.pack import LossFn
 from areno.types import TrainSequence
 
@@ -41,6 +44,7 @@ class Role:
         optimizer: None for a frozen role.
         activation_checkpointing: recompute layers in backward.
         peers: ranks that hold the other parts and replicas.
+        adapter_off: it is the model that the adapter of ``model`` was made for.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Role:
     optimizer: Optimizer | None = None
     activation_checkpointing: bool = True
     peers: Peers = field(default_factory=Peers)
+    adapter_off: bool = False
     _step: TrainStep | None = None
 
     @property
@@ -87,7 +92,11 @@ class Role:
             temperatures = [float(temperatures)] * len(rows)
         if len(temperatures) != len(rows):
             raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(temperatures)}")
-        return score_logprobs(self.model, rows, temperatures, micro_bs)
+        with self._scoring():
+            return score_logprobs(self.model, rows, temperatures, micro_bs)
+
+    def _scoring(self) -> AbstractContextManager[None]:
+        return self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
 
     def score_values(self, rows: TokenRows, micro_bs: int) -> list[list[float]]:
         """Value after each token."""
@@ -108,7 +117,12 @@ class Role:
         )
 
     def save_model(self, folder: str | Path, tokenizer: Any) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format."""
+        """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that."""
+        if self.model.adapter is not None:
+            if self.peers.first:
+                self.model.adapter.save(folder)
+                tokenizer.save_pretrained(folder)
+            return
         module: Any = self.model.module
         if self.kind != "policy":
             # Pooling in transformers looks for the last token that is no padding; where padding is the EOS token
@@ -141,12 +155,20 @@ class Role:
     def checkpoint_bytes(self) -> int:
         """Size of its checkpoint: weights, both moments, and master weights where the model is not fp32."""
         count = sum(p.numel() for _, p in self.model.parameters())
+        if self.model.adapter is not None:
+            return 12 * count  # always fp32
         weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
         return weights + (count * (8 if self.model.dtype == torch.float32 else 12) if self.trainable else 0)
 
 
 def load_role(
-    name: str, path: str, kind: ModelKind, options: LoadOptions, optimizer: OptimizerConfig | None, checkpointing: bool
+    name: str,
+    path: str,
+    kind: ModelKind,
+    options: LoadOptions,
+    optimizer: OptimizerConfig | None,
+    checkpointing: bool,
+    adapter: AdapterOptions | None = None,
 ) -> Role:
     """Load a role's checkpoint.
 
@@ -157,14 +179,29 @@ def load_role(
         options: types and places.
         optimizer: for a role that is trained; None makes it frozen.
         checkpointing: recompute layers in backward.
+        adapter: train this in place of the weights.
 
     Raises:
         UsageError: the checkpoint cannot serve as this role.
     """
+    if adapter is not None and is_adapter(path):
+        raise UsageError(
+            f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
+            "and this folder as --lora-adapter-path, or merge it first with areno export"
+        )
+    if adapter is not None and options.peers.layout.tp_size > 1:
+        raise UsageError(
+            f"--lora-rank with --tp-size {options.peers.layout.tp_size}: an adapter is not spread over ranks yet; use "
+            "--tp-size 1, with any --world-size"
+        )
+    if adapter is not None:
+        options = replace(options, four_bit=adapter.load_in_4bit)
     if kind == "policy":
         model: PackedModel = load_causal_lm(path, options)
     else:
         model = load_value_model(path, options, needs_head=optimizer is None)
+    if adapter is not None:
+        model = add_adapter(model, kind, adapter, path)
     if optimizer is None:
         model.module.requires_grad_(False)
         return Role(name, path, kind, model, peers=options.peers)

@@ -125,5 +125,5 @@ def test_versions_compare_by_their_numbers():
 def test_the_least_versions_are_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert {f"{name}>={least}" for name, least in REQUIRED.items()} == set(project["dependencies"])
-    extras = {item for extra in ("math", "flash") for item in project["optional-dependencies"][extra]}
+    extras = {item for extra in ("math", "flash", "lora", "qlora") for item in project["optional-dependencies"][extra]}
     assert {f"{name}>={least}" for name, least in OPTIONAL.items()} == extras

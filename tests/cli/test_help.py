@@ -33,6 +33,7 @@ GROUPS = {
         "use-kl-loss no-use-kl-loss kl-loss-coef kl-loss-type clip-eps clip-ratio-c value-clip-eps "
         "value-loss-coef gamma lam"
     ),
+    "LoRA": "lora-rank lora-alpha lora-dropout lora-target-modules lora-adapter-path load-in-4bit",
     "Checkpoint": "save-path save-interval keep-checkpoints keep-best run-dir resume",
     "Evaluation": (
         "eval-dataset-path eval-dataset-loader-fn eval-interval eval-before-train no-eval-before-train eval-max-rows "
@@ -82,6 +83,7 @@ def test_commands_are_listed_sorted_with_their_texts(capsys):
     texts = [
         "check       Check whether this machine is ready to run AReno.",
         "env         Print an AReno environment/support report.",
+        "export      Write a full checkpoint: an adapter added to its base model.",
         "quickstart  ",
         "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",
     ]

@@ -14,6 +14,7 @@ import pytest
 from areno.cli.main import COMMANDS, main
 from areno.config import TrainOptions, options_of
 from areno.config.eval_options import EvalOptions
+from areno.config.export_options import ExportOptions
 from areno.config.serve_options import ChatOptions, ServeOptions
 from areno.quickstart.run import RL_STEPS, SFT_STEPS
 from tests.support.cli import environment, task_arguments, write_task
@@ -38,6 +39,8 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py"),
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
+    "--outfile": "convert_hf_to_gguf.py of llama.cpp",
+    "--depth": "git clone",
     "--positive-weight": "the algorithm in CONTRIBUTING.md",
     "--batchsize": "a typing error, in docs/troubleshooting.md",
 }
@@ -70,7 +73,7 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page):
 
 @pages
 def test_options_that_a_page_names_exist(page):
-    commands = (TrainOptions, EvalOptions, ServeOptions, ChatOptions)
+    commands = (TrainOptions, EvalOptions, ExportOptions, ServeOptions, ChatOptions)
     entries = [entry for declaration in commands for entry in options_of(declaration)]
     known = {entry.flag for entry in entries} | OTHER_FLAGS.keys()
     known |= {"--no-" + entry.flag.removeprefix("--") for entry in entries if entry.kind is bool}

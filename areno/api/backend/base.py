@@ -33,6 +33,11 @@ class ArenoConfig:
             ``stall_timeout_s`` (seconds without progress after which a rank of several has failed; 600).
         max_running_prompts: most sequences decoded at once.
         decode_progress_interval_s: seconds between decode progress lines; 0 writes none.
+        lora: train an adapter in place of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
+            are ``rank`` (or ``adapter_path``), ``alpha``, ``dropout``, ``target_modules``, ``load_in_4bit`` and ``seed``.
+            With dropout, the log-probs of a rollout are not those of a training pass: leave it at 0 where importance
+            ratios are taken. ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own
+            checkpoint, such as a reference, is the model with the adapter off, and takes no memory.
     """
 
     model_path: str | None = None
@@ -44,6 +49,7 @@ class ArenoConfig:
     runtime: dict[str, Any] | None = field(default=None)
     max_running_prompts: int = 64
     decode_progress_interval_s: float = 10.0
+    lora: dict[str, Any] | None = field(default=None)
 
 
 class Backend(ABC):

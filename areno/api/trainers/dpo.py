@@ -1,7 +1,7 @@
 """Direct preference optimization against a frozen reference whose log-probs are computed once, and kept on disk.
 
 The reference model is in memory only while it scores, and not at all where it is the policy's own beginning: then the
-policy scores before its first step. A run whose log-probs are on disk loads no reference.
+policy scores before its first step, or, with an adapter, without that. A run whose log-probs are on disk loads no reference.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class DPOTrainer(PreferenceTrainer):
     def _with_reference(self, *data: Sequence[TrainSequence]) -> list[ReferencedRows]:
         """The rows with the reference's log-probs, from disk or from the model."""
         digest, dtype = checkpoint_digest(self._reference_path), self.instance.backend.compute_dtype()
+        if self.config.load_in_4bit and self._reference_path == self.config.ckpt:
+            dtype += " nf4"
         referenced, role = [], None
         with ExitStack() as stack:
             for rows in data:
@@ -95,7 +97,7 @@ class DPOTrainer(PreferenceTrainer):
     def _reference_role(self) -> Iterator[str]:
         """A role that is the reference: the policy itself before its first step, else a model of its own."""
         path = self._reference_path
-        if path == self.config.ckpt and self.state.step == 0:
+        if path == self.config.ckpt and self.state.step == 0 and not self.config.uses_lora:
             yield "actor"
             return
         lifecycle.role_init_start(logger, "ref", False, path)

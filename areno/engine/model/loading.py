@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
+from areno.config.paths import base_of, is_adapter
+from areno.engine.model.adapter import AdapterOptions, attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
@@ -54,6 +56,7 @@ class LoadOptions:
         trust_remote_code: allow code that the checkpoint ships.
         dummy: build the architecture with random weights and read only the configuration.
         attn_backend: ``flash`` uses PyTorch's fused attention, ``native`` writes the scores out.
+        four_bit: hold the weights of linear layers in 4 bits, which then cannot be trained.
         option: what an error message calls the place that named the checkpoint.
         peers: ranks that the model is spread over.
     """
@@ -63,20 +66,21 @@ class LoadOptions:
     trust_remote_code: bool = False
     dummy: bool = False
     attn_backend: str = "flash"
+    four_bit: bool = False
     option: str = "--ckpt"
     peers: Peers = field(default_factory=Peers)
 
 
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
-    """Load a causal LM from a folder or hub id, ready for packed calls.
+    """Load a causal LM from a folder or hub id, ready for packed calls; an adapter folder is added to its base model.
 
     Raises:
         UsageError: the checkpoint cannot be read.
         UnsupportedModelError: its architecture does not follow an attention plan; the message says how that showed.
     """
     with _reading(path, options, "causal language model"):
-        module = _build(AutoModelForCausalLM, path, options)
-    return prepare(module.to(options.device), path, options.attn_backend)
+        module = _build(AutoModelForCausalLM, base_of(path), options)
+    return prepare(_complete(module, path, options), path, options.attn_backend)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
@@ -92,18 +96,44 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
         UnsupportedModelError: as for :func:`load_causal_lm`.
     """
     with _reading(path, options, "sequence classifier"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-        head = None if options.dummy else read_head(path)
-        if head is None and needs_head:
+        base = base_of(path)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code)
+        head = None if options.dummy else read_head(base)
+        if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
             raise UsageError(
                 f"{options.option} {path} has no scalar head (looked for {', '.join(HEAD_NAMES)}); "
                 "train a reward model with `areno train --algo rm`, or give a sequence classifier"
             )
         config.num_labels = 1 if head is None else len(head[0])
         with _quiet():
-            module = _build(classifier_class(config), path, options, config=config)
+            module = _build(classifier_class(config), base, options, config=config)
     install_head(module, head)
-    return prepare_value_model(module.to(options.device), path, options.attn_backend)
+    return prepare_value_model(_complete(module, path, options), path, options.attn_backend)
+
+
+def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
+    """The model with an adapter that is trained in place of its weights.
+
+    Raises:
+        UsageError: the adapter does not fit the model.
+    """
+    may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
+    attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
+    again = type(model)(model.module)  # its halves are taken from the layers that are there now
+    again.adapter = attached
+    trained = sum(p.numel() for _, p in again.parameters())
+    counts = (attached.rank, attached.layers, trained / 1e6)
+    logger.info("adapter: rank %d on %d layers, %.2f M trained parameters", *counts)
+    return again
+
+
+def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
+    """The module on its device, with the adapter that ``path`` may be."""
+    if options.four_bit:  # it is there already
+        _compute_alike(module)
+    else:
+        module = module.to(options.device)
+    return merge_for_good(module, path) if is_adapter(path) else module
 
 
 def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
@@ -161,6 +191,8 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     auto = kind.__name__.startswith("AutoModel")
     if auto:
         more["trust_remote_code"] = options.trust_remote_code
+    if options.four_bit:
+        more |= {"quantization_config": _nf4(options.dtype), "device_map": {"": options.device}}
     if not sys.stderr.isatty():
         disable_progress_bar()
     tp_size = options.peers.layout.tp_size
@@ -184,6 +216,25 @@ def _spread(path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
         raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     return {"distributed_config": distributed_config(config, tp_size, options.option, path)}
+
+
+def _compute_alike(module: nn.Module) -> None:
+    """bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout would not
+    be what training sees."""
+    child: Any
+    for child in module.modules():
+        if hasattr(child, "support_avx512bf16_for_cpu"):
+            child.support_avx512bf16_for_cpu = False
+
+
+def _nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """4-bit normal floats with double quantisation (Dettmers et al. 2023, arXiv:2305.14314)."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:

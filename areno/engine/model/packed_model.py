@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
 
 
@@ -15,10 +16,14 @@ class PackedModel:
 
     Args:
         module: the whole model; its attention implementation must be areno's.
+
+    Attributes:
+        adapter: what is trained in place of the weights; None where those are.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.adapter: Adapter | None = None
         self._prefix = cast(str, module.base_model_prefix)
         self._body = cast(nn.Module, getattr(module, self._prefix))
 

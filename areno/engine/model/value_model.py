@@ -49,6 +49,11 @@ def classifier_class(config: PretrainedConfig) -> type[nn.Module]:
     return type(name, (GenericForSequenceClassification, base), {})
 
 
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint of this configuration is a sequence classifier."""
+    return any("ForSequenceClassification" in name for name in config.architectures or ())
+
+
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
     """Weight [outputs, C] and bias [outputs] of the scalar head that a checkpoint ships; None where it has none."""
     for file in _weight_files(path):

@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.config.algorithms import get_algorithm
 from areno.config.options import flag_of
+from areno.config.paths import adapter_config, base_of
 from areno.config.train_options import TrainOptions
+from areno.engine.model.adapter import AdapterOptions, attach
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.errors import UsageError
 
 # Hidden-sized tensors that one decoder layer keeps for backward: norms, projections, MLP halves. A rule of thumb.
 _LAYER_TENSORS = 16
+# A weight in 4 bits, with its share of the scales.
+_NF4_BYTES = 0.52
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,7 @@ class MemoryEstimate:
     """Bytes by purpose; every figure is rough, activations most of all."""
 
     parameters: int
+    trained: int
     weights: int
     gradients: int
     optimizer: int
@@ -46,18 +52,21 @@ def estimate_memory(options: TrainOptions) -> MemoryEstimate:
     Raises:
         UsageError: the model's configuration cannot be read.
     """
-    config, count = _model(options, "ckpt")
+    config, module = _model(options, "ckpt")
+    count = _count(module)
     device = torch.device("cuda" if _on_cuda(options) else "cpu")
     half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
     size = 2 if half else 4
-    trained = size + 4 + (12 if half else 8)
+    trained, weights = _weights(options, module, size)
+    optimizer = 12 if half and not options.uses_lora else 8  # an adapter is fp32, and needs no master weights
     text: Any = config.get_text_config()
     return MemoryEstimate(
         parameters=count,
-        weights=count * size,
-        gradients=count * 4,
-        optimizer=count * (12 if half else 8),
-        roles=sum(_model(options, name)[1] * (trained if name == "critic_ckpt" else size) for name in _roles(options)),
+        trained=trained,
+        weights=weights,
+        gradients=trained * 4,
+        optimizer=trained * optimizer,
+        roles=sum(_role_bytes(options, name, size, 4 + optimizer) for name in _roles(options)),
         activations=_activation_bytes(options, text, size),
         logits=3 * CHUNK_ELEMENTS * 4,
         kv_cache=_kv_bytes(options, text, size),
@@ -65,16 +74,52 @@ def estimate_memory(options: TrainOptions) -> MemoryEstimate:
     )
 
 
-def _model(options: TrainOptions, name: str) -> tuple[Any, int]:
-    """Configuration and parameter count of a model that an option names; --ckpt where it names none."""
-    path = str(getattr(options, name) or options.ckpt)
+def _role_bytes(options: TrainOptions, name: str, size: int, per_trained: int) -> int:
+    """A further model; the reference of an adapter is the base that is there already."""
+    if name == "ref_ckpt" and options.uses_lora and options.ref_ckpt in (None, options.ckpt):
+        return 0
+    module = _model(options, name)[1]
+    if name != "critic_ckpt":
+        return _count(module) * size
+    trained, weights = _weights(options, module, size)
+    return weights + trained * per_trained
+
+
+def _weights(options: TrainOptions, module: nn.Module, size: int) -> tuple[int, int]:
+    """Trained parameters, and bytes of all weights, of a model that is trained."""
+    count = _count(module)
+    if not options.uses_lora:
+        return count, count * size
+    linear = sum(p.numel() for name, p in module.named_parameters() if p.ndim == 2 and _is_body(name))
+    rank = options.lora_rank or int(adapter_config(str(options.lora_adapter_path)).get("r", 8))
+    adapter = AdapterOptions(rank=rank, target_modules=options.lora_target_modules)
+    attach(module, "policy", adapter, "", may_merge=False)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if options.load_in_4bit:
+        return trained, int(linear * _NF4_BYTES) + (count - linear) * size + trained * 4
+    # While a policy in fp32 generates, the weights with their adapter added stand beside the weights.
+    again = linear * size if size == 4 and get_algorithm(options.algo).requires_rollout else 0
+    return trained, count * size + again + trained * 4
+
+
+def _is_body(name: str) -> bool:
+    return "embed" not in name and "lm_head" not in name
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _model(options: TrainOptions, name: str) -> tuple[Any, nn.Module]:
+    """Configuration of a model that an option names, and the model without memory; --ckpt where it names none."""
+    path = base_of(str(getattr(options, name) or options.ckpt))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{flag_of(name)} {path}: its configuration cannot be read: {error}") from error
-    return config, sum(p.numel() for p in module.parameters())
+    return config, module
 
 
 def _roles(options: TrainOptions) -> list[str]:
@@ -131,7 +176,8 @@ def estimate_memory_text(options: TrainOptions) -> str:
         ("sum", estimate.total),
         ("free now", estimate.available),
     ]
-    lines = [f"Memory, a rough estimate ({estimate.parameters / 1e6:.2f} M parameters)"]
+    trained = "" if estimate.trained == estimate.parameters else f", {estimate.trained / 1e6:.2f} M of them trained"
+    lines = [f"Memory, a rough estimate ({estimate.parameters / 1e6:.2f} M parameters{trained})"]
     lines += [f"  {name:<26} {size / 2**20:>12,.1f} MiB" for name, size in rows]
     if estimate.total <= estimate.available:
         return "\n".join([*lines, "  It fits."])

@@ -24,7 +24,8 @@ class ThreadRule:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        matrices = [p.numel() for p in model.module.parameters() if p.ndim >= 2]  # trained or not
+        # Trained or not, but without the small matrices of an adapter.
+        matrices = [p.numel() for name, p in model.module.named_parameters() if p.ndim >= 2 and ".lora_" not in name]
         self._flop_per_row = 2 * sum(matrices) / max(len(matrices), 1)
         self._all = torch.get_num_threads()
         self._active = model.device.type == "cpu" and self._all > 1

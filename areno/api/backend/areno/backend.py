@@ -13,6 +13,7 @@ import torch
 
 from areno.api.backend.base import ArenoConfig, Backend
 from areno.engine.engine import Engine, EngineConfig
+from areno.engine.model.adapter import AdapterOptions
 from areno.engine.native import release_workers
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
@@ -219,12 +220,15 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
     runtime.pop("stall_timeout_s", None)
     if runtime.get("trains", "policy") not in ("policy", "reward", "nothing"):
         raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy, reward or nothing")
+    if config.lora is not None and runtime.get("trains") == "nothing":
+        raise UsageError("ArenoConfig.lora has no effect where nothing is trained; give an adapter as the model's path")
     device = _device(runtime.pop("device", "auto"), config.devices)
     dtype = _dtype(runtime.pop("dtype", "auto"), device)
     return EngineConfig(
         device=device,
         dtype=dtype,
         optimizer=OptimizerConfig.of(config.optimizer or {}, "ArenoConfig.optimizer"),
+        adapter=None if config.lora is None else AdapterOptions.of(config.lora, "ArenoConfig.lora"),
         max_running=config.max_running_prompts,
         dummy_load=config.dummy_load,
         decode_progress_interval_s=config.decode_progress_interval_s,

@@ -62,6 +62,8 @@ class StepPackage:
             **dict(step.named_parameters(remove_duplicate=False)),
             **dict(step.named_buffers(remove_duplicate=False)),
         }
+        # A weight that has an adapter lies one level deeper than where the step was traced.
+        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in mine.items()}
         names = self._loader.get_constant_fqns()
         lacking = [name for name in names if name not in mine]
         if lacking:

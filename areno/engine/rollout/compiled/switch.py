@@ -134,6 +134,8 @@ class DecodeSwitch:
             return f"{type(self.model.module).__name__} keeps states beside keys and values"
         if not type(self.model.module).__module__.startswith("transformers."):
             return "the checkpoint ships code of its own"
+        if self.model.adapter is not None and not self.model.adapter.merges:
+            return "the adapter runs beside the weights"
         return ""
 
     def _look(self, remaining: Callable[[], int]) -> None:

@@ -1,0 +1,36 @@
+"""``areno export``: write a full checkpoint, an adapter added to its base model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areno.config.export_options import export_help, parse_export
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``export``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: the input cannot work.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(export_help(), end="")
+        return 0
+    options = parse_export(argv)
+    from areno.engine.checkpoint.export import export_model
+
+    folder = export_model(
+        str(options.ckpt),
+        str(options.output),
+        dtype=None if options.dtype == "auto" else options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    print(f"{options.ckpt} is a full checkpoint now: {folder}")
+    print(f"for GGUF, with a clone of llama.cpp: python llama.cpp/convert_hf_to_gguf.py {folder} --outfile model.gguf")
+    return 0

@@ -1,0 +1,82 @@
+"""Options of ``areno export``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areno.config.eval_options import as_in, checkpoint_of
+from areno.config.options import option, options_of
+from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.paths import ckpt_problem, unwritable
+from areno.config.run_options import BasicOptions
+from areno.config.validate import value_problem
+
+COMMAND = CommandText(
+    "areno export",
+    "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE]",
+    "Write a full checkpoint in Hugging Face format: an adapter is added to its base model's weights.",
+)
+"""The texts of ``areno export``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """All options of ``areno export``.
+
+    Attributes:
+        explicit: names of the options that were given.
+    """
+
+    ckpt: str | None = as_in(
+        BasicOptions,
+        "ckpt",
+        help="What to export: the folder of an adapter or of a whole model, or a run directory, whose newest checkpoint is "
+        "taken. Required.",
+    )
+    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Where to write it. Required.")
+    dtype: str = as_in(
+        BasicOptions,
+        "dtype",
+        help="Type of the written weights; auto is that of the base model's files. They are added in float32.",
+    )
+    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+
+    explicit: frozenset[str] = frozenset()
+
+
+def parse_export(argv: Sequence[str]) -> ExportOptions:
+    """Parse and check the arguments of ``areno export``.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options: ExportOptions = parse_flags(argv, ExportOptions, COMMAND)
+    options = replace(options, ckpt=options.ckpt and checkpoint_of(options.ckpt, "--ckpt"))
+    problems = Problems()
+    for text in _problems(options):
+        problems.add(text)
+    problems.raise_if_any()
+    return options
+
+
+def export_help() -> str:
+    """Write ``areno export --help``."""
+    return flags_help(ExportOptions, COMMAND)
+
+
+def _problems(options: ExportOptions) -> Iterator[str]:
+    if not options.ckpt:
+        yield "--ckpt is required; give an adapter, a model folder or a run directory"
+    else:
+        yield ckpt_problem(options.ckpt)
+    for entry in options_of(ExportOptions):
+        yield value_problem(entry, getattr(options, entry.name))
+    if not options.output:
+        yield "--output is required; give the folder to write"
+        return
+    folder = Path(options.output).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        yield f"--output {options.output} is not empty; choose a new folder"
+    yield unwritable(folder, "--output")

@@ -1,0 +1,46 @@
+"""Full checkpoints from adapters: what any program loads that knows the base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from areno.config.paths import base_of, is_adapter, tokenizer_of
+from areno.engine.model.adapter import brings_head
+from areno.engine.model.loading import LoadOptions
+from areno.engine.model.value_model import is_classifier
+from areno.engine.role import load_role
+from areno.engine.train.outputs import ModelKind
+from areno.text.chat import load_tokenizer
+
+
+def export_model(path: str, output: str, *, dtype: str | None = None, trust_remote_code: bool = False) -> Path:
+    """Write the model of a checkpoint or of an adapter, with its tokenizer, in Hugging Face format.
+
+    The adapter is added in fp32, on the CPU, and rounded once; also one that was trained on a base in 4 bits is added to the
+    base model's own weights.
+
+    Args:
+        path: adapter folder, checkpoint folder or repo id.
+        output: folder to write.
+        dtype: ``float32`` or ``bfloat16``; None is that of the base model's files.
+        trust_remote_code: allow code that the base model ships.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: the checkpoint cannot be read, or the adapter does not fit it.
+    """
+    base, folder = base_of(path), Path(output).expanduser()
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    stored = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+    has_head = brings_head(path) if is_adapter(path) else is_classifier(config)
+    kind: ModelKind = "reward" if has_head else "policy"
+    options = LoadOptions(dtype=torch.float32, trust_remote_code=trust_remote_code)
+    role = load_role("actor", path, kind, options, None, False)
+    role.model.module.to(stored)
+    role.save_model(folder, load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code))
+    return folder

@@ -1,0 +1,310 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), by ``peft``: small trained matrices beside frozen weights.
+
+One module serves four purposes. Training runs the adapter beside each frozen layer. A rollout in fp32 on a CPU runs on the
+sum of both, so that a decode step costs what it costs without an adapter: the sum is made when generation begins, the
+module points at it, and points back at the untouched weights afterwards. In bf16 that sum would round small updates away,
+and a 4-bit base has no place for it: there the adapter runs beside its layer in rollouts too. With the adapter off, the
+same module is the reference policy.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from areno.config.lora_options import ALL_LINEAR
+from areno.config.packages import missing_lora_packages
+from areno.config.paths import adapter_config
+from areno.errors import UsageError
+
+# The name that peft gives an adapter unless told otherwise, so that what is saved loads anywhere.
+NAME = "default"
+_TASKS = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}
+_HEAD = "score"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """What kind of adapter is trained.
+
+    Attributes:
+        rank: of a new adapter.
+        alpha: its output is scaled by alpha / rank; None is twice the rank.
+        dropout: share of the adapter's inputs that a training pass drops.
+        target_modules: ``all-linear``, or names of linear layers, as a list or separated by commas.
+        adapter_path: folder of an adapter to go on with; rank, alpha and layers are then its own.
+        load_in_4bit: hold the frozen weights in 4 bits.
+        seed: of the random start of a new adapter.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    dropout: float = 0.0
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    adapter_path: str | None = None
+    load_in_4bit: bool = False
+    seed: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], owner: str) -> AdapterOptions:
+        """Make options from a dictionary.
+
+        Raises:
+            UsageError: a key is unknown, neither rank nor adapter is given, or a package is missing.
+        """
+        known = {entry.name for entry in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        options = cls(**values)
+        if options.rank < 1 and options.adapter_path is None:
+            raise UsageError(f"{owner} rank={options.rank}: give a rank of at least 1, or adapter_path")
+        require_packages(four_bit=options.load_in_4bit)
+        return options
+
+    @property
+    def targets(self) -> str | list[str]:
+        """As ``peft`` takes them."""
+        if self.target_modules == ALL_LINEAR:
+            return ALL_LINEAR
+        names = self.target_modules.split(",") if isinstance(self.target_modules, str) else self.target_modules
+        return [name.strip() for name in names]
+
+
+class Adapter:
+    """The adapter of a module.
+
+    Args:
+        wrapped: the module, as ``peft`` has wrapped it in place.
+        may_merge: a rollout may run on the sum of weights and adapter, as far as the layers allow.
+    """
+
+    def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
+        self._wrapped = wrapped
+        self._layers = _adapted_layers(wrapped)
+        self._base: list[tuple[nn.Parameter, Tensor]] = []
+        self._changing = threading.Lock()
+        self.merges = may_merge and _is_plain(wrapped, self._layers)
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return int(self._wrapped.peft_config[NAME].r)
+
+    @property
+    def layers(self) -> int:
+        """How many layers it belongs to."""
+        return len(self._layers)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the module computes with the sum of weights and adapter."""
+        return bool(self._base)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Let the module compute with the sum of weights and adapter, where that is sound; a second call does nothing.
+
+        The weights themselves are kept aside, untouched: for this long the layers are in memory twice.
+        """
+        with self._changing:
+            if self._base or not self.merges:
+                return
+            for layer in self._layers:
+                weight = cast(nn.Parameter, layer.get_base_layer().weight)
+                self._base.append((weight, weight.data))
+                weight.data = weight.data + layer.get_delta_weight(NAME)
+                layer.merged_adapters.append(NAME)
+
+    def unmerge(self) -> None:
+        """Point back at the weights as they were, bit for bit, and drop the sum."""
+        with self._changing:
+            for layer in self._layers if self._base else ():
+                layer.merged_adapters.clear()
+            for weight, data in self._base:
+                weight.data = data
+            self._base = []
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The module without its adapter: the model that it was made for."""
+        self.unmerge()
+        with self._wrapped.disable_adapter():
+            yield
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` reads them."""
+        self._wrapped.save_pretrained(folder, save_embedding_layers=False)
+        (Path(folder) / "README.md").unlink(missing_ok=True)  # an empty form for a model card
+
+
+def require_packages(*, four_bit: bool = False) -> None:
+    """Check that what adapters need is installed.
+
+    Raises:
+        UsageError: a package is missing.
+    """
+    missing = missing_lora_packages(four_bit=four_bit)
+    if missing:
+        extra = "qlora" if four_bit else "lora"
+        raise UsageError(f"LoRA needs the packages {', '.join(missing)}; install them: pip install 'areno[{extra}]'")
+
+
+def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
+    """Put an adapter into a module, in place; all that is not the adapter's is frozen.
+
+    A classifier's scalar head is trained as a whole, and saved with the adapter.
+
+    Args:
+        module: a ``transformers`` model.
+        kind: ``policy``, ``value`` or ``reward``.
+        options: what adapter.
+        base: folder or repo id of the model, to be named in what is saved.
+        may_merge: see :class:`Adapter`.
+
+    Raises:
+        UsageError: the adapter does not fit the model; or no layer has the wanted name.
+    """
+    require_packages()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
+        if options.adapter_path is not None:
+            wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
+        else:
+            wrapped = _create(module, kind, options)
+    folder = Path(base).expanduser()
+    wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
+    _refuse_tied(module, _adapted_layers(wrapped))
+    module.eval()  # new layers begin in training mode, in which they would drop
+    return Adapter(wrapped, may_merge=may_merge)
+
+
+def merge_for_good(module: nn.Module, path: str) -> nn.Module:
+    """Add the adapter in ``path`` to a model's weights, and return the model.
+
+    Raises:
+        UsageError: the adapter does not fit the model.
+    """
+    require_packages()
+    merged: nn.Module = _load(module, path, trainable=False).merge_and_unload()
+    return merged.requires_grad_(True)
+
+
+def brings_head(path: str) -> bool:
+    """Whether the adapter in a folder has a scalar head of its own."""
+    config = adapter_config(path)
+    return config.get("task_type") == "SEQ_CLS" or _HEAD in (config.get("modules_to_save") or ())
+
+
+def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
+    import peft
+
+    targets = options.targets
+    if isinstance(targets, list):
+        _refuse_unknown(module, targets)
+    config = peft.LoraConfig(
+        task_type=_TASKS[kind],
+        r=options.rank,
+        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules=targets,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        try:
+            return peft.get_peft_model(cast(Any, module), config, adapter_name=NAME)
+        except ValueError as error:
+            raise UsageError(
+                f"no adapter can be made of rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
+                f"target_modules={options.target_modules!r}: {error}; change these --lora options"
+            ) from error
+
+
+def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0) -> Any:
+    import peft
+
+    try:
+        config: Any = peft.PeftConfig.from_pretrained(path)
+        _refuse_other_kinds(config, path)
+        config.lora_dropout = dropout
+        return peft.PeftModel.from_pretrained(
+            cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise UsageError(
+            f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; give an adapter "
+            "that was made for this model"
+        ) from error
+
+
+def _refuse_other_kinds(config: Any, path: str) -> None:
+    """What is no LoRA, or would change the base model itself."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UsageError(f"the adapter {path} is of the kind {kind}; areno reads and trains LORA adapters")
+    if config.bias != "none":
+        raise UsageError(
+            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which would not be frozen "
+            "any more; use one with bias='none'"
+        )
+
+
+def _linear_names(module: nn.Module) -> list[str]:
+    """Last parts of the names of a model's linear layers."""
+    linear = [name for name, child in module.named_modules() if _is_linear(child)]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
+    linear = [name for name, child in module.named_modules() if _is_linear(child)]
+    unknown = [name for name in names if not any(full == name or full.endswith(f".{name}") for full in linear)]
+    if unknown:
+        raise UsageError(
+            f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; "
+            f"there are {', '.join(_linear_names(module))}"
+        )
+
+
+def _adapted_layers(wrapped: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [layer for layer in wrapped.modules() if isinstance(layer, LoraLayer)]
+
+
+def _is_plain(wrapped: nn.Module, layers: Sequence[Any]) -> bool:
+    """Whether weights plus adapter is one matrix per layer, and nothing else of the model is trained."""
+    from peft.tuners.lora import Linear
+
+    trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]
+    only_pairs = all(".lora_A." in name or ".lora_B." in name for name in trained)
+    return only_pairs and all(type(layer) is Linear for layer in layers)
+
+
+def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
+    """An adapter on a weight that two layers share would belong to one of them, and its sum to both."""
+    owners: dict[int, list[str]] = {}
+    for name, child in module.named_modules():
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name.removesuffix(".base_layer"))
+    for layer in layers:
+        shared = owners.get(id(layer.get_base_layer()._parameters.get("weight")), [])
+        if len(shared) > 1:
+            raise UsageError(
+                f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
+                "to one of them; leave it out of the list"
+            )

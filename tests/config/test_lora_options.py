@@ -1,0 +1,147 @@
+"""Which adapters can be asked for, and what is said to the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areno.config.export_options import parse_export
+from areno.config.parser import parse_train
+from areno.config.paths import base_of, ckpt_problem, is_adapter, tokenizer_of
+from areno.config.resume import apply_resume
+from areno.config.validate import validate
+from areno.config.yaml_io import stored_values
+from areno.errors import UsageError
+from tests.config.workspace import GSPO, SFT
+
+LORA = ["--lora-rank", "8"]
+
+
+def check(*argv):
+    options = apply_resume(parse_train([*argv]))
+    validate(options)
+    return options
+
+
+def save_adapter(folder: Path, base: str = "model") -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"}))
+    return folder.name
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch):
+    """These rules do not depend on what is installed."""
+    monkeypatch.setattr("areno.config.validate.missing_lora_packages", lambda *, four_bit: [])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*GSPO, *LORA],
+        [*GSPO, *LORA, "--lora-alpha", "32", "--lora-target-modules", "q_proj,v_proj", "--load-in-4bit"],
+        [*SFT, *LORA, "--lora-dropout", "0.1"],
+        [*GSPO, *LORA, "--lora-dropout", "0"],
+        [*GSPO, "--lora-adapter-path", "adapter"],
+        [*GSPO[2:], "--ckpt", "adapter"],
+    ],
+)
+def test_adapters_that_work_are_accepted(workspace, argv):
+    save_adapter(workspace / "adapter")
+    check(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lora-rank", "-1"], "--lora-rank must be non-negative, got -1"),
+        (["--lora-alpha", "8"], "--lora-alpha 8.0 has no effect without an adapter; give --lora-rank too"),
+        (
+            ["--lora-rank", "0", "--load-in-4bit"],
+            "--load-in-4bit has no effect without an adapter; give --lora-rank too",
+        ),
+        (["--lora-target-modules", "q_proj"], "--lora-target-modules q_proj has no effect without an adapter"),
+        ([*LORA, "--lora-dropout", "0.1"], "--lora-dropout 0.1: a rollout of gspo drops nothing"),
+        ([*LORA, "--lora-dropout", "1"], "--lora-dropout must be below 1, got 1.0"),
+        ([*LORA, "--lora-alpha", "0"], "--lora-alpha must be positive, got 0.0"),
+        (
+            [*LORA, "--lora-adapter-path", "adapter"],
+            "--lora-rank 8 has no effect with --lora-adapter-path, whose adapter_config.json says it",
+        ),
+        (["--lora-adapter-path", "gone"], "--lora-adapter-path folder does not exist: gone; give the folder of a PEFT"),
+        (["--lora-adapter-path", "model"], "--lora-adapter-path model has no adapter_config.json"),
+        (
+            [*LORA, "--ckpt", "adapter"],
+            "--ckpt adapter is an adapter, and a new one would have no model to belong to; give its base model there and "
+            "--lora-adapter-path adapter, or merge it first with areno export",
+        ),
+        (
+            ["--ckpt", "orphan"],
+            "--ckpt orphan/adapter_config.json: base_model_name_or_path folder does not exist: ./gone",
+        ),
+        (["--ckpt", "stacked"], "its base model adapter is an adapter itself; merge that with areno export"),
+        (["--ckpt", "blank"], "names no base_model_name_or_path; write the base model's folder or repo id there"),
+    ],
+)
+def test_adapters_that_cannot_work_are_refused_with_a_remedy(workspace, argv, message):
+    for name, base in (("adapter", "model"), ("orphan", "./gone"), ("stacked", "adapter"), ("blank", "")):
+        save_adapter(workspace / name, base)
+    with pytest.raises(UsageError) as caught:
+        check(*GSPO, *argv)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "package", "message"),
+    [
+        (LORA, "peft", "--lora-rank needs the packages peft; install them: pip install 'areno[lora]'"),
+        (
+            [*LORA, "--load-in-4bit"],
+            "bitsandbytes",
+            "--load-in-4bit needs the packages bitsandbytes; install them: pip install 'areno[qlora]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(workspace, monkeypatch, argv, package, message):
+    monkeypatch.setattr("areno.config.validate.missing_lora_packages", lambda *, four_bit: [package])
+    with pytest.raises(UsageError) as caught:
+        check(*GSPO, *argv)
+    assert message in str(caught.value)
+    check(*GSPO)
+
+
+def test_what_a_run_without_an_adapter_stores_says_nothing_of_one(workspace):
+    stored = stored_values(check(*GSPO))
+    assert {name for name in stored if "lora" in name or "4bit" in name} == {"lora_rank", "lora_adapter_path"}
+    assert stored_values(check(*GSPO, *LORA))["lora_target_modules"] == "all-linear"
+
+
+def test_an_adapter_folder_leads_to_its_base_and_its_own_tokenizer(workspace):
+    place = save_adapter(workspace / "adapter")
+    assert is_adapter(place)
+    assert (base_of(place), base_of("model"), base_of("Qwen/Qwen3-0.6B")) == ("model", "model", "Qwen/Qwen3-0.6B")
+    assert ckpt_problem(place) == ""
+    assert tokenizer_of(place) == "model"
+    (workspace / "adapter" / "tokenizer_config.json").write_text("{}")
+    assert tokenizer_of(place) == "adapter"
+    (workspace / "adapter" / "config.json").write_text("{}")
+    assert not is_adapter(place)  # a whole model that was trained with an adapter beside it
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--ckpt is required"),
+        (["--ckpt", "model"], "--output is required; give the folder to write"),
+        (["--ckpt", "gone/", "--output", "new"], "--ckpt folder does not exist: gone/"),
+        (["--ckpt", "model", "--output", "model"], "--output model is not empty; choose a new folder"),
+        (["--ckpt", "model", "--output", "new", "--dtype", "int4"], "--dtype 'int4' is unknown; choose auto"),
+        (["--ckpt", "model", "--output", "new", "--outptu", "x"], "--outptu is not an option (did you mean --output?)"),
+    ],
+)
+def test_an_export_that_cannot_work_is_refused(workspace, argv, message):
+    with pytest.raises(UsageError) as caught:
+        parse_export(argv)
+    assert message in str(caught.value)
