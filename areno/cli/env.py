@@ -29,6 +29,7 @@ REQUIRED = {
     "tokenizers": "0.22",
     "safetensors": "0.5",
     "huggingface-hub": "1.0",
+    "cloudpickle": "3.0",
     "datasets": "4.0",
     "jinja2": "3.1",
     "numpy": "1.26",

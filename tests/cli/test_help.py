@@ -11,7 +11,7 @@ REPO = Path(__file__).parents[2]
 
 GROUPS = {
     "Basic": (
-        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size seed shuffle no-shuffle "
+        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size stall-timeout seed shuffle no-shuffle "
         "config dry-run device dtype trust-remote-code"
     ),
     "Rollout": (

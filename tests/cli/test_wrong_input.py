@@ -54,7 +54,7 @@ TRAIN = [
         "--min-lr 0.0 has no effect with --lr-decay-style constant",
     ),
     ([*GSPO, "--world-size", "3", "--tp-size", "2"], "--world-size must be divisible by --tp-size, got 3 and 2"),
-    ([*GSPO, "--world-size", "8", "--tp-size", "4"], "this version runs on one device"),
+    ([*GSPO, "--world-size", "2", "--stall-timeout", "0"], "--stall-timeout must be positive, got 0.0"),
     ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),
     ([*GSPO, "--algo", "dpo"], "--reward-fn-path reward.py has no effect with --algo dpo, which generates nothing"),
     ([*GSPO, "--algo", "ppo", "--dpo-beta", "1"], "--dpo-beta 1.0 applies to --algo dpo only, not to ppo"),

@@ -194,6 +194,7 @@ OPTIONS = {
     "epochs": 10,
     "max_steps": None,
     "world_size": 1,
+    "stall_timeout": 600.0,
     "tp_size": 1,
     "seed": 0,
     "shuffle": True,

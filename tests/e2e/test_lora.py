@@ -77,7 +77,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
     held_out = ("--eval-dataset-path", task["data.jsonl"], "--eval-max-rows", 6)
     assert main(list(map(str, (*arguments("grpo", tiny_checkpoint, task, run), *held_out)))) == 0
     assert re.search(
-        r"trained +an adapter of rank 4 \(alpha 8, all-linear\) on frozen weights", capsys.readouterr().out
+        r"trained +an adapter of rank 4 \(alpha 8, all-linear\)\s+on\s+frozen\s+weights", capsys.readouterr().out
     )
     adapter = checkpoint_of(run)
     names = {path.name for path in adapter.iterdir()}
