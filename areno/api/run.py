@@ -209,6 +209,8 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "eps": options.adam_eps,
             "weight_decay": options.weight_decay,
             "grad_clip_norm": options.grad_clip_norm,
+            "adam_8bit": options.adam_8bit,
+            "offload": options.offload_optimizer,
         },
         runtime={
             "device": options.device,

@@ -47,11 +47,12 @@ PAIR_ALGORITHMS = ("dpo", "rm")
 """Algorithms whose rows come in pairs."""
 
 
-def validate(options: TrainOptions) -> None:
+def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check that the options make a run that can work and learn.
 
     Args:
         options: parsed, and merged with the resumed run if there is one.
+        needs_data: data and rewards must be given; False for planning, which reads none.
 
     Raises:
         UsageError: naming every problem with its option, value and remedy; numbered if there are several.
@@ -64,13 +65,17 @@ def validate(options: TrainOptions) -> None:
     except UsageError as error:
         problems.add(str(error))
         entries = options_of(TrainOptions)
+    if not options.ckpt:
+        problems.add("--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B")
+    if needs_data:
+        for text in _required(options, spec):
+            problems.add(text)
     for text in _problems(options, spec, entries):
         problems.add(text)
     problems.raise_if_any()
 
 
 def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[Option, ...]) -> Iterator[str]:
-    yield from _required(options, spec)
     for entry in entries:
         yield value_problem(entry, value_of(options, entry.name))
     if spec is not None:
@@ -92,8 +97,7 @@ def shared_problems(options: TrainOptions) -> Iterator[str]:
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
-    if not options.ckpt:
-        yield "--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B"
+    """Data, and what turns it into something to learn from."""
     if not options.dataset_path:
         yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main"
     if spec is None:

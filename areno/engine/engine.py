@@ -290,7 +290,7 @@ class Engine:
 
     def _stamp_version(self) -> None:
         if self._loop is not None:
-            self._loop.version = self.version
+            self._loop.weights_changed(self.version)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

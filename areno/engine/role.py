@@ -18,10 +18,10 @@ from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_m
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
 from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
-from areno.errors import CheckpointError, EngineError
+from areno.errors import CheckpointError, EngineError, UsageError
 from areno.loss_fns.pack import LossFn
 from areno.types import TrainSequence
 
@@ -45,7 +45,7 @@ class Role:
     path: str
     kind: ModelKind
     model: PackedModel
-    optimizer: MasterAdamW | None = None
+    optimizer: Optimizer | None = None
     activation_checkpointing: bool = True
     _step: TrainStep | None = None
 
@@ -54,7 +54,7 @@ class Role:
         """Whether the role has an optimizer."""
         return self.optimizer is not None
 
-    def trained_by(self) -> MasterAdamW:
+    def trained_by(self) -> Optimizer:
         """The optimizer.
 
         Raises:
@@ -130,10 +130,9 @@ class Role:
             raise CheckpointError(f"{file} cannot be used: {error}") from error
 
     def checkpoint_bytes(self) -> int:
-        """Size of its checkpoint: weights, both moments, and master weights where the model is not fp32."""
-        count = sum(p.numel() for _, p in self.model.parameters())
+        """Size of its checkpoint: weights, and what the optimizer keeps."""
         weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
-        return weights + (count * (8 if self.model.dtype == torch.float32 else 12) if self.trainable else 0)
+        return weights + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
 
 
 def load_role(
@@ -150,8 +149,12 @@ def load_role(
         checkpointing: recompute layers in backward.
 
     Raises:
-        UsageError: the checkpoint cannot serve as this role.
+        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload its optimizer to.
     """
+    if optimizer is not None and optimizer.offload and torch.device(options.device).type == "cpu":
+        raise UsageError(
+            f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
+        )
     if kind == "policy":
         model: PackedModel = load_causal_lm(path, options)
     else:
@@ -159,4 +162,4 @@ def load_role(
     if optimizer is None:
         model.module.requires_grad_(False)
         return Role(name, path, kind, model)
-    return Role(name, path, kind, model, MasterAdamW(model.parameters(), optimizer), checkpointing)
+    return Role(name, path, kind, model, make_optimizer(model.parameters(), optimizer), checkpointing)

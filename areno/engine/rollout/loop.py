@@ -25,7 +25,7 @@ from areno.engine.native import release_workers
 from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch
-from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
@@ -179,8 +179,15 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def drop_cache(self) -> None:
-        """Give the memory of the cache back; nothing may be pending."""
+        """Give the memory of the cache back, kept prefixes included; nothing may be pending."""
+        self.prefixes.clear()
         self.cache.release()
+
+    def weights_changed(self, version: int) -> None:
+        """The weights have ``version`` from now on; nothing may be pending. What was cached under others is freed."""
+        if version != self.version:
+            self.prefixes.clear()
+        self.version = version
 
     def close(self) -> None:
         """Stop the thread and give the cache back; pending requests are aborted."""
@@ -191,7 +198,7 @@ class RolloutLoop:
                 self._wake.notify()
             self._thread.join()
         self.decode.close()
-        self.cache.release()
+        self.drop_cache()
 
     def _group(self, request: Request) -> Group:
         sampling = request.sampling
@@ -373,7 +380,7 @@ class RolloutLoop:
     def _step(self) -> None:
         """One token for everything that runs, and more where a draft turns out right."""
         running = self.scheduler.running
-        self.cache.reserve(round_up(len(running), ROW_STEP), self.scheduler.columns())
+        self._reserve()
         drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []
         if self._progress is not None:
             self._progress.step(len(running))

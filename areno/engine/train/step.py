@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
-from areno.engine.train.optimizer import MasterAdamW, clip_gradients, gradient_norm
+from areno.engine.train.optimizer import Optimizer, clip_gradients, gradient_norm
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
@@ -70,7 +70,7 @@ class TrainStep:
     """
 
     model: PackedModel
-    optimizer: MasterAdamW
+    optimizer: Optimizer
     activation_checkpointing: bool = True
     max_skipped: int = 5
     kind: ModelKind = "policy"
@@ -101,13 +101,13 @@ class TrainStep:
         if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
             raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
         per_step = mini_bs * accumulation if accumulation else len(rows)
-        self._set_training(True)
+        self.set_training(True)
         try:
             results = [
                 self._optimizer_step(rows[i : i + per_step], loss_fn, mini_bs) for i in range(0, len(rows), per_step)
             ]
         finally:
-            self._set_training(False)
+            self.set_training(False)
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
@@ -159,7 +159,7 @@ class TrainStep:
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
         if self.activation_checkpointing:
             _recompute_layers(self.model.module, training)
