@@ -64,13 +64,22 @@ class Role:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer
 
+    @property
+    def training(self) -> TrainStep:
+        """What trains it."""
+        if self._step is None:
+            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
+        return self._step
+
     def train(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
-        if self._step is None:
-            self._step = TrainStep(self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind)
-        return self._step.run(rows, loss_fn, mini_bs, accumulation)
+        return self.training.run(rows, loss_fn, mini_bs, accumulation)
+
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+        """Compute the gradients of a step, and forget them; see :meth:`TrainStep.rehearse`."""
+        self.training.rehearse(rows, loss_fn, mini_bs)
 
     def score_logprobs(
         self, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int

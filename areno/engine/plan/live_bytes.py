@@ -12,6 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """The product of a mixture's experts: on fake tensors PyTorch knows its shape in bf16 only."""
+    first, second, *rest = args
+    made: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
+    return made.to(first.dtype)
+
+
 class LiveBytes(TorchDispatchMode):
     """Inside the block, every storage that an operation makes counts from its birth to its death.
 
@@ -41,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and count what it made."""
         given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **(kwargs or {}))
+        result = _grouped(args, kwargs) if func is _GROUPED else func(*args, **(kwargs or {}))
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and id(made.untyped_storage()) not in given:
                 self._count(made.untyped_storage())

@@ -28,6 +28,7 @@ from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.engine.train.optimizer import OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
+from areno.errors import UsageError
 from areno.types import SamplingParams
 
 
@@ -76,11 +77,12 @@ class ShapeOf:
         kind: what it predicts.
 
     Raises:
-        UsageError: its configuration cannot be read.
+        UsageError: its configuration cannot be read; from the methods: it computes with the values of tensors.
     """
 
     def __init__(self, path: str, options: LoadOptions, kind: ModelKind = "policy") -> None:
         self.kind: ModelKind = kind
+        self._path = path
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             self.model: PackedModel = load_shape(path, options, classifier=kind != "policy")
@@ -91,9 +93,16 @@ class ShapeOf:
 
     @contextmanager
     def _counting(self) -> Iterator[LiveBytes]:
-        with self._mode, LiveBytes() as live:
-            live.ignore(self._fixed)
-            yield live
+        try:
+            with self._mode, LiveBytes() as live:
+                live.ignore(self._fixed)
+                yield live
+        except RuntimeError as error:
+            kind = type(self.model.module).__name__
+            raise UsageError(
+                f"{self._path}: {kind} looks at values where only shapes are known, so its memory cannot be planned; the "
+                f"run itself may work ({str(error).splitlines()[0][:200]})"
+            ) from error
 
     def update(
         self,

@@ -161,10 +161,9 @@ class RolloutLoop:
             yield
             with self._wake:
                 self.scheduler.requeue()
-            self.prefixes.clear()
             self._table = None
             self.decode.refresh()
-            self.version = version
+            self.weights_changed(version)
 
     def cancel_all(self) -> None:
         """Answer every pending request with what it has so far, ``finish_reason`` "abort"; returns when the loop is idle."""
@@ -188,6 +187,14 @@ class RolloutLoop:
         if version != self.version:
             self.prefixes.clear()
         self.version = version
+
+    def restart(self) -> None:
+        """Serve again after the loop has died; what was pending has been failed, and what was cached is gone."""
+        if self._failure is not None and self._thread is not None:
+            self._thread.join()
+            self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
+            self._failure, self._thread, self._table, self._busy, self._incoming = None, None, None, False, []
+        self.drop_cache()
 
     def close(self) -> None:
         """Stop the thread and give the cache back; pending requests are aborted."""

@@ -112,6 +112,15 @@ class TrainStep:
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+        """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
+        self.set_training(True)
+        try:
+            self.accumulate(rows, loss_fn, mini_bs)
+        finally:
+            self.set_training(False)
+            self.optimizer.zero_grad()
+
     def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         """Add the gradient of the loss over all rows, and return its statistics; no update."""
         unit = reduction_of(loss_fn)
