@@ -29,11 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "310m": {**_WIDE, "layers": 22, "vocab": 32000},
     "420m": {**_WIDE, "layers": 26, "vocab": 90000},
 }
-_RL = {"algo": "grpo", "batch_size": 2, "n_samples": 4, "mini_bs": 4, "max_prompt_tokens": 96, "max_new_tokens": 64}
+_RL = {"algo": "grpo", "batch_size": 2, "n_samples": 4, "mini_bs": 4, "max_prompt_tokens": 48, "max_new_tokens": 16}
 SETS: dict[str, dict[str, Any]] = {
     "grpo": _RL,
     "grpo-8bit": {**_RL, "adam_8bit": True, "activation_checkpointing": False, "drop_rollout_state": True},
-    "sft-long": {"algo": "sft", "batch_size": 4, "mini_bs": 2, "max_prompt_tokens": 256, "max_new_tokens": 256},
+    "sft-long": {"algo": "sft", "batch_size": 4, "mini_bs": 2, "max_prompt_tokens": 128, "max_new_tokens": 128},
     "kl-bf16": {**_RL, "kl_coef": 0.1, "dtype": "bfloat16", "mini_bs": 8},
 }
 

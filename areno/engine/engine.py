@@ -106,13 +106,13 @@ class Engine:
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
-        if config.device.type == "cpu":
-            keep_freed_memory()
         self.tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = load_role(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing)
+        if config.device.type == "cpu":
+            keep_freed_memory(sum(p.numel() * p.element_size() for p in self.actor.model.module.parameters()))
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None

@@ -81,7 +81,7 @@ def main() -> None:
         peaks["score"] = peak.bytes
     step = TrainStep(engine.actor.model, engine.actor.trained_by(), options.activation_checkpointing)
     step.set_training(True)
-    for _ in range(min(microbatches, 3)):
+    for _ in range(min(microbatches, 2)):
         with peak_memory(cpu) as peak:
             loss, _ = step._loss(batch, loss_fn)
         peaks["forward"] = max(peaks.get("forward", 0), peak.bytes)

@@ -21,8 +21,11 @@ from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
 from areno.engine.train.adam_8bit import working_bytes
 from areno.engine.train.outputs import ModelKind
 
-PARTS = ("weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
+PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
 """What memory is used for, in the order of the table; ``activations`` are all that lives during a pass."""
+
+# The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
+_PROCESS = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ class _Planner:
         """A phase over what is always there."""
         roles = [shape.weights for role, shape in self.roles.items() if scoring or not role.only_scores]
         states = 0 if name == "load" or self.offloads else sum(update.state for update in self.updates)
-        figures = (self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
+        process = _PROCESS if self.sizes.device.type == "cpu" else 0
+        figures = (process, self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _training(self, kv_cache: int) -> list[Phase]:

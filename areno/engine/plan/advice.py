@@ -77,5 +77,3 @@ def largest_remedy(plan: MemoryPlan) -> str:
     if weights > plan.available:
         return "Its weights alone are more than is free: take a smaller model, or a machine with more memory."
     return "No option makes it fit: take a smaller model, or a machine with more memory."
-
-

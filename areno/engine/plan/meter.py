@@ -11,7 +11,7 @@ import gc
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,8 @@ def _reset(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # no such file, or not allowed: the mark of the whole process is an upper bound
         _RESET.write_text("5")
-    except OSError:
-        pass  # no such file, or not allowed: the mark of the whole process is an upper bound
 
 
 def _peak(device: torch.device) -> int:

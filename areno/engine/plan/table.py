@@ -10,6 +10,7 @@ from areno.engine.plan.advice import advise, largest_remedy
 
 _MIB = 2**20
 _TITLES = {
+    "process": "the process itself",
     "weights": "weights",
     "roles": "further models",
     "optimizer": "optimizer states",
@@ -51,13 +52,17 @@ def _notes(plan: MemoryPlan) -> list[str]:
             note += f", less than the {plan.cache_wanted:,} of the worst case; sequences will take turns"
         lines.append(f"{note}.")
     if plan.host:
-        lines.append(f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of optimizer states and gradients.")
+        lines.append(
+            f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of optimizer states and gradients."
+        )
     return lines
 
 
 def _verdict(options: TrainOptions, plan: MemoryPlan) -> str:
     peak = plan.peak
-    figures = f"{peak.total / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
+    figures = (
+        f"{peak.total / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
+    )
     if plan.fits:
         return f"Fits: yes. {figures}."
     changes = advise(options, plan)

@@ -7,9 +7,10 @@ engine, whatever changes there. What happens inside one operation of PyTorch (sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.types import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class ShapeOf:
             self.model: PackedModel = load_shape(path, options, classifier=kind != "policy")
         tensors = list(self.model.module.parameters())
         self.parameters = sum(p.numel() for p in tensors)
+        self._traced: dict[tuple[Any, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
         self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
 
@@ -124,6 +128,25 @@ class ShapeOf:
             checkpointing: recompute layers in backward.
             entropy: the loss reads the entropy of the policy.
         """
+        key = (tuple(lengths), tuple(scored), config.adam_8bit, microbatches > 1, checkpointing, entropy)
+        return self._once(key, lambda: self._update(lengths, scored, config, microbatches, checkpointing, entropy))
+
+    def _once(self, key: tuple[Any, ...], trace: Callable[[], T]) -> T:
+        """What was traced before is known: searches ask for the same again and again."""
+        if key not in self._traced:
+            self._traced[key] = trace()
+        found: T = self._traced[key]
+        return found
+
+    def _update(
+        self,
+        lengths: Sequence[int],
+        scored: Sequence[int],
+        config: OptimizerConfig,
+        microbatches: int,
+        checkpointing: bool,
+        entropy: bool,
+    ) -> UpdateBytes:
         parameters = self.model.parameters()
         with self._mode:
             step = TrainStep(self.model, make_optimizer(parameters, config), checkpointing, kind=self.kind)
@@ -142,7 +165,7 @@ class ShapeOf:
             step.optimizer.zero_grad()
         step.set_training(False)
         for _, p in parameters:
-            p._post_accumulate_grad_hooks = None  # of masters that are gone
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
         return UpdateBytes(forward, gradients if microbatches > 1 else 0, backward, gradients, state)
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
@@ -164,6 +187,9 @@ class ShapeOf:
 
     def score(self, lengths: Sequence[int]) -> int:
         """Most bytes that a scoring pass over rows holds."""
+        return self._once(("score", *lengths), lambda: self._score(lengths))
+
+    def _score(self, lengths: Sequence[int]) -> int:
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak
@@ -178,6 +204,10 @@ class ShapeOf:
             longest: tokens of prompt and answer.
             budget: cells of the cache in use at once; None is no limit.
         """
+        key = ("rollout", running, n_samples, prompt, longest, budget)
+        return self._once(key, lambda: self._rollout(running, n_samples, prompt, longest, budget))
+
+    def _rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
         model = self.model
         assert isinstance(model, CausalLM)
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():

@@ -152,7 +152,13 @@ class _Tuner:
     # -- tries -----------------------------------------------------------------------------------------------------
 
     def _prove(
-        self, value: int, planned: TrainOptions, name: str, phase: str, work: Callable[[TrainOptions], None], remedy: str
+        self,
+        value: int,
+        planned: TrainOptions,
+        name: str,
+        phase: str,
+        work: Callable[[TrainOptions], None],
+        remedy: str,
     ) -> None:
         """The least that must fit, or there is nothing to choose."""
         if not self._fits(value, planned, name, (phase,), work):
@@ -162,7 +168,12 @@ class _Tuner:
             )
 
     def _fits(
-        self, value: int, planned: TrainOptions, name: str, phases: tuple[str, ...], work: Callable[[TrainOptions], None]
+        self,
+        value: int,
+        planned: TrainOptions,
+        name: str,
+        phases: tuple[str, ...],
+        work: Callable[[TrainOptions], None],
     ) -> bool:
         """Whether a size fits by the plan, and then by trying."""
         candidate = dataclasses.replace(planned, **{name: value})  # type: ignore[arg-type]
@@ -184,7 +195,7 @@ class _Tuner:
         """What a phase takes besides what the process holds already."""
         phase = plan.phase(name)
         assert phase is not None, name
-        return phase.total - phase.parts["weights"] - self._own_state(phase)
+        return phase.total - phase.parts["process"] - phase.parts["weights"] - self._own_state(phase)
 
     def _absent(self, plan: MemoryPlan) -> int:
         """What the plan counts and a try does not hold: further models, their optimizers, and a cache that is kept."""

@@ -134,7 +134,9 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
             adam.moments_of(parameter)
         elif not adam.state[parameter]:
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments = [torch.empty_like(parameter).zero_() for _ in range(2)]  # written to: zeros_like takes no memory yet
+            moments = [
+                torch.empty_like(parameter).zero_() for _ in range(2)
+            ]  # written to: zeros_like takes no memory yet
             adam.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
@@ -242,7 +244,9 @@ class MasterAdamW:
         if state["names"] != self._names or set(state["masters"]) != mine:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         if state.get("adam_8bit", False) != self.config.adam_8bit:
-            raise ValueError("the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run")
+            raise ValueError(
+                "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
+            )
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):
