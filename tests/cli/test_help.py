@@ -72,7 +72,7 @@ def test_defaults_and_later_options_are_shown(capsys):
     text = " ".join(train_help(capsys).split())
     for part in ("Default: gspo.", "Default: 8 on a node with 8 GPUs; here 1.", "Default: 3071.", "Default: 1e-06."):
         assert part in text
-    assert "[not in this version]" in text
+    assert "[not in this version above 1]" in text
     assert "GAE lambda). Default: 0.95. (ppo)" in text
 
 
@@ -82,6 +82,7 @@ def test_commands_are_listed_sorted_with_their_texts(capsys):
     texts = [
         "check       Check whether this machine is ready to run AReno.",
         "env         Print an AReno environment/support report.",
+        "plan        Show the memory that a training run will take, and whether it fits.",
         "quickstart  ",
         "train       Run SFT, DPO, GSPO, GRPO, or PPO training.",
     ]
