@@ -112,7 +112,7 @@ class Engine:
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = load_role(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing)
         if config.device.type == "cpu":
-            keep_freed_memory(sum(p.numel() * p.element_size() for p in self.actor.model.module.parameters()))
+            keep_freed_memory(self.actor.model.weight_bytes)
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None

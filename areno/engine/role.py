@@ -140,8 +140,7 @@ class Role:
 
     def checkpoint_bytes(self) -> int:
         """Size of its checkpoint: weights, and what the optimizer keeps."""
-        weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
-        return weights + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
+        return self.model.weight_bytes + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
 
 
 def load_role(

@@ -29,9 +29,10 @@ def main() -> None:
     from areno.config.algorithms import get_algorithm
     from areno.config.train_options import TrainOptions
     from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.native import are_large, give_freed_memory_back
     from areno.engine.plan.meter import held_memory, peak_memory
     from areno.engine.plan.sizes import RunSizes
-    from areno.engine.train.optimizer import OptimizerConfig, clip_gradients, gradient_norm
+    from areno.engine.train.optimizer import OptimizerConfig
     from areno.engine.train.step import TrainStep
     from areno.types import ModelRole, Request, SamplingParams
 
@@ -89,10 +90,10 @@ def main() -> None:
             loss.backward()
         peaks["backward"] = max(peaks.get("backward", 0), peak.bytes)
         del loss
+    if are_large(engine.actor.model.weight_bytes):
+        give_freed_memory_back()  # as the optimizer's step begins: what is above it belongs to the phase before
     with peak_memory(cpu) as peak:
-        gradients = step.optimizer.gradients()
-        clip_gradients(gradients, float(gradient_norm(gradients)), 1.0)
-        step.optimizer.step()
+        step.apply()
     peaks["optimizer"] = peak.bytes
     engine.close()
     print(json.dumps({"baseline": baseline, "peaks": {name: value - baseline for name, value in peaks.items()}}))

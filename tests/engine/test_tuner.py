@@ -31,7 +31,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Small weights, and 4 KiB for each cached token."""
+    """Small weights, and 2 KiB for each cached token."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("tuned") / "model", hidden=128, layers=4, heads=4)
 
 
@@ -44,7 +44,7 @@ def engine(checkpoint):
 
 
 def options(checkpoint, *explicit, **values):
-    sizes = {"max_prompt_tokens": 128, "max_new_tokens": 384, "n_samples": 4, **values}
+    sizes = {"max_prompt_tokens": 48, "max_new_tokens": 144, "n_samples": 4, **values}
     run = TrainOptions(ckpt=str(checkpoint), device="cpu", algo="grpo", kv_cache_tokens=10**6, **sizes)
     return dataclasses.replace(run, explicit=frozenset(explicit))
 
@@ -76,7 +76,7 @@ def test_half_the_share_gives_smaller_sizes_that_fit(engine, checkpoint):
 
 def test_the_log_tells_every_try_and_the_choice(engine, checkpoint, caplog):
     with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
-        chosen = tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=room(150))
+        chosen = tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=room(90))
     told = [record.getMessage() for record in caplog.records]
     assert all(line.startswith("auto tune ") for line in told)
     assert any("too much" in line for line in told)

@@ -6,7 +6,6 @@ piece that takes less than an earlier one is over-stated.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 import sys
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from areno.engine.native import give_freed_memory_back
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -51,10 +52,8 @@ def return_freed_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    else:
+        give_freed_memory_back()
 
 
 def _reset(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
 from areno.engine.train.optimizer import Optimizer, clip_gradients, gradient_norm
 from areno.engine.train.outputs import OUTPUTS, ModelKind
@@ -145,7 +146,13 @@ class TrainStep:
 
     def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         self.optimizer.zero_grad()
-        stats = self.accumulate(rows, loss_fn, mini_bs)
+        return self.accumulate(rows, loss_fn, mini_bs) | self.apply()
+
+    def apply(self) -> dict[str, float]:
+        """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
+        if self.model.device.type == "cpu" and are_large(self.model.weight_bytes):
+            give_freed_memory_back()
+        stats: dict[str, float] = {}
         gradients = self.optimizer.gradients()
         norm = float(gradient_norm(gradients))
         stats |= _zero_counts(gradients)
