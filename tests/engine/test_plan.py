@@ -69,6 +69,14 @@ def test_optimizer_states_are_those_of_the_optimizer(tmp_path):
         assert part(plan, "optimizer", "optimizer") == sum(t.numel() * t.element_size() for t in held)
 
 
+def test_loading_in_another_type_counts_masters_and_the_file(tmp_path):
+    checkpoint = save_tiny_checkpoint(tmp_path / "model")
+    same, half = (make_plan(options(checkpoint, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert (part(same, "load", "optimizer"), part(same, "load", "activations")) == (0, 0)
+    assert part(half, "load", "optimizer") == 4 * half.parameters
+    assert part(half, "load", "activations") == (checkpoint / "model.safetensors").stat().st_size
+
+
 def test_tied_weights_are_counted_once(tmp_path):
     folders = [save_tiny_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie) for tie in (True, False)]
     tied, free = (make_plan(options(folder)).parameters for folder in folders)

@@ -133,7 +133,7 @@ class _Planner:
         generated = self._rollout() if self.sizes.spec.requires_rollout else None
         cache = 0 if generated is None else generated.cache
         between = 0 if run.drop_rollout_state else cache
-        phases = [self._phase("load")]
+        phases = [self._loading()]
         if generated is not None:
             held = generated.peak - generated.cache
             phases.append(self._phase("rollout", kv_cache=cache, activations=held))
@@ -154,12 +154,21 @@ class _Planner:
             available=self.available,
         )
 
+    def _loading(self) -> Phase:
+        """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
+        shapes = [self.actor, *(shape for role, shape in self.roles.items() if not role.only_scores)]
+        converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.weights)]
+        return self._phase("load", activations=max(converted, default=0))
+
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
         """A phase over what is always there."""
         roles = [shape.weights for role, shape in self.roles.items() if scoring or not role.only_scores]
-        states = 0 if name == "load" or self.offloads else sum(update.state for update in self.updates)
+        states = sum(update.state for update in self.updates)
+        if name == "load":
+            states = 0 if self.sizes.dtype == torch.float32 else sum(update.gradients for update in self.updates)
+        states = 0 if self.offloads else states
         process = _PROCESS if self.sizes.device.type == "cpu" else 0
         figures = (process, self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
@@ -215,6 +224,11 @@ class _Planner:
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
         return 2 * 4 * vocab * min(max(CHUNK_ELEMENTS // vocab, 1), sum(self.sizes.scored(lengths)))
+
+
+def _differs(file: int, weights: int) -> bool:
+    """Whether a file of so many bytes holds the weights in another type; headers and untied copies are no matter."""
+    return file > 0 and not 0.7 < file / weights < 1.4
 
 
 def _shape(path: str, name: str, sizes: RunSizes, kind: ModelKind) -> ShapeOf:

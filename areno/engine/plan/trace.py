@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -94,6 +95,11 @@ class ShapeOf:
         self._traced: dict[tuple[Any, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
         self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the checkpoint's weights on disk; 0 where they are not in a folder."""
+        return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
     def _counting(self) -> Iterator[LiveBytes]:
