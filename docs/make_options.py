@@ -47,16 +47,9 @@ def _row(entry: Option) -> str:
         entry.default_text or ("off" if entry.kind is bool else ""),
         ", ".join(info.algorithms),
         "" if info.changes_results else "may change",
-        " ".join(part for part in (info.help, _availability(entry)) if part),
+        info.help,
     )
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
-
-
-def _availability(entry: Option) -> str:
-    if not entry.info.later:
-        return ""
-    above = f" above {entry.info.later_above}" if entry.info.later_above is not None else ""
-    return f"**Later{above}**: {entry.info.later}."
 
 
 def _cell(text: str) -> str:

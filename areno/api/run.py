@@ -66,6 +66,8 @@ def run_training(
         trainer = _trainer(options, get_algorithm(options.algo).trains)
         try:
             trainer.init()
+            if options.tune_params:
+                options = _tuned(options, trainer, len(dataset))
             torch.manual_seed(options.seed)  # dropout draws from it
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows = held_out
@@ -74,6 +76,20 @@ def run_training(
             return _fit(options, loop, run_dir, began)
         finally:
             trainer.close()
+
+
+def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
+    """The options with sizes that were tried out on the loaded model."""
+    from areno.api.backend.areno.backend import ArenoBackend
+    from areno.engine.engine import Engine
+    from areno.engine.plan.tuner import tune_sizes
+
+    assert isinstance(trainer.backend, ArenoBackend)
+    engine = trainer.backend.engine
+    assert isinstance(engine, Engine)  # several ranks are refused with the options
+    loss_fn = get_algorithm(options.algo).make_loss_fn(options)
+    assert loss_fn is not None
+    return tune_sizes(engine, options, loss_fn, rows=rows)
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
@@ -205,7 +221,8 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
         latest = checkpoints.latest()
     config = ArenoConfig(
         tp_size=options.tp_size,
-        max_running_prompts=options.running_sequences,
+        # Tuning may raise what the options say.
+        max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer={
             "lr": options.lr,
             "min_lr": options.min_lr,
@@ -216,6 +233,8 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "eps": options.adam_eps,
             "weight_decay": options.weight_decay,
             "grad_clip_norm": options.grad_clip_norm,
+            "adam_8bit": options.adam_8bit,
+            "offload": options.offload_optimizer,
         },
         runtime={
             "device": options.device,

@@ -21,6 +21,7 @@ COMMANDS = {
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
     "inspect": "Show what a run sampled and trained on, token by token.",
+    "plan": "Show the memory that a training run will take, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "serve": "Serve a model over HTTP with the OpenAI protocol.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",

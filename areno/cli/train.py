@@ -37,10 +37,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _dry_run(options: TrainOptions) -> int:
-    from areno.engine.plan.estimate import estimate_memory_text
+    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.table import plan_text
 
     print("\nResolved configuration\n----------------------")
     print(dump_config(options), end="")
     print("\nMemory\n------")
-    print(estimate_memory_text(options))
+    print(plan_text(options, make_plan(options)))
     return 0

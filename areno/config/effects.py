@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms
-from areno.config.options import Option, options_of
+from areno.config.options import flag_of, options_of
 from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
 
@@ -18,14 +18,6 @@ AGENT_OPTIONS = (
     "turn_discount",
 )
 """Options that only agentic rollout reads."""
-
-
-def later_text(entry: Option, value: object) -> str:
-    """Say what to do instead of an option that is not in this version; empty if ``value`` works."""
-    info = entry.info
-    if not info.later or (info.later_above is not None and isinstance(value, int) and value <= info.later_above):
-        return ""
-    return info.later
 
 
 def listed(names: Sequence[str]) -> str:
@@ -67,6 +59,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if spec.requires_rollout and not options.agent_fn:
         for name in AGENT_OPTIONS:
             yield name, "has no effect without an agent; give --agent-fn too"
+    yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)
         if options.reward_ckpt and not options.reward_fn_path:
@@ -85,6 +78,25 @@ def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:
                 name,
                 "has no effect with --lora-adapter-path, whose adapter_config.json says it; leave one of the two out",
             )
+
+
+TUNED_OPTIONS = ("max_running_prompts", "batch_size", "mini_bs")
+"""What ``--tune-params`` fills in."""
+
+
+def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
+    """Tuning that has nothing to choose, and offloading from where everything is anyway."""
+    if not options.tune_params:
+        for name in ("mem_frac", "tune_max_samples"):
+            yield name, "has no effect without tuning; give --tune-params too"
+    elif options.resume is not None:
+        for name in ("tune_params", "mem_frac", "tune_max_samples"):
+            yield name, "has no effect with --resume, because a run keeps its sizes; leave it out"
+    elif options.explicit.issuperset(TUNED_OPTIONS):
+        flags = listed([flag_of(name) for name in TUNED_OPTIONS])
+        yield "tune_params", f"has nothing to choose, because {flags} are all given; leave one of them out"
+    if options.device == "cpu":
+        yield "offload_optimizer", "has no effect on a CPU, whose memory holds the optimizer anyway; leave it out"
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:

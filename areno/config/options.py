@@ -44,8 +44,6 @@ class OptionInfo:
         changes_results: a resumed run may not change it.
         documented_default: text for help where the default depends on the machine.
         unset: what happens when the option is not given and its default is None.
-        later: says that the option is not in this version, and what to do instead; empty for options that work.
-        later_above: with ``later``, values up to this one do work.
         stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
         bare: value of the flag when it is given without one.
     """
@@ -63,8 +61,6 @@ class OptionInfo:
     changes_results: bool = True
     documented_default: str = ""
     unset: str = ""
-    later: str = ""
-    later_above: int | None = None
     stored: bool = True
     bare: str | None = None
 

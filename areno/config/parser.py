@@ -38,6 +38,16 @@ TRAIN = CommandText(
 )
 """The texts of ``areno train``."""
 
+PLAN = CommandText(
+    "areno plan",
+    "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]",
+    "Show the memory that a training run will take, phase by phase, whether it fits into what is free here, and what to "
+    "change if not. Takes the options of areno train; data and rewards need not be given, and no weights are read. "
+    "--json prints the same as data, in bytes. The exit code is 1 if the run does not fit.",
+    TRAIN.epilog,
+)
+"""The texts of ``areno plan``, which has the options of training."""
+
 
 @dataclass
 class Problems:
@@ -180,13 +190,13 @@ def build_options(values: Mapping[str, Any], spec: AlgorithmSpec | None, explici
     return TrainOptions(**core, extra=extra, explicit=explicit)
 
 
-def train_help(argv: Sequence[str]) -> str:
+def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
     """Write ``areno train --help``; with ``--algo`` of a user's own algorithm, its options are in it."""
     core = options_of(TrainOptions)
-    flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core, TRAIN)
+    flags, _ = _read([word for word in argv if word not in ("-h", "--help")], core, command)
     spec = _spec_of(flags, _read_config(flags), Problems())
     own = {f"Options of {spec.name}": extra_options(spec)} if spec is not None and spec.options is not None else {}
-    return _help_of(core, TRAIN, own)
+    return _help_of(core, command, own)
 
 
 def flags_help(declaration: type, command: CommandText) -> str:
@@ -256,9 +266,6 @@ def _help_text(entry: Option) -> str:
         notes.append(f"Default: {entry.default_text}.")
     if entry.info.algorithms:
         notes.append(f"({', '.join(entry.info.algorithms)})")
-    if entry.info.later:
-        above = f" above {entry.info.later_above}" if entry.info.later_above is not None else ""
-        notes.append(f"[not in this version{above}]")
     return " ".join(notes)
 
 

@@ -35,6 +35,17 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
     return PreparedRun(options, *load_hooks(options))
 
 
+def prepare_plan(argv: Sequence[str]) -> TrainOptions:
+    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing.
+
+    Raises:
+        UsageError: the input cannot work; the message names options, values and remedies.
+    """
+    options = apply_resume(parse_train(argv))
+    validate(options, needs_data=False)
+    return options
+
+
 def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
     """Import the user's data set loaders, reward, advantage and agent functions, where given, and check their signatures.
 

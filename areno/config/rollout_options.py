@@ -14,7 +14,7 @@ _tuning = partial(
     group="Parameter tuning",
     rollout_only=True,
     changes_results=False,
-    later="automatic tuning comes later; set --batch-size, --mini-bs and --max-running-prompts yourself",
+    stored=False,
 )
 
 
@@ -139,6 +139,14 @@ class RolloutOptions:
 class TuningOptions:
     """The search for batch sizes that fit the memory."""
 
-    tune_params: bool = _tuning(False, help="Probe memory first and fill in the largest safe batch sizes.")
-    mem_frac: float = _tuning(0.9, above=0, maximum=1, help="Share of the device memory that tuning may fill.")
-    tune_max_samples: int = _tuning(256, minimum=1, help="Most sequences that tuning tries.")
+    tune_params: bool = _tuning(
+        False,
+        help="Probe memory before the first step, and fill in --max-running-prompts, --batch-size and --mini-bs, as far as "
+        "they are not given. Also sets --drop-rollout-state.",
+    )
+    mem_frac: float = _tuning(
+        0.9, above=0, maximum=1, help="Share of the memory, what is in use counted, that tuning may fill."
+    )
+    tune_max_samples: int = _tuning(
+        256, minimum=1, help="Most sequences that tuning lets run at once, and most rows of a step that it chooses."
+    )

@@ -95,7 +95,7 @@ class BasicOptions:
         False,
         changes_results=False,
         stored=False,
-        help="Check everything, print the resolved configuration and a memory estimate, and run nothing.",
+        help="Check everything, print the resolved configuration and the memory plan, and run nothing.",
     )
 
 

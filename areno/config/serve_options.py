@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.effects import later_text
 from areno.config.eval_options import as_in, checkpoint_of
 from areno.config.options import flag_of, option, options_of
 from areno.config.parser import CommandText, Problems, flags_help, parse_flags
@@ -212,9 +211,9 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
     for entry in options_of(ServeOptions):
         value = getattr(options, entry.name)
         yield value_problem(entry, value)
-        if later := later_text(entry, value):
-            yield f"{entry.flag} {value} is not in this version yet: {later}"
-    yield from shared_problems(TrainOptions(device=options.device))
+    yield from shared_problems(
+        TrainOptions(device=options.device, world_size=options.world_size, tp_size=options.tp_size)
+    )
     if options.served_model_name == "":
         yield "--served-model-name must not be empty; give a name, or leave it out"
     yield from _key_problems(options)

@@ -34,9 +34,12 @@ class UpdateOptions:
     adam_beta2: float = _train(0.999, minimum=0, below=1, help="AdamW decay of the squared gradient.")
     adam_eps: float = _train(1e-8, above=0, help="AdamW term that keeps the denominator above zero.")
     adam_8bit: bool = _train(
+        False, help="Keep AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
+    )
+    offload_optimizer: bool = _train(
         False,
-        later="8-bit optimizer states come later; leave it out for fp32 states",
-        help="Keep AdamW states in 8 bits.",
+        changes_results=False,
+        help="GPU only: keep optimizer states and summed gradients in the computer's memory, and update there.",
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")

@@ -14,7 +14,7 @@ from typing import Any
 
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
-from areno.config.effects import later_text, without_effect
+from areno.config.effects import without_effect
 from areno.config.hooks import hook_file_problem
 from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import missing_lora_packages, missing_server_packages
@@ -47,11 +47,12 @@ PAIR_ALGORITHMS = ("dpo", "rm")
 """Algorithms whose rows come in pairs."""
 
 
-def validate(options: TrainOptions) -> None:
+def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check that the options make a run that can work and learn.
 
     Args:
         options: parsed, and merged with the resumed run if there is one.
+        needs_data: data and rewards must be given; False for planning, which reads none.
 
     Raises:
         UsageError: naming every problem with its option, value and remedy; numbered if there are several.
@@ -64,13 +65,17 @@ def validate(options: TrainOptions) -> None:
     except UsageError as error:
         problems.add(str(error))
         entries = options_of(TrainOptions)
+    if not options.ckpt:
+        problems.add("--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B")
+    if needs_data:
+        for text in _required(options, spec):
+            problems.add(text)
     for text in _problems(options, spec, entries):
         problems.add(text)
     problems.raise_if_any()
 
 
 def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[Option, ...]) -> Iterator[str]:
-    yield from _required(options, spec)
     for entry in entries:
         yield value_problem(entry, value_of(options, entry.name))
     if spec is not None:
@@ -93,8 +98,7 @@ def shared_problems(options: TrainOptions) -> Iterator[str]:
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
-    if not options.ckpt:
-        yield "--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B"
+    """Data, and what turns it into something to learn from."""
     if not options.dataset_path:
         yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main"
     if spec is None:
@@ -143,8 +147,6 @@ def _useless(options: TrainOptions, spec: AlgorithmSpec, entries: tuple[Option, 
         value = value_of(options, entry.name)
         if entry.name in silent:
             yield f"{_spelled(entry, value)} {silent[entry.name]}"
-        elif later := later_text(entry, value):
-            yield f"{_spelled(entry, value)} is not in this version yet: {later}"
 
 
 def _spelled(entry: Option, value: Any) -> str:
@@ -235,6 +237,11 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         yield (
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"give --tp-size 1 or a divisor of {options.world_size}"
+        )
+    if options.tune_params and options.world_size > 1:
+        yield (
+            f"--tune-params with --world-size {options.world_size}: sizes are tried out on one device only; tune with "
+            "--world-size 1, and give what it chooses to this run"
         )
     if options.lr_decay_style != "constant" and options.min_lr > options.lr:
         yield (

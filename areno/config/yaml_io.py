@@ -85,7 +85,7 @@ def stored_values(options: TrainOptions) -> dict[str, Any]:
     values = {
         entry.name: getattr(options, entry.name)
         for entry in options_of(TrainOptions)
-        if entry.info.stored and entry.name not in silent and not (entry.info.later and entry.info.later_above is None)
+        if entry.info.stored and entry.name not in silent
     }
     values |= options.extra
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -122,7 +122,8 @@ class Engine:
             *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
         )
         if config.device.type == "cpu":
-            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
+            # Not what loading has freed: weights that are held in 4 bits were larger once.
+            keep_freed_memory(self.actor.model.weight_bytes)
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None
@@ -379,7 +380,7 @@ class Engine:
 
     def _stamp_version(self) -> None:
         if self._loop is not None:
-            self._loop.version = self.version
+            self._loop.weights_changed(self.version)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

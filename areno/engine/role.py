@@ -22,7 +22,7 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
 from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
-from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
+from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
@@ -72,15 +72,23 @@ class Role:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer
 
+    @property
+    def training(self) -> TrainStep:
+        """What trains it."""
+        if self._step is None:
+            own = self.activation_checkpointing
+            self._step = TrainStep(self.model, self.trained_by(), own, kind=self.kind, peers=self.peers)
+        return self._step
+
     def train(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
-        if self._step is None:
-            self._step = TrainStep(
-                self.model, self.trained_by(), self.activation_checkpointing, kind=self.kind, peers=self.peers
-            )
-        return self._step.run(rows, loss_fn, mini_bs, accumulation)
+        return self.training.run(rows, loss_fn, mini_bs, accumulation)
+
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+        """Compute the gradients of a step, and forget them; see :meth:`TrainStep.rehearse`."""
+        self.training.rehearse(rows, loss_fn, mini_bs)
 
     def score_logprobs(
         self, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int
@@ -153,12 +161,8 @@ class Role:
             raise CheckpointError(f"{file} cannot be used: {error}") from error
 
     def checkpoint_bytes(self) -> int:
-        """Size of its checkpoint: weights, both moments, and master weights where the model is not fp32."""
-        count = sum(p.numel() for _, p in self.model.parameters())
-        if self.model.adapter is not None:
-            return 12 * count  # always fp32
-        weights = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
-        return weights + (count * (8 if self.model.dtype == torch.float32 else 12) if self.trainable else 0)
+        """Size of its checkpoint: weights, and what the optimizer keeps."""
+        return self.model.weight_bytes + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
 
 
 def load_role(
@@ -182,8 +186,12 @@ def load_role(
         adapter: train this in place of the weights.
 
     Raises:
-        UsageError: the checkpoint cannot serve as this role.
+        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload its optimizer to.
     """
+    if optimizer is not None and optimizer.offload and torch.device(options.device).type == "cpu":
+        raise UsageError(
+            f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
+        )
     if adapter is not None and is_adapter(path):
         raise UsageError(
             f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
@@ -210,7 +218,13 @@ def load_role(
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
-        return MasterAdamW(model.parameters(), config)
+        return make_optimizer(model.parameters(), config)
+    for wanted, option in ((config.adam_8bit, "--adam-8bit"), (config.offload, "--offload-optimizer")):
+        if wanted:
+            raise UsageError(
+                f"{option} with --world-size {peers.layout.world_size}: replicas share the optimizer's states out in fp32, "
+                "and nothing else yet; leave it out"
+            )
     from areno.engine.parallel.sharding import partial_names
     from areno.engine.train.sharded import ShardedAdamW
 

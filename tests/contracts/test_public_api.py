@@ -248,6 +248,7 @@ OPTIONS = {
     "adam_beta2": 0.999,
     "adam_eps": 1e-8,
     "adam_8bit": False,
+    "offload_optimizer": False,
     "weight_decay": 0.01,
     "grad_clip_norm": 1.0,
     "score_micro_bs": 8,

@@ -130,7 +130,7 @@ def test_gradients_are_those_of_one_padded_batch(name, mini_bs, checkpointing, m
     loss = padded_loss(reference, kind, loss_fn, rows())
     loss.backward()
     step = make_step(kind, checkpointing)
-    step._set_training(True)
+    step.set_training(True)
     stats = step.accumulate(rows(), loss_fn, mini_bs)
     assert stats["loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-7)
     assert_close(step.optimizer.named_gradients(), {n: p.grad for n, p in reference.named_parameters()})

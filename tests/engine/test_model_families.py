@@ -124,7 +124,7 @@ def test_packed_gradients_equal_padded_ones_for_every_microbatch_size(family):
         model = prepare(tiny_module(family), family)
         optimizer = MasterAdamW(model.parameters(), OptimizerConfig())
         step = TrainStep(model, optimizer, checkpointing)
-        step._set_training(True)
+        step.set_training(True)
         stats = step.accumulate(rows, partial(grpo_loss_fn, clip_eps=0.2), mini_bs)
         got = optimizer.named_gradients()
         assert abs(stats["loss"] - loss.item()) < 1e-5

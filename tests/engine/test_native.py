@@ -55,11 +55,11 @@ release_workers()
 
 
 @linux
-def test_freed_memory_is_used_again_without_asking_the_system():
+def test_freed_memory_is_used_again_without_asking_the_system_unless_the_weights_are_large():
     program = """
-import areno, resource, torch
+import areno, os, resource, torch
 from areno.engine.native import keep_freed_memory
-keep_freed_memory()
+keep_freed_memory(int(os.environ.get("WEIGHTS", 0)))
 def step():
     return [torch.ones(1000, 1000) for _ in range(20)]  # 4 MB each, 80 MB together
 step()
@@ -70,6 +70,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     pages = 5 * 80e6 / 4096
     assert run(program)[0] < 0.25 * pages
+    assert run(program, WEIGHTS=str(2**30))[0] > 0.9 * pages
     assert run(program, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")[0] > 0.9 * pages
 
 

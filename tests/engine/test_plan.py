@@ -1,4 +1,4 @@
-"""The memory account against real models and the real machine, and ``--dry-run``, which prints it."""
+"""The memory plan against real models, real steps and the real machine, and the commands that print it."""
 
 from __future__ import annotations
 
@@ -9,83 +9,196 @@ import pytest
 import torch
 import yaml
 
+from areno.cli.main import main
 from areno.config import TrainOptions
-from areno.engine.model.loading import LoadOptions, load_causal_lm
-from areno.engine.plan.estimate import estimate_memory, estimate_memory_text
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
+from areno.engine.plan.account import make_plan
+from areno.engine.plan.advice import advise
+from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.memory import KV_SHARE, available_bytes, default_kv_tokens
+from areno.engine.plan.meter import held_memory, peak_memory, return_freed_memory
+from areno.engine.plan.sizes import RunSizes
+from areno.engine.plan.table import plan_text
 from areno.engine.rollout.probe import prove_decoding
+from areno.engine.train.optimizer import OptimizerConfig, make_optimizer
+from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
+from areno.loss_fns import sft_loss_fn
+from areno.types import Request, SamplingParams, TrainSequence
 from tests.support.cli import areno, task_arguments, write_task
-from tests.support.tiny import save_tiny_checkpoint
+from tests.support.tiny import FAMILIES, save_tiny_checkpoint
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt2")
+MIB = 2**20
+SIZES = {"batch_size": 4, "n_samples": 2, "mini_bs": 4, "max_prompt_tokens": 40, "max_new_tokens": 24}
 
 
 def options(checkpoint, **changes):
-    return dataclasses.replace(TrainOptions(ckpt=str(checkpoint), device="cpu"), **changes)
+    return dataclasses.replace(TrainOptions(ckpt=str(checkpoint), device="cpu", algo="grpo", **SIZES), **changes)
+
+
+def part(plan, phase, name):
+    return plan.phase(phase).parts[name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_and_optimizer_are_those_of_the_real_model(family, tmp_path):
+def test_every_family_can_be_planned_and_its_weights_are_exact(family, tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / family, family)
-    model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
-    estimate = estimate_memory(options(checkpoint))
-    count = sum(p.numel() for p in model.module.parameters())
-    assert estimate.parameters == count
-    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (4 * count, 4 * count, 8 * count)
-    half = estimate_memory(options(checkpoint, dtype="bfloat16"))
-    assert (half.weights, half.gradients, half.optimizer) == (2 * count, 4 * count, 12 * count)
+    module = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32)).module
+    plan = make_plan(options(checkpoint))
+    tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()]}
+    assert plan.parameters == sum(p.numel() for p in module.parameters())
+    assert part(plan, "load", "weights") == sum(tensors.values())
+    assert part(plan, "backward", "gradients") == 4 * plan.parameters
+    assert all(
+        phase.parts["activations"] > 0 for phase in plan.phases if phase.name in ("rollout", "forward", "backward")
+    )
+
+
+def test_optimizer_states_are_those_of_the_optimizer(tmp_path):
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", hidden=128, heads=4)
+    for dtype, low in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)):
+        plan = make_plan(options(checkpoint, dtype=dtype, adam_8bit=low))
+        model = load_causal_lm(str(checkpoint), LoadOptions(dtype=getattr(torch, dtype)))
+        optimizer = make_optimizer(model.parameters(), OptimizerConfig(adam_8bit=low))
+        optimizer.allocate()
+        state = optimizer.state_dict()
+        held = [t for entry in state["adam"].values() for t in entry.values() if isinstance(t, torch.Tensor) and t.ndim]
+        held += list(state["masters"].values())
+        assert part(plan, "optimizer", "optimizer") == sum(t.numel() * t.element_size() for t in held)
+
+
+def test_loading_in_another_type_counts_masters_and_the_file(tmp_path):
+    checkpoint = save_tiny_checkpoint(tmp_path / "model")
+    same, half = (make_plan(options(checkpoint, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert (part(same, "load", "optimizer"), part(same, "load", "activations")) == (0, 0)
+    assert part(half, "load", "optimizer") == 4 * half.parameters
+    assert part(half, "load", "activations") == (checkpoint / "model.safetensors").stat().st_size
 
 
 def test_tied_weights_are_counted_once(tmp_path):
     folders = [save_tiny_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie) for tie in (True, False)]
-    tied, free = (estimate_memory(options(folder)).parameters for folder in folders)
+    tied, free = (make_plan(options(folder)).parameters for folder in folders)
     config = json.loads((folders[0] / "config.json").read_text())
     assert free - tied == config["vocab_size"] * config["hidden_size"]
 
 
-def test_the_cache_figure_is_tokens_times_what_a_token_really_takes(tiny_checkpoint):
+def test_live_bytes_are_those_of_real_tensors():
+    with LiveBytes() as live:
+        first = torch.ones(1000)
+        view, second = first[:10], first * 2
+        assert live.now == 8000
+        del first, second
+        assert live.now == 4000, "the view keeps its storage"
+        del view
+        assert (live.now, live.peak) == (0, 8000)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_planned_step_allocates_what_a_real_one_does(family, checkpointing, tmp_path):
+    checkpoint = save_tiny_checkpoint(tmp_path / family, family)
+    run = options(checkpoint, algo="sft", activation_checkpointing=checkpointing)
+    plan = make_plan(run)
+    sizes = RunSizes(run, CPU)
+    lengths, _ = sizes.microbatch(sizes.longest_row(None))
+    rows = []
+    for length, own in zip(lengths, sizes.scored(lengths), strict=True):
+        mask = [index < length - own for index in range(length)]
+        rows.append(TrainSequence(prompt_mask=mask, tokens=[5] * length, logprobs=[0.0] * length))
+    model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
+    step = TrainStep(model, make_optimizer(model.parameters(), OptimizerConfig()), checkpointing)
+    step.set_training(True)
+    with LiveBytes() as live:
+        live.ignore([*model.module.parameters(), *model.module.buffers()])
+        step.accumulate(rows, sft_loss_fn, len(rows))
+    planned = part(plan, "backward", "gradients") + part(plan, "backward", "activations")
+    assert planned == pytest.approx(live.peak, rel=0.05)
+
+
+def test_the_planned_cache_is_the_one_that_a_rollout_leaves(tiny_checkpoint):
+    run = options(tiny_checkpoint, max_new_tokens=150)
+    plan = make_plan(run)
+    engine = Engine(str(tiny_checkpoint), EngineConfig(max_running=run.running_sequences, decode="eager"))
+    sampling = SamplingParams(max_new_tokens=150, ignore_eos=True)
+    requests = [Request([i] * 40, sampling, [0, 1]) for i in range(1, 5)]
+    for future in engine.submit(requests):
+        future.result()
+    assert part(plan, "rollout", "kv_cache") == engine.loop.cache.nbytes()
+    engine.close()
+
+
+def test_the_cache_follows_its_options(tiny_checkpoint):
     model = load_causal_lm(str(tiny_checkpoint), LoadOptions(dtype=torch.float32))
     per_token = prove_decoding(model, str(tiny_checkpoint)).bytes_per_token
-    run = options(tiny_checkpoint, batch_size=4, n_samples=2, max_prompt_tokens=50, max_new_tokens=30)
-    assert estimate_memory(run).kv_cache == 8 * 80 * per_token
-    assert estimate_memory(dataclasses.replace(run, max_running_prompts=3)).kv_cache == 3 * 80 * per_token
-    assert estimate_memory(dataclasses.replace(run, kv_cache_tokens=100)).kv_cache == 100 * per_token
-    assert estimate_memory(dataclasses.replace(run, algo="sft")).kv_cache == 0
+    run = options(tiny_checkpoint)
+    assert make_plan(run).cache_wanted == 8 * 64
+    small = make_plan(dataclasses.replace(run, n_samples=8, batch_size=8, kv_cache_tokens=1024))
+    assert small.cache_tokens <= 1.5 * 1024
+    assert part(small, "rollout", "kv_cache") == pytest.approx(small.cache_tokens * per_token, rel=0.01)
+    assert make_plan(dataclasses.replace(run, algo="sft")).phase("rollout") is None
+    kept, dropped = (make_plan(dataclasses.replace(run, drop_rollout_state=drop)) for drop in (False, True))
+    assert part(kept, "forward", "kv_cache") == part(kept, "rollout", "kv_cache") > 0
+    assert part(dropped, "forward", "kv_cache") == 0
 
 
 def test_smaller_microbatches_and_recomputation_take_less_memory(tiny_checkpoint):
-    large = estimate_memory(options(tiny_checkpoint, mini_bs=16)).activations
-    assert estimate_memory(options(tiny_checkpoint, mini_bs=4)).activations * 4 == large
-    assert estimate_memory(options(tiny_checkpoint, mini_bs=16, activation_checkpointing=False)).activations > large
+    def backward(**changes):
+        return part(make_plan(options(tiny_checkpoint, **changes)), "backward", "activations")
+
+    assert backward(mini_bs=8) > backward(mini_bs=4) > backward(mini_bs=1)
+    assert backward(activation_checkpointing=False) > backward()
 
 
 def test_roles_are_counted_where_a_run_holds_them(tiny_checkpoint):
-    def roles(**values):
-        return estimate_memory(options(tiny_checkpoint, **values)).roles
+    def plan(**values):
+        return make_plan(options(tiny_checkpoint, **values))
 
-    weights = estimate_memory(options(tiny_checkpoint)).weights
-    trained = 4 * weights  # fp32: weights, gradients and two moments
-    assert roles(algo="ppo") == weights + trained
-    assert roles(algo="ppo", use_kl_loss=False) == trained
-    assert roles(algo="ppo", use_kl_loss=False, reward_ckpt=str(tiny_checkpoint)) == trained + weights
-    assert (roles(algo="grpo"), roles(algo="grpo", kl_coef=0.1), roles(algo="dpo")) == (0, weights, 0)
+    def roles(phase="backward", **values):
+        return part(plan(**values), phase, "roles")
+
+    weights = part(plan(), "load", "weights")
+    critic = load_value_model(str(tiny_checkpoint), LoadOptions(dtype=torch.float32)).module
+    value = sum(t.untyped_storage().nbytes() for t in [*critic.parameters(), *critic.buffers()])
+    assert roles(algo="ppo") == weights + value
+    assert roles(algo="ppo", use_kl_loss=False) == value
+    assert roles(algo="ppo", use_kl_loss=False, reward_ckpt=str(tiny_checkpoint)) == 2 * value
+    assert (roles(), roles(kl_coef=0.1), roles(algo="dpo")) == (0, weights, 0)
+    other = {"algo": "dpo", "ref_ckpt": f"{tiny_checkpoint}/"}
+    assert (roles(**other), roles("score", **other)) == (0, weights), "DPO's reference is gone before the first step"
+    two_states = part(plan(algo="ppo"), "optimizer", "optimizer")
+    assert two_states > 1.5 * part(plan(), "optimizer", "optimizer")
 
 
-def test_the_table_says_whether_it_fits(tiny_checkpoint):
-    small = {"batch_size": 2, "max_prompt_tokens": 64, "max_new_tokens": 64}
-    assert estimate_memory_text(options(tiny_checkpoint, **small)).endswith("It fits.")
-    crowded = estimate_memory_text(options(tiny_checkpoint, batch_size=10**6, max_new_tokens=64))
-    assert "KV cache smaller than the worst case" in crowded
-    huge = estimate_memory_text(options(tiny_checkpoint, mini_bs=10**7))
-    assert huge.endswith("It may not fit: lower --mini-bs, --max-new-tokens or --max-prompt-tokens.")
+def test_advice_makes_a_run_fit(tiny_checkpoint):
+    run = options(tiny_checkpoint, batch_size=32, n_samples=8, mini_bs=16, activation_checkpointing=False)
+    plan = make_plan(run)
+    tight = plan.peak.total - (plan.peak.total - 64 * MIB) // 2
+    changes = advise(run, dataclasses.replace(plan, available=tight))
+    assert changes
+    words = " ".join(["--ckpt", str(tiny_checkpoint), *changes]).split()
+    from areno.config.parser import parse_train
+
+    given = parse_train(words)
+    better = dataclasses.replace(run, **{name: getattr(given, name) for name in given.explicit})
+    assert make_plan(better, tight).fits
+
+
+def test_the_table_says_yes_or_no_and_what_to_do(tiny_checkpoint):
+    run = options(tiny_checkpoint)
+    assert "Fits: yes." in plan_text(run, make_plan(run))
+    tight = make_plan(run, MIB)
+    assert "Fits: no." in plan_text(run, tight)
+    assert "take a smaller model" in plan_text(run, tight)
+    crowded = options(tiny_checkpoint, batch_size=512, kv_cache_tokens=2000)
+    assert "sequences will take turns" in plan_text(crowded, make_plan(crowded))
 
 
 def test_a_checkpoint_without_a_usable_configuration_is_a_usage_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
-    with pytest.raises(UsageError, match="its configuration cannot be read"):
-        estimate_memory(options(tmp_path))
+    with pytest.raises(UsageError, match=r"--ckpt .* could not be loaded as a causal language model"):
+        make_plan(options(tmp_path))
 
 
 def test_this_machine_has_memory_to_give():
@@ -98,6 +211,50 @@ def test_a_cache_budget_is_never_too_small_to_start():
     assert default_kv_tokens(CPU, 2**60) == 1024
 
 
+def test_a_peak_is_that_of_its_block_alone():
+    before = held_memory(CPU)
+    with peak_memory(CPU) as large:
+        torch.ones(64 * MIB // 4).sum()
+    return_freed_memory(CPU)
+    with peak_memory(CPU) as small:
+        torch.ones(4 * MIB // 4).sum()
+    assert large.bytes >= before + 60 * MIB
+    assert small.bytes < large.bytes - 40 * MIB
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_command_needs_no_data_and_prints_every_phase(tiny_checkpoint, capsys):
+    assert main(["plan", "--ckpt", str(tiny_checkpoint), "--algo", "ppo", "--device", "cpu", "--batch-size", "2"]) == 0
+    text = capsys.readouterr().out
+    for word in ("load", "rollout", "score", "forward", "backward", "optimizer", "KV cache", "Fits: yes."):
+        assert word in text
+
+
+def test_the_plan_as_data_sums_up(tiny_checkpoint, capsys):
+    words = ["plan", "--ckpt", str(tiny_checkpoint), "--algo", "sft", "--device", "cpu", "--json"]
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["phases"]) == ["load", "forward", "backward", "optimizer"]
+    for parts in data["phases"].values():
+        assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
+    assert data["peak"]["bytes"] == max(parts["total"] for parts in data["phases"].values())
+    assert data["fits"]
+    assert data["change"] == []
+
+
+def test_a_run_that_does_not_fit_exits_with_1(tiny_checkpoint, capsys):
+    words = ["plan", "--ckpt", str(tiny_checkpoint), "--device", "cpu", "--kv-cache-tokens", str(2**32)]
+    assert main([*words, "--batch-size", "4096", "--n-samples", "16", "--max-new-tokens", "4000"]) == 1
+    assert "Fits: no." in capsys.readouterr().out
+
+
+def test_a_plan_without_a_model_is_wrong_usage(capsys):
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err.startswith("error: --ckpt is required")
+
+
 def test_a_dry_run_prints_configuration_and_memory_and_writes_nothing(tmp_path, tiny_checkpoint):
     task = write_task(tmp_path / "task")
     before = sorted(tmp_path.rglob("*"))
@@ -107,7 +264,7 @@ def test_a_dry_run_prints_configuration_and_memory_and_writes_nothing(tmp_path, 
     assert title.startswith("AReno training config\n")
     config, _, memory = rest.partition("\nMemory\n------\n")
     assert yaml.safe_load(config)["lr"] == 1e-3
-    assert "Memory, a rough estimate (0.0" in memory
-    assert memory.rstrip().endswith("It fits.")
+    assert memory.startswith("Memory plan in MiB (0.0")
+    assert "Fits: yes." in memory
     written = [path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts]
     assert sorted(written) == before

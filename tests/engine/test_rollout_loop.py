@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -156,6 +159,56 @@ def test_weights_that_are_not_finite_fail_the_request_and_every_later_one(make_l
         run(loop, [5, 6], max_new_tokens=5)
     with pytest.raises(EngineError, match="has died"):
         loop.submit([Request([1], SamplingParams(), [0])])
+
+
+def test_a_loop_that_has_died_serves_again_after_a_restart(make_loop):
+    loop = make_loop()
+    weights = next(iter(loop.model.module.parameters()))
+    before = weights.detach().clone()
+    expected = run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens
+    with torch.no_grad():
+        weights.fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        run(loop, [5, 6], max_new_tokens=5)
+    with torch.no_grad():
+        weights.copy_(before)
+    loop.restart()
+    assert run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens == expected
+
+
+def test_a_dropped_cache_leaves_nothing_behind_not_even_prefixes(make_loop):
+    loop = make_loop()
+    loop.prefixes.budget_tokens = 10_000
+    run(loop, list(range(10, 80)), max_new_tokens=4)
+    kept = [weakref.ref(t) for pair in next(iter(loop.prefixes._entries.values()))[1].values() for t in pair]
+    kept += [weakref.ref(t) for t in loop.cache.keys.values()]
+    assert loop.cache.nbytes() > 0
+    assert loop.prefixes.tokens > 0
+    loop.cancel_all()
+    loop.drop_cache()
+    gc.collect()
+    assert loop.cache.nbytes() == loop.prefixes.tokens == 0
+    assert not any(reference() is not None for reference in kept)
+
+
+def test_prefixes_of_old_weights_are_freed_as_soon_as_the_weights_change(make_loop):
+    loop = make_loop()
+    loop.prefixes.budget_tokens = 10_000
+    run(loop, list(range(10, 80)), max_new_tokens=4)
+    loop.weights_changed(0)
+    assert loop.prefixes.tokens > 0
+    loop.weights_changed(1)
+    assert (loop.prefixes.tokens, loop.version) == (0, 1)
+
+
+def test_the_cache_holds_no_more_than_its_budget_when_sequences_grow(make_loop):
+    budget = 64 * 64
+    loop = make_loop(budget=budget)
+    prompts = [[3 + i] * 10 for i in range(48)]  # 48 slots of 64 columns fit, of 256 columns only 16
+    futures = loop.submit([Request(p, SamplingParams(max_new_tokens=200), [i]) for i, p in enumerate(prompts)])
+    assert all(len(f.result(timeout=240).sequences[0].resp_tokens) == 200 for f in futures)
+    cells = loop.cache.slots * loop.cache.columns
+    assert cells <= 2.1 * budget, "a quarter of headroom in the columns, and slots in eights"
 
 
 def test_tokens_carry_the_version_of_the_weights(make_loop):

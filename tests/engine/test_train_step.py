@@ -97,7 +97,7 @@ def test_the_step_equals_torch_adamw_with_clipping():
     )
     for _ in range(3):
         stats = step.run(rows, sft_loss_fn, 2)
-        reference._set_training(True)
+        reference.set_training(True)
         adam.zero_grad()
         reference.accumulate(rows, sft_loss_fn, 6)
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in reference.model.parameters()], 0.5)
@@ -125,7 +125,7 @@ def test_bf16_gradients_of_microbatches_are_summed_in_fp32():
     gradients = []
     for mini_bs in (1, 8):
         step = make_step(torch.bfloat16)
-        step._set_training(True)
+        step.set_training(True)
         step.accumulate(rows, sft_loss_fn, mini_bs)
         gradients.append(step.optimizer.gradients())
     for one, eight in zip(*gradients, strict=True):
@@ -160,14 +160,14 @@ def test_full_logits_of_a_batch_never_exist(monkeypatch):
 
     rows = random_rows(6)
     whole = make_step()
-    whole._set_training(True)
+    whole.set_training(True)
     expected = whole.accumulate(rows, sft_loss_fn, 6)
     monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 10 * whole.model.vocab_size)
     chunked = make_step()
     seen = []
     head = type(chunked.model).logits
     monkeypatch.setattr(type(chunked.model), "logits", lambda self, h: seen.append(len(h)) or head(self, h))
-    chunked._set_training(True)
+    chunked.set_training(True)
     got = chunked.accumulate(rows, sft_loss_fn, 6)
     assert max(seen) == 10
     assert len(seen) > 6, "each chunk is computed again in backward"
@@ -208,14 +208,14 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
 
     rows = random_rows(9)
     expected = make_step()
-    expected._set_training(True)
+    expected.set_training(True)
     stats = expected.accumulate(rows, gspo_loss_fn, 9)
     monkeypatch.setattr(step_module, "MAX_TOKENS", 60)
     seen = []
     pack = step_module.pack_rows
     monkeypatch.setattr(step_module, "pack_rows", lambda rows, device: seen.append(rows) or pack(rows, device))
     split = make_step()
-    split._set_training(True)
+    split.set_training(True)
     assert split.accumulate(rows, gspo_loss_fn, 9)["loss"] == pytest.approx(stats["loss"], abs=1e-6)
     assert len(seen) > 2
     assert all(len(part) == 1 or sum(len(r.tokens) for r in part) <= 60 for part in seen)

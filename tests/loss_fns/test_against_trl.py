@@ -82,7 +82,7 @@ def by_areno(checkpoint, rows, loss_fn, mini_bs):
     """Loss, gradients and statistics of one optimizer step."""
     model = prepare(stock(checkpoint), "llama")
     step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()))
-    step._set_training(True)
+    step.set_training(True)
     stats = step.accumulate(rows, loss_fn, mini_bs)
     names = [name for name, _ in model.parameters()]
     return stats, dict(zip(names, step.optimizer.gradients(), strict=True))

@@ -44,6 +44,8 @@ class PPOTrainer(RolloutTrainer):
             "eps": config.adam_eps,
             "weight_decay": config.weight_decay,
             "grad_clip_norm": config.critic_grad_clip_norm,
+            "adam_8bit": config.adam_8bit,
+            "offload": config.offload_optimizer,
         }
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 

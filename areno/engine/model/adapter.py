@@ -104,6 +104,12 @@ class Adapter:
         return len(self._layers)
 
     @property
+    def merged_bytes(self) -> int:
+        """What the sum of weights and adapter takes beside the weights, while there is one."""
+        weights = [layer.get_base_layer().weight for layer in self._layers] if self.merges else []
+        return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    @property
     def merged(self) -> bool:
         """Whether the module computes with the sum of weights and adapter."""
         return bool(self._base)

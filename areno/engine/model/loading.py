@@ -136,6 +136,34 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
     return merge_for_good(module, path) if is_adapter(path) else module
 
 
+def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
+    """The architecture of a checkpoint with weights that nobody has read, wrapped but not proven.
+
+    It is for planning: called under a mode that makes tensors without memory, it takes none.
+
+    Args:
+        path: checkpoint folder or hub id.
+        options: types; ``dummy`` must be set.
+        classifier: a critic or a reward model instead of a policy.
+
+    Raises:
+        UsageError: the configuration cannot be read.
+        UnsupportedModelError: the architecture takes no attention plan.
+    """
+    with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        if classifier:
+            config.num_labels = 1
+            module = _build(classifier_class(config), path, options, config=config)
+        else:
+            module = _build(AutoModelForCausalLM, path, options, config=config)
+    _switch_dropout_off(module)
+    module.eval()
+    wrap_recurrent_layers(module)
+    _use_areno_attention(module, path, options.attn_backend)
+    return ValueModel(module) if classifier else CausalLM(module)
+
+
 def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
     """Wrap a loaded causal LM: plan-driven attention, no dropout, proven on two sequences."""
     _repair_generation_config(module)
@@ -171,9 +199,7 @@ def _prepared(
     stock: Callable[[Tensor], Tensor],
     ours: Callable[[M, Tensor], Tensor],
 ) -> M:
-    for child in module.modules():
-        if isinstance(child, nn.Dropout):
-            child.p = 0.0  # rollout never drops, so training must not either: the importance ratio would be noise
+    _switch_dropout_off(module)
     module.eval()
     probe = _probe_tokens(module)
     with torch.no_grad():
@@ -184,6 +210,13 @@ def _prepared(
     model = wrap(module)
     _prove(model, ours, probe, expected, name)
     return model
+
+
+def _switch_dropout_off(module: nn.Module) -> None:
+    """Rollout never drops, so training must not either: the importance ratio would be noise."""
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
 
 
 def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module:

@@ -48,6 +48,11 @@ class PackedModel:
         value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return int(value) if value else None
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, trained or not."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by name, tied ones once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]

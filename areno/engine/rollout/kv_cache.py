@@ -59,9 +59,11 @@ class SlotCache(KVTables):
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for ``rows`` sequences of ``columns`` tokens, keeping what is cached."""
+        """Make room for ``rows`` sequences of ``columns`` tokens, keeping what the first ``rows`` slots hold."""
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns >= self.columns:
+            # Slots that nobody holds any more would grow as well, beyond the budget: they go.
+            slots = round_up(rows, ROW_STEP)
             # A quarter of headroom keeps the number of copies logarithmic in the length. The last column is nobody's:
             # the padding of a decode step writes there.
             columns = round_up(max(columns, self.columns + self.columns // 4), COLUMN_STEP) + 1
@@ -71,9 +73,10 @@ class SlotCache(KVTables):
         for table in (self.keys, self.values):
             for layer, old in table.items():
                 new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
-                new[: self.slots, :, : self.columns] = old
+                kept = min(self.slots, slots)
+                new[:kept, :, : self.columns] = old[:kept]
                 table[layer] = new
-        if slots > self.slots:
+        if slots > self.states.slots:
             self.states.grow(slots)
         self.slots, self.columns = slots, columns
         self._leading = None

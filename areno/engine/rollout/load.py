@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from areno.engine.rollout.scheduler import Scheduler
+
 
 @dataclass(slots=True)
 class RolloutCounters:
@@ -47,3 +49,19 @@ class EngineLoad:
     preemptions_total: int
     drafted_total: int
     agreed_total: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, counters: RolloutCounters, incoming: int) -> EngineLoad:
+        """The load of a loop with so many samples that its scheduler does not know yet."""
+        return cls(
+            waiting=len(scheduler.waiting) + incoming,
+            running=scheduler.held(),
+            kv_tokens_used=scheduler.cells(),
+            kv_tokens=scheduler.budget_tokens,
+            generated_total=counters.generated,
+            prefilled_total=counters.prefilled,
+            reused_total=counters.reused,
+            preemptions_total=scheduler.preemptions,
+            drafted_total=counters.drafted,
+            agreed_total=counters.agreed,
+        )

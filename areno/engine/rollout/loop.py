@@ -26,7 +26,7 @@ from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch
-from areno.engine.rollout.kv_cache import ROW_STEP, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
@@ -137,21 +137,8 @@ class RolloutLoop:
 
     def load(self) -> EngineLoad:
         """What the loop is busy with, now."""
-        scheduler, counters = self.scheduler, self.counters
         with self._wake:
-            waiting = len(scheduler.waiting) + sum(len(group.members) for group in self._incoming)
-        return EngineLoad(
-            waiting=waiting,
-            running=scheduler.held(),
-            kv_tokens_used=scheduler.cells(),
-            kv_tokens=scheduler.budget_tokens,
-            generated_total=counters.generated,
-            prefilled_total=counters.prefilled,
-            reused_total=counters.reused,
-            preemptions_total=scheduler.preemptions,
-            drafted_total=counters.drafted,
-            agreed_total=counters.agreed,
-        )
+            return EngineLoad.of(self.scheduler, self.counters, sum(len(group.members) for group in self._incoming))
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
@@ -164,10 +151,9 @@ class RolloutLoop:
             yield
             with self._wake:
                 self.scheduler.requeue()
-            self.prefixes.clear()
             self._table = None
             self.decode.refresh()
-            self.version = version
+            self.weights_changed(version)
 
     def cancel_all(self) -> None:
         """Answer every pending request with what it has so far, ``finish_reason`` "abort"; returns when the loop is idle."""
@@ -182,8 +168,23 @@ class RolloutLoop:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
     def drop_cache(self) -> None:
-        """Give the memory of the cache back; nothing may be pending."""
+        """Give the memory of the cache back, kept prefixes included; nothing may be pending."""
+        self.prefixes.clear()
         self.cache.release()
+
+    def weights_changed(self, version: int) -> None:
+        """The weights have ``version`` from now on; nothing may be pending. What was cached under others is freed."""
+        if version != self.version:
+            self.prefixes.clear()
+        self.version = version
+
+    def restart(self) -> None:
+        """Serve again after the loop has died; what was pending has been failed, and what was cached is gone."""
+        if self._failure is not None and self._thread is not None:
+            self._thread.join()
+            self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
+            self._failure, self._thread, self._table, self._busy, self._incoming = None, None, None, False, []
+        self.drop_cache()
 
     def close(self) -> None:
         """Stop the thread and give the cache back; pending requests are aborted."""
@@ -194,7 +195,7 @@ class RolloutLoop:
                 self._wake.notify()
             self._thread.join()
         self.decode.close()
-        self.cache.release()
+        self.drop_cache()
 
     def _group(self, request: Request) -> Group:
         sampling = request.sampling
@@ -378,7 +379,7 @@ class RolloutLoop:
     def _step(self) -> None:
         """One token for everything that runs, and more where a draft turns out right."""
         running = self.scheduler.running
-        self.cache.reserve(round_up(len(running), ROW_STEP), self.scheduler.columns())
+        self._reserve()
         drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []
         if self._progress is not None:
             self._progress.step(len(running))

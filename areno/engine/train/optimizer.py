@@ -3,6 +3,9 @@
 Master weights and moments are fp32. Where the model computes in fp32 the master weights are the weights themselves;
 where it computes in bf16 they are a second copy, gradients of microbatches are summed in fp32, and each step rounds the
 master weights into the model. A learning rate of 1e-6 then still moves the policy, which bf16 weights alone would not.
+
+The moments are those of :func:`make_adam`, in fp32 or in 8 bits. Masters, moments and summed gradients may live in the
+computer's memory instead of the GPU's.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from areno.engine.train import adam_8bit
 from areno.engine.train.schedule import DecayStyle, LrSchedule
 from areno.errors import UsageError
 
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields."""
+    """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
+
+    ``adam_8bit`` keeps the moments in 8 bits. ``offload`` keeps masters, moments and summed gradients in the computer's
+    memory, and updates there; it is for models on a GPU.
+    """
 
     lr: float = 1e-4
     min_lr: float = 0.0
@@ -32,6 +40,8 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip_norm: float | None = None
+    adam_8bit: bool = False
+    offload: bool = False
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerConfig:
@@ -78,10 +88,10 @@ class GradientStats:
 
 
 class Optimizer(Protocol):
-    """What a training step asks of an optimizer; sharded, low-bit and adapter optimizers implement the same."""
+    """What a training step asks of an optimizer; sharded and adapter optimizers implement the same."""
 
-    steps: int
     config: OptimizerConfig
+    steps: int
 
     @property
     def learning_rate(self) -> float:
@@ -105,6 +115,14 @@ class Optimizer(Protocol):
         """Multiply the collected gradient."""
         ...
 
+    def allocate(self) -> None:
+        """Take the memory that the first step would take; nothing else changes."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
+        ...
+
     def step(self) -> float:
         """Apply the collected gradient; returns the learning rate that was used."""
         ...
@@ -116,6 +134,37 @@ class Optimizer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         ...
+
+
+def make_optimizer(parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
+    """The optimizer of a role over its named parameters, tied ones once."""
+    return MasterAdamW(parameters, config)
+
+
+def make_adam(tensors: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The update rule over fp32 tensors: whole weights, masters, or flat shards of them."""
+    rates: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.adam_8bit:
+        return adam_8bit.Adam8bit(tensors, **rates)
+    return torch.optim.AdamW(tensors, fused=True, **rates)
+
+
+def take_moments(adam: torch.optim.Optimizer) -> None:
+    """Make the moments of every tensor of a rule of :func:`make_adam` now, zero as its first step would find them."""
+    for parameter in (p for group in adam.param_groups for p in group["params"]):
+        if isinstance(adam, adam_8bit.Adam8bit):
+            adam.moments_of(parameter)
+        elif not adam.state[parameter]:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments = [
+                torch.empty_like(parameter).zero_() for _ in range(2)
+            ]  # written to: zeros_like takes no memory yet
+            adam.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
 class MasterAdamW:
@@ -133,27 +182,20 @@ class MasterAdamW:
         self._constant_rate: float | None = None
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
-        self._masters = [p if p.dtype == torch.float32 else self._master_of(p) for p in self._parameters]
-        self._adam = torch.optim.AdamW(
-            self._masters,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._masters = [self._master_of(p) for p in self._parameters]
+        self._adam = make_adam(self._masters, config)
 
-    @staticmethod
-    def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-        """An fp32 copy into whose gradient every backward pass of ``parameter`` is added."""
-        master = nn.Parameter(parameter.detach().float())
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, or an fp32 copy into whose gradient every backward pass of ``parameter`` is added."""
+        place = torch.device("cpu") if self.config.offload else parameter.device
+        if parameter.dtype == torch.float32 and place == parameter.device:
+            return parameter
+        master = nn.Parameter(parameter.detach().to(place, torch.float32))
 
         def accumulate(source: Tensor) -> None:
             assert source.grad is not None
-            if master.grad is None:
-                master.grad = source.grad.float()
-            else:
-                master.grad += source.grad
+            gradient = source.grad.to(place, torch.float32)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             source.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -195,6 +237,18 @@ class MasterAdamW:
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
+    def allocate(self) -> None:
+        """Take the memory that the first step would take; nothing else changes."""
+        take_moments(self._adam)
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
+        pairs = zip(self._parameters, self._masters, strict=True)
+        masters = sum(4 * master.numel() for p, master in pairs if p is not master)
+        if self.config.adam_8bit:
+            return masters + sum(adam_8bit.state_bytes(master.numel()) for master in self._masters)
+        return masters + sum(8 * master.numel() for master in self._masters)
+
     @torch.no_grad()
     def step(self) -> float:
         """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
@@ -215,6 +269,7 @@ class MasterAdamW:
             "steps": self.steps,
             "constant_rate": self._constant_rate,
             "names": list(self._names),
+            "adam_8bit": self.config.adam_8bit,
             "adam": self._adam.state_dict()["state"],
             "masters": {name: master.detach() for name, p, master in masters if p is not master},
         }
@@ -228,6 +283,10 @@ class MasterAdamW:
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
         if state["names"] != self._names or set(state["masters"]) != mine:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
+        if state.get("adam_8bit", False) != self.config.adam_8bit:
+            raise ValueError(
+                "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
+            )
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):

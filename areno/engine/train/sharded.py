@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
-from areno.engine.train.optimizer import GradientStats, OptimizerConfig
+from areno.engine.train.optimizer import GradientStats, OptimizerConfig, make_adam, take_moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -75,14 +75,7 @@ class ShardedAdamW:
         self._seen = False
         self._master = nn.Parameter(self._own_part(self._read))
         self._gradient = torch.zeros(0, device=device)
-        self._adam = torch.optim.AdamW(
-            [self._master],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._adam = make_adam([self._master], config)
         for segment in self._segments:
             self._watch(segment)
 
@@ -167,6 +160,15 @@ class ShardedAdamW:
         self._master.grad = None
         self._put_weights(self.peers.data.join(self._master.detach().to(self._weight_dtype)))
         return rate
+
+    def allocate(self) -> None:
+        """Take the memory that the first step would take; nothing else changes."""
+        take_moments(self._adam)
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+        count = sum(segment.parameter.numel() for segment in self._segments)
+        return count * (8 if self._weight_dtype == torch.float32 else 12)
 
     @property
     def _weight_dtype(self) -> torch.dtype:

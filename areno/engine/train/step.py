@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
 from areno.engine.progress import PROGRESS
@@ -110,16 +111,25 @@ class TrainStep:
         if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
             raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
         per_step = mini_bs * accumulation if accumulation else len(rows)
-        self._set_training(True)
+        self.set_training(True)
         try:
             results = [
                 self._optimizer_step(rows[i : i + per_step], loss_fn, mini_bs) for i in range(0, len(rows), per_step)
             ]
         finally:
-            self._set_training(False)
+            self.set_training(False)
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
+
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+        """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
+        self.set_training(True)
+        try:
+            self.accumulate(rows, loss_fn, mini_bs)
+        finally:
+            self.set_training(False)
+            self.optimizer.zero_grad()
 
     def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         """Add the gradient of the loss over all rows, and return its statistics; no update.
@@ -164,10 +174,15 @@ class TrainStep:
 
     def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
         self.optimizer.zero_grad()
-        stats = self.accumulate(rows, loss_fn, mini_bs)
+        return self.accumulate(rows, loss_fn, mini_bs) | self.apply()
+
+    def apply(self) -> dict[str, float]:
+        """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
+        if self.model.device.type == "cpu" and are_large(self.model.weight_bytes):
+            give_freed_memory_back()
         gradient = self.optimizer.collect()
         usable = math.isfinite(gradient.norm) and gradient.total > 0
-        stats |= gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
+        stats = gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
         if usable:
             factor = clip_factor(gradient.norm, self.optimizer.config.grad_clip_norm)
             if factor < 1.0:
@@ -186,7 +201,7 @@ class TrainStep:
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
         if self.activation_checkpointing:
             _recompute_layers(self.model.module, training)

@@ -1,0 +1,34 @@
+"""``areno plan``: the memory of a training run by phase, whether it fits, and what to change. Loads no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from areno.config.parser import PLAN, train_help
+from areno.config.prepare import prepare_plan
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments after ``plan``.
+
+    Returns:
+        0 if the run fits, else 1.
+
+    Raises:
+        UsageError: the options cannot work, or the model's configuration cannot be read.
+    """
+    words = [word for word in argv if word != "--json"]
+    if "-h" in argv or "--help" in argv:
+        print(train_help(words, PLAN), end="")
+        return 0
+    options = prepare_plan(words)
+    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.table import plan_data, plan_text
+
+    plan = make_plan(options)
+    print(json.dumps(plan_data(options, plan)) if "--json" in argv else plan_text(options, plan))
+    return int(not plan.fits)

@@ -1,0 +1,246 @@
+"""The memory of a run by phase and purpose, before anything is loaded.
+
+The figures are for the largest microbatch and the longest sequences that the options allow, in a step that is not the
+first: optimizer states are there. A phase's sum is its peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from areno.config.options import flag_of
+from areno.config.paths import base_of
+from areno.config.train_options import TrainOptions
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.plan.memory import KV_SHARE, available_bytes
+from areno.engine.plan.sizes import RunSizes
+from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
+from areno.engine.train.adam_8bit import working_bytes
+from areno.engine.train.outputs import ModelKind
+
+PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
+"""What memory is used for, in the order of the table; ``activations`` are all that lives during a pass."""
+
+# The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
+_PROCESS = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a run.
+
+    Attributes:
+        name: ``load``, ``rollout``, ``score``, ``forward``, ``backward`` or ``optimizer``.
+        parts: bytes by purpose, see `PARTS`.
+    """
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of the phase."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All phases of a run.
+
+    Attributes:
+        parameters: of the model that is trained.
+        dtype: what it computes in.
+        device: where.
+        phases: in the order of a step.
+        logits: bytes of the logits that are alive at once in training, part of the activations.
+        host: bytes in the computer's memory beside the GPU's.
+        cache_tokens: cells that the KV cache grows to.
+        cache_wanted: cells that all running sequences would take at their longest.
+        available: bytes free now.
+    """
+
+    parameters: int
+    trained: int
+    dtype: str
+    device: str
+    phases: tuple[Phase, ...]
+    logits: int
+    host: int
+    cache_tokens: int
+    cache_wanted: int
+    available: int = field(compare=False)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits into what is free now."""
+        return self.peak.total <= self.available
+
+    def phase(self, name: str) -> Phase | None:
+        """A phase by name; None where the run has none of it."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+
+def plan_device(options: TrainOptions) -> torch.device:
+    """The device that a run would take here; a named GPU that is not here is planned as such."""
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(options.device)
+
+
+def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
+    """Plan the memory of a run.
+
+    Args:
+        options: of the run; only the model's configuration is read.
+        available: bytes that it may use; None asks the machine.
+
+    Raises:
+        UsageError: a model's configuration cannot be read.
+    """
+    device = plan_device(options)
+    if available is None:
+        available = available_bytes(device)
+    return _Planner(RunSizes(options, device), available).plan()
+
+
+class _Planner:
+    """Traces what a run needs, and adds it up.
+
+    Args:
+        sizes: of the run.
+        available: bytes that it may use.
+    """
+
+    def __init__(self, sizes: RunSizes, available: int) -> None:
+        self.sizes, self.available = sizes, available
+        run = sizes.options
+        self.actor = _shape(str(run.ckpt), "ckpt", sizes, sizes.kind, sizes.adapter())
+        self.longest = sizes.longest_row(self.actor.model.context_length)
+        self.roles = {
+            role: _shape(role.path, f"{role.name}_ckpt", sizes, role.kind, sizes.adapter() if role.trained else None)
+            for role in sizes.roles()
+        }
+        self.updates = [self._update(self.actor)] + [self._update(self.roles[r]) for r in self.roles if r.trained]
+        self.offloads = run.offload_optimizer and sizes.device.type == "cuda"
+
+    def plan(self) -> MemoryPlan:
+        """All phases."""
+        run = self.sizes.options
+        generated = self._rollout() if self.sizes.spec.requires_rollout else None
+        cache = 0 if generated is None else generated.cache
+        between = 0 if run.drop_rollout_state else cache
+        phases = [self._loading()]
+        if generated is not None:
+            held = generated.peak - generated.cache
+            phases.append(self._phase("rollout", kv_cache=cache, activations=held + self.actor.merged))
+        scoring = [shape.score(self.sizes.scoring_batch(self.longest)) for shape in self.roles.values()]
+        if scoring:
+            phases.append(self._phase("score", kv_cache=between, activations=max(scoring), scoring=True))
+        phases += self._training(between)
+        wanted = run.running_sequences * self.longest if generated is not None else 0
+        return MemoryPlan(
+            parameters=self.actor.parameters,
+            trained=self.actor.trained,
+            dtype=str(self.sizes.dtype).removeprefix("torch."),
+            device=str(self.sizes.device),
+            phases=tuple(phases),
+            logits=self._logits(),
+            host=sum(u.state + u.gradients for u in self.updates) if self.offloads else 0,
+            cache_tokens=0 if generated is None else generated.cache // generated.per_token,
+            cache_wanted=wanted,
+            available=self.available,
+        )
+
+    def _loading(self) -> Phase:
+        """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
+        shapes = [self.actor, *(shape for role, shape in self.roles.items() if not role.only_scores)]
+        converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.weights)]
+        return self._phase("load", activations=max(converted, default=0))
+
+    def _phase(
+        self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
+    ) -> Phase:
+        """A phase over what is always there."""
+        roles = [shape.weights for role, shape in self.roles.items() if scoring or not role.only_scores]
+        states = sum(update.state for update in self.updates)
+        if name == "load":
+            states = 0 if self.sizes.dtype == torch.float32 else sum(update.gradients for update in self.updates)
+        states = 0 if self.offloads else states
+        process = _PROCESS if self.sizes.device.type == "cpu" else 0
+        figures = (process, self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
+        return Phase(name, dict(zip(PARTS, figures, strict=True)))
+
+    def _training(self, kv_cache: int) -> list[Phase]:
+        """Forward, backward and the optimizer's step, each of the role that needs most."""
+        phases: list[list[Phase]] = []
+        more = working_bytes(self.sizes.device) if self.sizes.options.adam_8bit else 0
+        for update in self.updates:
+            there = 0 if self.offloads else update.gradients
+            passes = {
+                "forward": (update.carried if there else 0, update.forward - update.carried),
+                "backward": (there, update.backward - update.gradients),
+                "optimizer": (there, more),
+            }
+            phases.append(
+                [
+                    self._phase(name, gradients=gradients, kv_cache=kv_cache, activations=activations)
+                    for name, (gradients, activations) in passes.items()
+                ]
+            )
+        return [max(same, key=lambda phase: phase.total) for same in zip(*phases, strict=True)]
+
+    def _update(self, shape: ShapeOf) -> UpdateBytes:
+        lengths, microbatches = self.sizes.microbatch(self.longest)
+        return shape.update(
+            lengths,
+            self.sizes.scored(lengths),
+            self.sizes.optimizer(),
+            microbatches=microbatches,
+            checkpointing=self.sizes.options.activation_checkpointing,
+            entropy=self.sizes.entropy,
+        )
+
+    def _rollout(self) -> RolloutBytes:
+        run, paged = self.sizes.options, self.sizes.device.type == "cuda"
+        # A prefill takes as many tokens whatever a prompt is; an agent's contexts grow up to the longest row.
+        prompt = min(run.max_prompt_tokens, self.longest - 1)
+        one = self.actor.rollout(1, 1, prompt, prompt + 1, None).per_token
+        budget = run.kv_cache_tokens
+        if budget is None:
+            budget = max(int((self.available - self.actor.weights) * KV_SHARE) // one, 1024)
+        found = self.actor.rollout(run.running_sequences, run.n_samples, prompt, self.longest, budget)
+        if not paged:
+            return found
+        pool = budget * found.per_token  # pages are allocated as a whole
+        return dataclasses.replace(found, peak=pool + found.beside, cache=pool)
+
+    def _logits(self) -> int:
+        """A chunk of scaled logits and its gradient, both fp32, where log-probs are trained on."""
+        if self.sizes.kind != "policy":
+            return 0
+        lengths, _ = self.sizes.microbatch(self.longest)
+        vocab = self.actor.model.config.get_text_config().vocab_size
+        return 2 * 4 * vocab * min(max(CHUNK_ELEMENTS // vocab, 1), sum(self.sizes.scored(lengths)))
+
+
+def _differs(file: int, weights: int) -> bool:
+    """Whether a file of so many bytes holds the weights in another type; headers and untied copies are no matter."""
+    return file > 0 and not 0.7 < file / weights < 1.4
+
+
+def _shape(path: str, name: str, sizes: RunSizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
+    """The shape of a checkpoint; advice plans the same run again and again."""
+    return _shape_of(base_of(path), sizes.load_options(flag_of(name)), kind, adapter)
+
+
+_shape_of = functools.lru_cache(maxsize=8)(ShapeOf)

@@ -1,0 +1,79 @@
+"""What to change so that a run fits: options with values that were planned, not guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from areno.config.algorithms import get_algorithm
+from areno.config.options import flag_of
+from areno.config.train_options import TrainOptions
+from areno.config.validate import PAIR_ALGORITHMS
+from areno.engine.plan.account import MemoryPlan, make_plan, plan_device
+
+Change = dict[str, Any]
+
+
+def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
+    """Changes that make a run fit, as words for the command line.
+
+    Those that change no result come first. As long as none is enough alone, it stays and the next one is added.
+
+    Args:
+        options: of a run that does not fit.
+        plan: its plan.
+
+    Returns:
+        Options to give all together; empty where even they would not be enough.
+
+    Raises:
+        UsageError: a model's configuration cannot be read.
+    """
+    kept: Change = {}
+    best = plan.peak.total
+    for change in _changes(options):
+        tried = make_plan(dataclasses.replace(options, **(kept | change)), plan.available)
+        if tried.fits:
+            return _spelled(kept | change)
+        if tried.peak.total < best:
+            kept, best = kept | change, tried.peak.total
+    return []
+
+
+def _changes(options: TrainOptions) -> Iterator[Change]:
+    """What may be changed, the least painful first; a later value of an option replaces an earlier one."""
+    rollout = get_algorithm(options.algo).requires_rollout
+    if rollout and not options.drop_rollout_state:
+        yield {"drop_rollout_state": True}
+    if not options.activation_checkpointing:
+        yield {"activation_checkpointing": True}
+    least = 2 if options.algo in PAIR_ALGORITHMS else 1
+    yield from ({"mini_bs": value} for value in _halves(options.mini_bs, least))
+    if rollout:
+        yield from ({"max_running_prompts": value} for value in _halves(options.running_sequences, 1))
+    if not options.adam_8bit:
+        yield {"adam_8bit": True}
+    if plan_device(options).type == "cuda" and not options.offload_optimizer:
+        yield {"offload_optimizer": True}
+    yield from ({"max_new_tokens": value} for value in _halves(options.max_new_tokens, 64))
+    if options.dtype != "bfloat16":
+        yield {"dtype": "bfloat16"}
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while value // 2 >= least:
+        value //= 2
+        yield value - value % least
+
+
+def _spelled(change: Change) -> list[str]:
+    return [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in change.items()]
+
+
+def largest_remedy(plan: MemoryPlan) -> str:
+    """What is left to do where no option is enough."""
+    weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
+    if weights > plan.available:
+        return "Its weights alone are more than is free: take a smaller model, or a machine with more memory."
+    return "No option makes it fit: take a smaller model, or a machine with more memory."

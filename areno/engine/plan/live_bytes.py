@@ -1,0 +1,72 @@
+"""Counts the bytes of the tensors that are alive while a piece of code runs, with or without memory behind them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """The product of a mixture's experts: on fake tensors PyTorch knows its shape in bf16 only."""
+    first, second, *rest = args
+    made: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
+    return made.to(first.dtype)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside the block, every storage that an operation makes counts from its birth to its death.
+
+    Fake tensors count what they would take. What was there before does not count.
+
+    Attributes:
+        now: bytes alive.
+        peak: most bytes alive since the block began, or since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors from before the block, whose views and in-place results are nothing new."""
+        for tensor in tensors:
+            self._known[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+
+    def restart(self) -> None:
+        """Begin a new peak with what is alive."""
+        self.peak = self.now
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count what it made."""
+        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = _grouped(args, kwargs) if func is _GROUPED else func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and id(made.untyped_storage()) not in given:
+                self._count(made.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+        size = storage.nbytes()
+
+        def gone(_: Any) -> None:
+            self.now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size

@@ -1,0 +1,92 @@
+"""A memory plan as text and as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.config.train_options import TrainOptions
+from areno.engine.plan.account import PARTS, MemoryPlan
+from areno.engine.plan.advice import advise, largest_remedy
+
+_MIB = 2**20
+_TITLES = {
+    "process": "the process itself",
+    "weights": "weights",
+    "roles": "further models",
+    "optimizer": "optimizer states",
+    "gradients": "gradients",
+    "kv_cache": "KV cache",
+    "activations": "activations, logits",
+}
+
+
+def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
+    """Lay the plan of a run out: bytes by phase and purpose, whether it fits, and what to change.
+
+    Raises:
+        UsageError: a model's configuration cannot be read.
+    """
+    trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M of them trained"
+    size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
+    lines = [f"Memory plan in MiB ({size}); each column is the peak of a phase"]
+    lines.append(f"  {'':<20}" + "".join(f"{phase.name:>12}" for phase in plan.phases))
+    for part in PARTS:
+        figures = [phase.parts[part] for phase in plan.phases]
+        if any(figures):
+            lines.append(_row(_TITLES[part], figures))
+    lines.append(_row("sum", [phase.total for phase in plan.phases]))
+    lines += _notes(plan)
+    return "\n".join([*lines, _verdict(options, plan)])
+
+
+def _row(title: str, figures: list[int]) -> str:
+    return f"  {title:<20}" + "".join(f"{figure / _MIB:>12,.1f}" for figure in figures)
+
+
+def _notes(plan: MemoryPlan) -> list[str]:
+    lines = []
+    if plan.logits:
+        lines.append(f"  Logits in chunks of {plan.logits / _MIB:,.1f} MiB at most, part of the activations.")
+    if plan.cache_wanted:
+        note = f"  KV cache of {plan.cache_tokens:,} tokens"
+        if plan.cache_tokens < plan.cache_wanted:
+            note += f", less than the {plan.cache_wanted:,} of the worst case; sequences will take turns"
+        lines.append(f"{note}.")
+    if plan.host:
+        lines.append(
+            f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of optimizer states and gradients."
+        )
+    return lines
+
+
+def _verdict(options: TrainOptions, plan: MemoryPlan) -> str:
+    peak = plan.peak
+    figures = (
+        f"{peak.total / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
+    )
+    if plan.fits:
+        return f"Fits: yes. {figures}."
+    changes = advise(options, plan)
+    remedy = f"It would with {' '.join(changes)}" if changes else largest_remedy(plan).removesuffix(".")
+    return f"Fits: no. {figures}. {remedy}."
+
+
+def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
+    """The plan of a run as plain data, all sizes in bytes.
+
+    Raises:
+        UsageError: a model's configuration cannot be read.
+    """
+    return {
+        "parameters": plan.parameters,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
+        "logits": plan.logits,
+        "host": plan.host,
+        "kv_cache_tokens": plan.cache_tokens,
+        "peak": {"phase": plan.peak.name, "bytes": plan.peak.total},
+        "available": plan.available,
+        "fits": plan.fits,
+        "change": [] if plan.fits else advise(options, plan),
+    }

@@ -1,0 +1,279 @@
+"""What the engine's own code allocates, found by running it on fake tensors: shapes without memory behind them.
+
+Nothing is estimated layer by layer. The model that a run would load is built as a shape, the training step and the
+rollout run over it as they would over real tokens, and every byte that is alive is counted; so the plan follows the
+engine, whatever changes there. What happens inside one operation of PyTorch (scratch of a matrix product) is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.loading import LoadOptions, add_adapter, load_shape
+from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.packing import PackedPlan
+from areno.engine.model.value_model import ValueModel
+from areno.engine.plan.live_bytes import LiveBytes
+from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.loop import IDLE_PREFILL
+from areno.engine.rollout.sampler import SamplingTable
+from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_optimizer
+from areno.engine.train.outputs import ModelKind
+from areno.engine.train.step import TrainStep
+from areno.errors import UsageError
+from areno.types import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBytes:
+    """Bytes of one optimizer step of a role, over its weights and optimizer state.
+
+    Attributes:
+        forward: most that a forward pass holds, with the gradients of earlier microbatches.
+        carried: these gradients; 0 where a step is one microbatch.
+        backward: most that a backward pass holds, gradients included.
+        gradients: all gradients.
+        state: moments and master weights, whether there yet or not.
+    """
+
+    forward: int
+    carried: int
+    backward: int
+    gradients: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBytes:
+    """Bytes of a rollout, over the weights.
+
+    Attributes:
+        peak: most that it holds.
+        cache: what its KV cache has grown to at the end.
+        per_token: a cached token.
+        beside: most that a prefill or a decode step holds beside the cache.
+    """
+
+    peak: int
+    cache: int
+    per_token: int
+    beside: int
+
+
+class ShapeOf:
+    """The model of a checkpoint, as a shape.
+
+    Args:
+        path: checkpoint folder or hub id.
+        options: types and attention.
+        kind: what it predicts.
+        adapter: trained in place of the weights.
+
+    Raises:
+        UsageError: its configuration cannot be read; from the methods: it computes with the values of tensors.
+    """
+
+    def __init__(
+        self, path: str, options: LoadOptions, kind: ModelKind = "policy", adapter: AdapterOptions | None = None
+    ) -> None:
+        self.kind: ModelKind = kind
+        self._path = path
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
+            self.model: PackedModel = load_shape(path, options, classifier=kind != "policy")
+            if adapter is not None:
+                self.model = add_adapter(self.model, kind, adapter, path)
+        tensors = list(self.model.module.parameters())
+        self.trained = sum(p.numel() for _, p in self.model.parameters())
+        own = self.model.adapter
+        self.merged = own.merged_bytes if own is not None else 0
+        self.parameters = sum(p.numel() for p in tensors)
+        self._traced: dict[tuple[Any, ...], Any] = {}
+        self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
+        self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the checkpoint's weights on disk; 0 where they are not in a folder."""
+        return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
+
+    @contextmanager
+    def _counting(self) -> Iterator[LiveBytes]:
+        try:
+            with self._mode, LiveBytes() as live:
+                live.ignore(self._fixed)
+                yield live
+        except RuntimeError as error:
+            kind = type(self.model.module).__name__
+            raise UsageError(
+                f"{self._path}: {kind} looks at values where only shapes are known, so its memory cannot be planned; the "
+                f"run itself may work ({str(error).splitlines()[0][:200]})"
+            ) from error
+
+    def update(
+        self,
+        lengths: Sequence[int],
+        scored: Sequence[int],
+        config: OptimizerConfig,
+        *,
+        microbatches: int,
+        checkpointing: bool,
+        entropy: bool = False,
+    ) -> UpdateBytes:
+        """Gradients of a step of some equal microbatches.
+
+        Args:
+            lengths: tokens of each row of a microbatch.
+            scored: how many of them are trained on.
+            config: of the optimizer.
+            microbatches: how many there are; a second one meets the gradients of the first.
+            checkpointing: recompute layers in backward.
+            entropy: the loss reads the entropy of the policy.
+        """
+        key = (tuple(lengths), tuple(scored), config.adam_8bit, microbatches > 1, checkpointing, entropy)
+        return self._once(key, lambda: self._update(lengths, scored, config, microbatches, checkpointing, entropy))
+
+    def _once(self, key: tuple[Any, ...], trace: Callable[[], T]) -> T:
+        """What was traced before is known: searches ask for the same again and again."""
+        if key not in self._traced:
+            self._traced[key] = trace()
+        found: T = self._traced[key]
+        return found
+
+    def _update(
+        self,
+        lengths: Sequence[int],
+        scored: Sequence[int],
+        config: OptimizerConfig,
+        microbatches: int,
+        checkpointing: bool,
+        entropy: bool,
+    ) -> UpdateBytes:
+        parameters = self.model.parameters()
+        with self._mode:
+            step = TrainStep(self.model, make_optimizer(parameters, config), checkpointing, kind=self.kind)
+            state = step.optimizer.state_bytes()
+        step.set_training(True)
+        forward = backward = 0
+        with self._counting() as live:
+            for _ in range(min(microbatches, 2)):
+                live.restart()
+                loss = self._predict(lengths, scored, entropy).sum()
+                forward = max(forward, live.peak)
+                loss.backward()
+                del loss
+                backward = max(backward, live.peak)
+            optimizer = step.optimizer
+            assert isinstance(optimizer, MasterAdamW)
+            gradients = sum(g.numel() * g.element_size() for g in optimizer.gradients())
+            step.optimizer.zero_grad()
+        step.set_training(False)
+        for _, p in parameters:
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
+        return UpdateBytes(forward, gradients if microbatches > 1 else 0, backward, gradients, state)
+
+    def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
+        """What a loss gets for rows whose last tokens are trained on."""
+        hidden = self._hidden(lengths)
+        if self.kind == "reward":
+            assert isinstance(self.model, ValueModel)
+            return self.model.values(hidden[: len(lengths)])
+        rows = hidden.index_select(0, torch.zeros(sum(scored), dtype=torch.long))
+        if isinstance(self.model, ValueModel):
+            return self.model.values(rows)
+        assert isinstance(self.model, CausalLM)
+        targets, temperatures = torch.zeros(sum(scored), dtype=torch.long), torch.ones(sum(scored))
+        return self.model.logprobs_and_entropy(rows, targets, temperatures, entropy)[0]
+
+    def _hidden(self, lengths: Sequence[int]) -> Tensor:
+        plan = PackedPlan(lengths)
+        return self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
+
+    def score(self, lengths: Sequence[int]) -> int:
+        """Most bytes that a scoring pass over rows holds."""
+        return self._once(("score", *lengths), lambda: self._score(lengths))
+
+    def _score(self, lengths: Sequence[int]) -> int:
+        with self._counting() as live, torch.no_grad():
+            self._predict(lengths, lengths, entropy=False)
+        return live.peak
+
+    def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
+        """Generate ``running`` sequences in the slot cache, from prompts of equal length to the longest answer.
+
+        Args:
+            running: most sequences at once.
+            n_samples: of each prompt.
+            prompt: tokens of a prompt.
+            longest: tokens of prompt and answer.
+            budget: cells of the cache in use at once; None is no limit.
+        """
+        key = ("rollout", running, n_samples, prompt, longest, budget)
+        return self._once(key, lambda: self._rollout(running, n_samples, prompt, longest, budget))
+
+    def _rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
+        model = self.model
+        assert isinstance(model, CausalLM)
+        with self._counting() as live, torch.inference_mode(False), torch.no_grad():
+            cache, beside = SlotCache(), 0
+            columns = round_up(prompt + 1, COLUMN_STEP)
+            rows = _fitting(running, columns, budget)
+            at_once = min(max(IDLE_PREFILL // prompt, 1) * n_samples, rows)
+            for held in sorted({at_once, rows}):  # the first prefill, and the last over what the others have left
+                beside = max(beside, self._prefill(live, cache, held, at_once, n_samples, prompt))
+            while columns < longest:
+                columns = min(columns + COLUMN_STEP, round_up(longest, COLUMN_STEP))
+                rows = _fitting(running, columns, budget)
+                cache.reserve(rows, columns)
+            held_bytes = cache.nbytes()
+            peak = live.peak
+            live.restart()
+            self._decode(cache, rows, longest)
+            beside = max(beside, live.peak - held_bytes)
+            cells = cache.slots * cache.columns
+            return RolloutBytes(max(peak, live.peak), held_bytes, -(-held_bytes // cells), beside)
+
+    def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
+        """Prefill the last ``rows`` of ``held`` sequences; returns the most bytes beside the cache."""
+        cache.reserve(held, round_up(prompt + 1, COLUMN_STEP))
+        before = live.peak
+        live.restart()
+        slots = [list(range(i, min(i + n_samples, held))) for i in range(held - rows, held, n_samples)]
+        plan = PrefillPlan(cache, [Span(own, prompt) for own in slots])
+        tokens = torch.zeros(plan.tokens, dtype=torch.long)
+        hidden = self.model.body(tokens, plan.position_ids, plan)
+        plan.finish()
+        logits = self.model.logits(hidden[: len(slots)])  # type: ignore[attr-defined]
+        _sample(logits.index_select(0, torch.zeros(rows, dtype=torch.long)))
+        beside = live.peak - cache.nbytes()
+        live.peak = max(live.peak, before)
+        return beside
+
+    def _decode(self, cache: SlotCache, rows: int, longest: int) -> None:
+        padded = round_up(rows, ROW_STEP)
+        plan = DecodePlan.of(cache, torch.zeros(padded, dtype=torch.long), round_up(longest, COLUMN_STEP), rows)
+        hidden = self.model.body(torch.zeros(padded, dtype=torch.long), plan.position_ids, plan)
+        _sample(self.model.logits(hidden[:rows]))  # type: ignore[attr-defined]
+
+
+def _fitting(running: int, columns: int, budget: int | None) -> int:
+    """Sequences of so many columns that the budget lets run; at least one always does."""
+    return running if budget is None else min(running, max(budget // columns, 1))
+
+
+def _sample(logits: Tensor) -> None:
+    rows = len(logits)
+    SamplingTable([SamplingParams()] * rows, list(range(rows)), logits.device).draw(logits, [0] * rows)

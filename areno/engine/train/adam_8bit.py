@@ -1,0 +1,194 @@
+"""AdamW whose moments take a byte each: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv:2110.02861).
+
+A block of 256 numbers shares one fp32 scale, the number of largest magnitude; each number is that scale times the nearest
+of 256 values between -1 and 1 (0 and 1 for the second moment), which lie dense near 1 and reach down to 1e-6. Three things
+are special here.
+
+*The root of the second moment is stored*, not the moment: it spans half as many decades, so weights whose gradients are a
+thousandth of their block's largest keep a denominator, and what is above zero never becomes zero. Else a first moment
+that has survived would be divided by epsilon alone.
+
+*A table instead of a search*: the upper half of an fp32 number, its sign, exponent and seven bits of mantissa, is the
+index of its code. That is several times faster than a binary search, and finer than the codes are.
+
+*Work is done in chunks*, so that a step needs a few MiB beside the states. No random number is drawn: a resumed run
+goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BLOCK = 256
+# Smaller tensors (norms, biases) keep fp32 moments: they weigh nothing, and are the most sensitive.
+LEAST_QUANTISED = 4096
+# Numbers of one pass: what a core's cache holds, and on an accelerator enough to fill it.
+_CHUNK = {"cpu": 1 << 16}
+_CHUNK_ELSEWHERE = 1 << 22
+_DECADES = 7
+
+
+@functools.cache
+def dynamic_values(signed: bool) -> Tensor:
+    """The 256 values of a code, ascending, fp32 [256].
+
+    Seven decades share the codes: each one downward has half as many values as the one above it, evenly spaced.
+    """
+    found = [0.0, 1.0]
+    for decade in range(_DECADES):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
+        values = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)).tolist()
+        found += values + ([-value for value in values] if signed else [])
+    return torch.tensor(sorted(found), dtype=torch.float64).float()
+
+
+@functools.cache
+def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values by code [256], and codes by the upper half of an fp32 number [65536]."""
+    values = dynamic_values(signed)
+    halves = torch.arange(1 << 16, dtype=torch.int64)
+    bits = (halves << 16) + (1 << 15)  # the middle of what shares this upper half
+    numbers = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).int().view(torch.float32)
+    codes = torch.bucketize(numbers.nan_to_num(nan=0.0), (values[1:] + values[:-1]) / 2)
+    if not signed:
+        codes = torch.where(halves > 0, codes.clamp(min=1), codes)
+    return values.to(device), codes.to(torch.uint8).to(device)
+
+
+class Quantised:
+    """Numbers in 8 bits: codes uint8 [blocks, 256] and scales fp32 [blocks].
+
+    Args:
+        codes: index into :func:`dynamic_values`.
+        scales: the number of largest magnitude of each block, with its sign: the codes have no -1.
+        signed: which of the two sets of values.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
+        self.codes, self.scales, self.signed = codes, scales, signed
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device, signed: bool) -> Quantised:
+        """``count`` zeros, and some more up to a whole block."""
+        blocks = -(-count // BLOCK)
+        zero = int((dynamic_values(signed) == 0).nonzero())
+        codes = torch.full((blocks, BLOCK), zero, dtype=torch.uint8, device=device)
+        return cls(codes, torch.zeros(blocks, device=device), signed)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Numbers of the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
+        values, _ = _tables(self.signed, self.codes.device)
+        chosen = values.index_select(0, self.codes[first:last].view(-1).int())
+        return chosen.view(-1, BLOCK).mul_(self.scales[first:last, None])
+
+    def write(self, first: int, last: int, numbers: Tensor) -> None:
+        """Replace the numbers of these blocks by fp32 [blocks, 256]."""
+        _, codes = _tables(self.signed, self.codes.device)
+        scales = numbers.amax(1)
+        if self.signed:
+            least = numbers.amin(1)
+            scales = torch.where(scales >= -least, scales, least)
+        self.scales[first:last] = scales
+        scaled = numbers / scales.masked_fill_(scales == 0, 1.0)[:, None]
+        upper = (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        self.codes[first:last] = codes.index_select(0, upper.view(-1)).view(-1, BLOCK)
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """AdamW with 8-bit moments over fp32 tensors, in place of :class:`torch.optim.AdamW`.
+
+    Its tensors may be a model's weights, their fp32 masters, or flat shards of them: nothing depends on their shape.
+
+    Args:
+        params: contiguous fp32 tensors.
+        lr: learning rate; ``param_groups[i]["lr"]`` is that of the next step.
+        betas: decay of both moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every tensor that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, self.moments_of(parameter))
+
+    def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """State of a tensor: its step count and both moments, zero before the first step."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            if parameter.numel() < LEAST_QUANTISED:
+                state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            else:
+                for name, signed in (("mean", True), ("root", False)):
+                    moment = Quantised.zeros(parameter.numel(), parameter.device, signed)
+                    state[f"{name}_codes"], state[f"{name}_scales"] = moment.codes, moment.scales
+        return state
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        state["step"] += 1
+        if "mean" in state:
+            self._move(parameter, parameter.grad, state["mean"], state["square"], group, state["step"])
+            return
+        mean = Quantised(state["mean_codes"], state["mean_scales"], True)
+        root = Quantised(state["root_codes"], state["root_scales"], False)
+        weights, gradient = parameter.view(-1), parameter.grad.reshape(-1)
+        size = _chunk(parameter.device)
+        for begin in range(0, weights.numel(), size):
+            own = slice(begin, min(begin + size, weights.numel()))
+            count = own.stop - begin
+            first, last = begin // BLOCK, -(-own.stop // BLOCK)
+            m, r = mean.read(first, last), root.read(first, last)
+            v = r.square_().view(-1)
+            self._move(weights[own], gradient[own], m.view(-1)[:count], v[:count], group, state["step"])
+            mean.write(first, last, m)
+            root.write(first, last, v.sqrt_().view(-1, BLOCK))
+
+    @staticmethod
+    def _move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
+        """One AdamW step of weights w with gradient g and moments m and v, all of one shape, in place."""
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        w.mul_(1 - rate * group["weight_decay"])
+        denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        w.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``; PyTorch's own would turn the codes into floating point."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for index, saved in state_dict["state"].items():
+            parameter = parameters[index]
+            moved = {name: v.to(parameter.device) if isinstance(v, Tensor) else v for name, v in saved.items()}
+            self.state[parameter] = moved
+
+
+def state_bytes(count: int) -> int:
+    """Bytes of both moments of a tensor of ``count`` numbers."""
+    if count < LEAST_QUANTISED:
+        return 8 * count
+    return -(-count // BLOCK) * 2 * (BLOCK + 4)
+
+
+def working_bytes(device: torch.device) -> int:
+    """About what a step takes beside the states: ten fp32 numbers for each of a chunk."""
+    return 40 * _chunk(device)
+
+
+def _chunk(device: torch.device) -> int:
+    return _CHUNK.get(device.type, _CHUNK_ELSEWHERE)

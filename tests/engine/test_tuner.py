@@ -1,0 +1,144 @@
+"""``--tune-params``: what it chooses fits and shrinks with the memory it may fill, and nothing of its tries remains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from areno.cli.main import main
+from areno.config.train_options import TrainOptions
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.plan.meter import held_memory
+from areno.engine.plan.tuner import tune_sizes
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.errors import UsageError
+from areno.loss_fns import grpo_loss_fn
+from areno.types import Request, SamplingParams
+from tests.engine.test_model_families import random_rows
+from tests.support.cli import task_arguments, write_task
+from tests.support.tiny import save_tiny_checkpoint
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Small weights, and 2 KiB for each cached token."""
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tuned") / "model", hidden=128, layers=4, heads=4)
+
+
+@pytest.fixture
+def engine(checkpoint):
+    config = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256)
+    made = Engine(str(checkpoint), config)
+    yield made
+    made.close()
+
+
+def options(checkpoint, *explicit, **values):
+    sizes = {"max_prompt_tokens": 48, "max_new_tokens": 144, "n_samples": 4, **values}
+    run = TrainOptions(ckpt=str(checkpoint), device="cpu", algo="grpo", kv_cache_tokens=10**6, **sizes)
+    return dataclasses.replace(run, explicit=frozenset(explicit))
+
+
+def room(more_mib):
+    """A capacity of which the default share leaves about so much room for the tries."""
+    return int((held_memory(CPU) + more_mib * MIB) / 0.9)
+
+
+def sizes_of(chosen):
+    return chosen.max_running_prompts, chosen.batch_size, chosen.mini_bs
+
+
+def test_with_much_memory_the_largest_sizes_are_chosen(engine, checkpoint):
+    chosen = tune_sizes(engine, options(checkpoint, tune_max_samples=64), grpo_loss_fn)
+    assert sizes_of(chosen) == (64, 16, 16)
+    assert chosen.drop_rollout_state
+    assert not engine.config.keep_rollout_state
+
+
+def test_half_the_share_gives_smaller_sizes_that_fit(engine, checkpoint):
+    run = options(checkpoint)
+    capacity = 2 * (held_memory(CPU) + 110 * MIB)
+    large = tune_sizes(engine, dataclasses.replace(run, mem_frac=1.0), grpo_loss_fn, capacity=capacity)
+    small = tune_sizes(engine, dataclasses.replace(run, mem_frac=0.5), grpo_loss_fn, capacity=capacity)
+    assert sizes_of(large)[0] > sizes_of(small)[0]
+    assert all(a >= b for a, b in zip(sizes_of(large), sizes_of(small), strict=True))
+
+
+def test_the_log_tells_every_try_and_the_choice(engine, checkpoint, caplog):
+    with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
+        chosen = tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=room(90))
+    told = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("auto tune ") for line in told)
+    assert any("too much" in line for line in told)
+    assert f"max_running_prompts={chosen.max_running_prompts}: planned" in " ".join(told)
+    assert told[-1].startswith(f"auto tune chose: max_running_prompts={chosen.max_running_prompts} batch_size=")
+
+
+def test_what_is_explicit_stays(engine, checkpoint):
+    run = options(checkpoint, "batch_size", "mini_bs", batch_size=3, mini_bs=6)
+    assert sizes_of(tune_sizes(engine, run, grpo_loss_fn)) == (12, 3, 6)
+    run = options(checkpoint, "max_running_prompts", "drop_rollout_state", max_running_prompts=9)
+    chosen = tune_sizes(engine, run, grpo_loss_fn)
+    assert sizes_of(chosen) == (9, 2, 8)
+    assert not chosen.drop_rollout_state
+
+
+def test_a_batch_is_no_larger_than_the_data_set(engine, checkpoint):
+    assert tune_sizes(engine, options(checkpoint), grpo_loss_fn, rows=5).batch_size == 4
+
+
+def test_too_little_memory_is_an_error_that_says_what_to_lower(engine, checkpoint):
+    with pytest.raises(
+        UsageError, match=r"--tune-params: max_running_prompts=1 does not fit .* lower --max-new-tokens"
+    ):
+        tune_sizes(engine, options(checkpoint), grpo_loss_fn, capacity=held_memory(CPU))
+
+
+def test_nothing_of_the_tries_remains(checkpoint):
+    states, answers = [], []
+    for tuned in (True, False):
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        made = Engine(str(checkpoint), EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**5))
+        before = {name: p.detach().clone() for name, p in made.actor.model.parameters()}
+        torch.manual_seed(6)
+        if tuned:
+            tune_sizes(made, options(checkpoint, tune_max_samples=8), grpo_loss_fn)
+            assert all(torch.equal(p, before[name]) for name, p in made.actor.model.parameters())
+            assert made.loop.cache.nbytes() == 0
+            assert made.version == 0
+        drawn = (float(torch.rand(())), np.random.rand(), random.random())
+        request = Request([5, 6, 7], SamplingParams(max_new_tokens=12), [3])
+        answers.append((drawn, made.submit([request])[0].result().sequences[0].resp_tokens))
+        for seed in range(2):
+            made.train(random_rows(6, seed), grpo_loss_fn, 3)
+        states.append({name: p.detach().clone() for name, p in made.actor.model.parameters()})
+        made.close()
+    assert answers[0] == answers[1]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_a_run_trains_with_the_sizes_and_keeps_them(tmp_path, tiny_checkpoint):
+    run = tmp_path / "run"
+    arguments = task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), run)
+    flags = [str(word) for word in arguments]
+    for flag in ("--batch-size", "--mini-bs"):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    assert main([*flags, "--tune-params", "--tune-max-samples", "32", "--max-steps", "1"]) == 0
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    assert (stored["max_running_prompts"], stored["batch_size"], stored["mini_bs"]) == (32, 8, 16)
+    assert stored["drop_rollout_state"] is True
+    assert not {"tune_params", "mem_frac", "tune_max_samples"} & stored.keys()
+    assert len([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]) == 1
+    assert "auto tune chose" in (run / "log.txt").read_text()
