@@ -42,8 +42,9 @@ types: $(VENV)/.dev-ready
 	@$(BIN)/mypy
 
 bench: $(VENV)/.run-ready
-	@bash benchmarks/peers.sh trl
-	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+	@bash benchmarks/peers.sh trl vllm
+	@$(BIN)/python benchmarks/train_step.py
+	@$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 setup: $(VENV)/.dev-ready
 

@@ -162,7 +162,10 @@ class Role:
 
     def checkpoint_bytes(self) -> int:
         """Size of its checkpoint: weights, and what the optimizer keeps."""
-        return self.model.weight_bytes + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
+        weights = self.model.weight_bytes
+        if self.model.adapter is not None:  # only that is saved
+            weights = sum(p.numel() * p.element_size() for _, p in self.model.parameters())
+        return weights + (self.optimizer.state_bytes() if self.optimizer is not None else 0)
 
 
 def load_role(

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 peft = pytest.importorskip("peft")
 
-from areno.engine.plan.estimate import estimate_memory  # noqa: E402
-
 from areno import ArenoConfig, ModelRole, Trainer, TrainSequence, sft_loss_fn  # noqa: E402
 from areno.cli.main import main  # noqa: E402
+from areno.engine.plan.account import make_plan  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train  # noqa: E402
 from tests.e2e.test_resume import metrics, without_times  # noqa: E402
@@ -161,16 +160,18 @@ def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
 
     task = write_task(tmp_path / "task")
     argv = list(map(str, arguments("grpo", tiny_checkpoint, task, tmp_path / "run")))[1:]
-    lora = estimate_memory(parse_train(argv))
-    full = estimate_memory(parse_train([*argv, "--lora-rank", "0"]))
+    lora = make_plan(parse_train(argv))
+    full = make_plan(parse_train([*argv, "--lora-rank", "0"]))
     base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     trained, total = peft.get_peft_model(base, config).get_nb_trainable_parameters()
-    assert (lora.trained, lora.gradients, lora.optimizer) == (trained, 4 * trained, 8 * trained)
+    backward, scoring = lora.phase("backward").parts, full.phase("score").parts
+    assert (lora.trained, backward["gradients"], backward["optimizer"]) == (trained, 4 * trained, 8 * trained)
     assert full.trained == full.parameters == lora.parameters == total - trained
-    assert (lora.roles, full.roles) == (0, full.weights)  # the reference is the base
-    four_bit = estimate_memory(parse_train([*argv, "--load-in-4bit"]))
-    assert four_bit.weights < lora.weights
+    assert scoring["roles"] == scoring["weights"]
+    assert lora.phase("score") is None  # the reference is the base
+    four_bit = make_plan(parse_train([*argv, "--load-in-4bit"]))
+    assert four_bit.phase("backward").parts["weights"] < backward["weights"]
 
 
 def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):

@@ -282,9 +282,9 @@ def test_dropout_is_drawn_in_training_and_nowhere_else(open_engine):
         losses[dropout] = set()
         for _ in range(3):
             weights.zero_grad()
-            engine.actor._step._set_training(True)
-            losses[dropout].add(round(engine.actor._step.accumulate(ROWS, sft_loss_fn, 4)["loss"], 6))
-            engine.actor._step._set_training(False)
+            engine.actor.training.set_training(True)
+            losses[dropout].add(round(engine.actor.training.accumulate(ROWS, sft_loss_fn, 4)["loss"], 6))
+            engine.actor.training.set_training(False)
     assert len(losses[0.0]) == 1
     assert len(losses[0.5]) == 3
 

@@ -245,7 +245,7 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
     """
     replica, place = divmod(rank, layout.tp_size)
 
-    def group(name: str, own: int, size: int) -> Channel:
+    def group(name: str, own: int, size: int, device: torch.device = device) -> Channel:
         if size == 1:
             return Alone()
         store = dist.PrefixStore(name, dist.FileStore(str(folder / name), size))
@@ -263,7 +263,8 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
         place,
         data=group(f"data-{place}", replica, layout.dp_size),
         tensor=group(f"tensor-{replica}", place, layout.tp_size),
-        turns=group(f"turns-{replica}", place, layout.tp_size),
+        # In a thread of its own, and of words only: never on the device, whose collectives must keep one order.
+        turns=group(f"turns-{replica}", place, layout.tp_size, torch.device("cpu")),
     )
 
 

@@ -17,7 +17,6 @@ from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import MAX_TOKENS
-from areno.errors import UsageError
 from areno.loss_fns.pack import declares_reduction, reads_entropy
 
 
@@ -74,21 +73,12 @@ class RunSizes:
         return OptimizerConfig(adam_8bit=self.options.adam_8bit)
 
     def adapter(self) -> AdapterOptions | None:
-        """What is trained in place of the weights.
-
-        Raises:
-            UsageError: of weights in 4 bits nothing is known before they are there.
-        """
+        """What is trained in place of the weights."""
         run = self.options
         if not run.uses_lora:
             return None
-        if run.load_in_4bit:
-            raise UsageError(
-                "--load-in-4bit: the memory of weights in 4 bits is not planned yet; leave it out to plan the run with its "
-                "weights as they are"
-            )
         rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))
-        return AdapterOptions(rank=rank, target_modules=run.lora_target_modules)
+        return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
 
     def roles(self) -> list[HeldRole]:
         """Models beside the actor."""

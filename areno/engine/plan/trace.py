@@ -36,6 +36,9 @@ from areno.types import SamplingParams
 
 T = TypeVar("T")
 
+# A weight in 4 bits, with its share of the scales.
+_NF4_BYTES = 0.52
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
@@ -99,11 +102,23 @@ class ShapeOf:
         tensors = list(self.model.module.parameters())
         self.trained = sum(p.numel() for _, p in self.model.parameters())
         own = self.model.adapter
-        self.merged = own.merged_bytes if own is not None else 0
+        four_bit = adapter is not None and adapter.load_in_4bit
+        self.merged = own.merged_bytes if own is not None and not four_bit else 0
         self.parameters = sum(p.numel() for p in tensors)
         self._traced: dict[tuple[Any, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
         self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
+        if four_bit:
+            self.weights -= self._saved_by_four_bits()
+
+    def _saved_by_four_bits(self) -> int:
+        """Bytes that the linear layers' frozen weights, but the output layer's, do not take in 4 bits."""
+        frozen = [
+            layer.weight
+            for name, layer in self.model.module.named_modules()
+            if isinstance(layer, torch.nn.Linear) and "lm_head" not in name and not layer.weight.requires_grad
+        ]
+        return int(sum(weight.numel() * (weight.element_size() - _NF4_BYTES) for weight in frozen))
 
     @property
     def file_bytes(self) -> int:
