@@ -95,16 +95,20 @@ class ShapeOf:
         self.kind: ModelKind = kind
         self._path = path
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._mode:
+        # peft moves what it adds to a layer's device, which tensors of the mode do not let it do: it adds before.
+        with self._mode if adapter is None else torch.device("meta"):
             self.model: PackedModel = load_shape(path, options, classifier=kind != "policy")
+            self.parameters = sum(p.numel() for p in self.model.module.parameters())
             if adapter is not None:
                 self.model = add_adapter(self.model, kind, adapter, path)
+        if adapter is not None:
+            with self._mode:
+                _put_on_cpu(self.model.module)
         tensors = list(self.model.module.parameters())
         self.trained = sum(p.numel() for _, p in self.model.parameters())
         own = self.model.adapter
         four_bit = adapter is not None and adapter.load_in_4bit
         self.merged = own.merged_bytes if own is not None and not four_bit else 0
-        self.parameters = sum(p.numel() for p in tensors)
         self._traced: dict[tuple[Any, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
         self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
@@ -282,6 +286,21 @@ class ShapeOf:
         plan = DecodePlan.of(cache, torch.zeros(padded, dtype=torch.long), round_up(longest, COLUMN_STEP), rows)
         hidden = self.model.body(torch.zeros(padded, dtype=torch.long), plan.position_ids, plan)
         _sample(self.model.logits(hidden[:rows]))  # type: ignore[attr-defined]
+
+
+def _put_on_cpu(module: torch.nn.Module) -> None:
+    """Replace all tensors of a module by such of the mode that is on; what is shared stays shared."""
+    made: dict[int, Tensor] = {}
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for name, tensor in [entry for table in tables for entry in table.items()]:
+            if tensor is not None and id(tensor) not in made:
+                blank = torch.empty(tensor.shape, dtype=tensor.dtype)
+                trained = isinstance(tensor, torch.nn.Parameter)
+                made[id(tensor)] = torch.nn.Parameter(blank, tensor.requires_grad) if trained else blank
+            for table in tables:
+                if tensor is not None and table.get(name) is tensor:
+                    table[name] = made[id(tensor)]
 
 
 def _fitting(running: int, columns: int, budget: int | None) -> int:
