@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.support.cli import areno, start, task_arguments, wait_for_text, write_task
+from tests.support.processes import workers_of
 from tests.support.tiny import save_tiny_checkpoint
 
 pytestmark = pytest.mark.long
@@ -29,12 +29,6 @@ def reward_fn(record):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return save_tiny_checkpoint(tmp_path_factory.mktemp("ckpt") / "llama", "llama", heads=4, hidden=64)
-
-
-def workers_of(pid: int) -> list[int]:
-    """Ranks that a process has started, by rank."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "parallel.worker"], capture_output=True, text=True)
-    return sorted(map(int, found.stdout.split()))
 
 
 def none_left(pids: list[int], seconds: float = 10) -> bool:

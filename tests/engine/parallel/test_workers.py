@@ -13,17 +13,9 @@ import pytest
 from areno.engine.parallel.workers import WorkerGroup
 from areno.errors import EngineError
 from tests.engine.parallel import objects
+from tests.support.processes import alive, workers_of
 
 MAKERS = (objects.make_first, objects.make_second)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def gone_within(pids: list[int], seconds: float) -> bool:
@@ -92,8 +84,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_work(group):
 def test_ranks_that_cannot_start_say_why_and_leave_nothing():
     with pytest.raises(EngineError, match="nothing can be made here"):
         WorkerGroup((objects.make_first, objects.refuse))
-    listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "parallel.worker"], capture_output=True, text=True)
-    assert listed.stdout.strip() == ""
+    assert workers_of(os.getpid()) == []
 
 
 @pytest.mark.long
