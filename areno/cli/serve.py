@@ -64,6 +64,8 @@ def _load(options: ServeOptions) -> AnyEngine:
         eager_decode=options.eager_decode,
         speculate=options.speculate,
         prefix_cache_tokens=options.prefix_cache_tokens,
+        world_size=options.world_size,
+        tp_size=options.tp_size,
     )
 
 
@@ -75,6 +77,8 @@ def load_engine(
     eager_decode: bool = False,
     speculate: int = 0,
     prefix_cache_tokens: int | None = None,
+    world_size: int = 1,
+    tp_size: int = 1,
 ) -> AnyEngine:
     """Load the model of ``--model-path`` to generate, without anything that training needs.
 
@@ -94,11 +98,11 @@ def load_engine(
             "prefix_cache_tokens": prefix_cache_tokens,
             "trains": "nothing",
         },
-        tp_size=getattr(options, "tp_size", 1),
+        tp_size=tp_size,
         max_running_prompts=max_running,
         decode_progress_interval_s=decode_progress_interval_s,
     )
-    backend = ArenoBackend(str(options.model_path), getattr(options, "world_size", 1), config)
+    backend = ArenoBackend(str(options.model_path), world_size, config)
     backend.initialize()
     return backend.engine
 

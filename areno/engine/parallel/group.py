@@ -25,6 +25,7 @@ from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
 from areno.engine.parallel.workers import STALL_S, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
+from areno.engine.rollout.sequence import refuse_endless
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
@@ -115,7 +116,7 @@ class EngineGroup:
             EngineError: a rank has failed, or a request can never fit the KV cache.
         """
         for request in requests:
-            self._refuse_endless(request)
+            refuse_endless(request, self.kv_tokens)  # the ranks would say the same, but only later
         batches: dict[int, list[tuple[int, Request, bool]]] = {}
         futures: list[Future[RolloutResult]] = []
         with self._lock:
@@ -135,18 +136,6 @@ class EngineGroup:
             asked = self.workers.tell(self._leader(replica), "submit", numbers, plain_requests, heard)
             asked.add_done_callback(functools.partial(self._refused, numbers))
         return futures
-
-    def _refuse_endless(self, request: Request) -> None:
-        """The ranks would say the same, but not before this method has returned."""
-        longest = len(request.prompt_tokens) + request.sampling.max_new_tokens
-        if not request.prompt_tokens:
-            raise EngineError("a prompt must hold at least one token")
-        if longest > self._facts.kv_tokens:
-            raise EngineError(
-                f"a request of {len(request.prompt_tokens)} prompt tokens and up to {request.sampling.max_new_tokens} new "
-                f"ones can never fit the KV cache of {self._facts.kv_tokens} tokens; raise --kv-cache-tokens or lower "
-                "--max-new-tokens"
-            )
 
     def _least_loaded(self) -> int:
         weights = [0] * self.layout.dp_size
@@ -209,7 +198,7 @@ class EngineGroup:
 
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas."""
-        loads = [self.workers.tell(rank, "load") for rank in self.layout.leaders()]
+        loads = [self.workers.tell(rank, "engine.load") for rank in self.layout.leaders()]
         found: list[EngineLoad] = [load.result() for load in loads]
         names = EngineLoad.__dataclass_fields__
         return EngineLoad(**{name: sum(getattr(load, name) for load in found) for name in names})
@@ -217,15 +206,15 @@ class EngineGroup:
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""
         share = None if sequences is None else max(-(-sequences // self.layout.dp_size), 1)
-        self.workers.call("set_max_running", share)
+        self.workers.call("engine.set_max_running", share)
 
     def keep_contexts(self, wanted: bool) -> None:
         """See :meth:`Engine.keep_contexts`."""
-        self.workers.call("keep_contexts", wanted)
+        self.workers.call("engine.keep_contexts", wanted)
 
     def end_rollout(self) -> None:
         """Abort what is pending, and drop the caches unless they are kept."""
-        self.workers.call("cancel_all", ranks=self.layout.leaders())
+        self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
         self.workers.call("end_rollout")
 
     # -- training and scoring --------------------------------------------------------------------------------------
@@ -277,41 +266,41 @@ class EngineGroup:
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not there yet, on all ranks."""
-        self.workers.call("ensure_roles", dict(roles))
+        self.workers.call("engine.ensure_roles", dict(roles))
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role."""
-        self.workers.call("drop_role", name)
+        self.workers.call("engine.drop_role", name)
 
     def learning_rate(self, role: str) -> float:
         """Rate of a role's next optimizer step."""
-        return float(self.workers.call("learning_rate", role, ranks=[0])[0])
+        return float(self.workers.call("engine.learning_rate", role, ranks=[0])[0])
 
     def set_learning_rate(self, role: str, value: float) -> None:
         """Replace a role's schedule by a constant rate."""
-        self.workers.call("set_learning_rate", role, value)
+        self.workers.call("engine.set_learning_rate", role, value)
 
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint with the state of everything that is trained."""
-        return int(self.workers.call("checkpoint_bytes", ranks=[0])[0])
+        return int(self.workers.call("engine.checkpoint_bytes", ranks=[0])[0])
 
     def save_model(self, folder: str | Path) -> None:
         """Write the actor's weights, configuration and tokenizer in Hugging Face format."""
-        self.workers.call("save_model", Path(folder))
+        self.workers.call("engine.save_model", Path(folder))
 
     def save_state(self, checkpoint: Path) -> None:
         """Write what a resume needs, in any layout."""
-        self.workers.call("save_state", checkpoint)
+        self.workers.call("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
         """Continue with a state, saved in any layout."""
-        self.workers.call("load_state", checkpoint)
+        self.workers.call("engine.load_state", checkpoint)
 
     def close(self) -> None:
         """End all ranks."""
         try:
             if self._alive:
-                self.workers.call("shut_down")
+                self.workers.call("engine.close")
         finally:
             self.workers.close()
             shutil.rmtree(self._folder, ignore_errors=True)

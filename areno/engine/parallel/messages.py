@@ -34,7 +34,7 @@ class Call:
 
     Attributes:
         number: what the answer refers to.
-        method: its name.
+        method: its name; with dots, of a part of the object.
         arguments: positional ones.
         now: at once, in the thread that reads messages; others wait for each other. It must be quick.
     """

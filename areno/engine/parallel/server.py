@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,8 @@ import torch
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
-from areno.engine.rollout.load import EngineLoad
 from areno.loss_fns.pack import LossFn
-from areno.types import GeneratedToken, ModelRole, Request, RolloutResult, TrainSequence
+from areno.types import GeneratedToken, Request, RolloutResult, TrainSequence
 
 Send = Callable[[Any], None]
 
@@ -49,7 +48,8 @@ class Facts:
 
 
 class EngineServer:
-    """Its methods are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks with the same arguments.
+    """Its methods, and those of its ``engine``, are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks
+    with the same arguments.
 
     Args:
         path: checkpoint folder or hub id of the actor.
@@ -99,15 +99,7 @@ class EngineServer:
         if number in self._open:
             self.engine.cancel(self._open[number])
 
-    def load(self) -> EngineLoad:
-        """What generation is busy with."""
-        return self.engine.load()
-
     # -- one after the other -----------------------------------------------------------------------------------------
-
-    def cancel_all(self) -> None:
-        """Abort what is pending; on the leaders."""
-        self.engine.loop.cancel_all()
 
     def end_rollout(self) -> None:
         """Nothing is pending any more: drop the cache unless it is to be kept."""
@@ -116,14 +108,6 @@ class EngineServer:
         elif not self.engine.config.keep_rollout_state:
             self.engine.loop.wait_idle()
             self.engine.loop.drop_cache()
-
-    def set_max_running(self, sequences: int | None) -> None:
-        """See :meth:`Engine.set_max_running`."""
-        self.engine.set_max_running(sequences)
-
-    def keep_contexts(self, wanted: bool) -> None:
-        """See :meth:`Engine.keep_contexts`."""
-        self.engine.keep_contexts(wanted)
 
     def train(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None, role: str
@@ -147,38 +131,6 @@ class EngineServer:
             found = self.engine.score_rewards(role, chosen, micro_bs)
         return list(zip(mine, found, strict=True)) if self.peers.leads else []
 
-    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """See :meth:`Engine.ensure_roles`."""
-        self.engine.ensure_roles(roles)
-
-    def drop_role(self, name: str) -> None:
-        """See :meth:`Engine.drop_role`."""
-        self.engine.drop_role(name)
-
-    def learning_rate(self, role: str) -> float:
-        """See :meth:`Engine.learning_rate`."""
-        return self.engine.learning_rate(role)
-
-    def set_learning_rate(self, role: str, value: float) -> None:
-        """See :meth:`Engine.set_learning_rate`."""
-        self.engine.set_learning_rate(role, value)
-
-    def save_model(self, folder: Path) -> None:
-        """See :meth:`Engine.save_model`."""
-        self.engine.save_model(folder)
-
-    def save_state(self, checkpoint: Path) -> None:
-        """See :meth:`Engine.save_state`."""
-        self.engine.save_state(checkpoint)
-
-    def load_state(self, checkpoint: Path) -> None:
-        """See :meth:`Engine.load_state`."""
-        self.engine.load_state(checkpoint)
-
-    def checkpoint_bytes(self) -> int:
-        """See :meth:`Engine.checkpoint_bytes`."""
-        return self.engine.checkpoint_bytes()
-
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has passed on to other replicas, by operation."""
         return dict(getattr(self.peers.data, "traffic", {}))
@@ -186,7 +138,3 @@ class EngineServer:
     def echo(self, *values: Any) -> Any:
         """The last of some values: what messages cost, for those who measure it."""
         return values[-1]
-
-    def shut_down(self) -> None:
-        """Stop the rollout thread."""
-        self.engine.close()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PretrainedConfig
 from transformers.distributed import DistributedConfig
@@ -100,14 +99,3 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-
-
-def local_bytes(module: nn.Module) -> int:
-    """Bytes of this rank's parts of a module's parameters."""
-    return sum(local(p).numel() * p.element_size() for p in module.parameters())
-
-
-@torch.no_grad()
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters as whole tensors; every rank of the replica must call."""
-    return {name: whole_of(local(p), p).detach() for name, p in module.named_parameters()}

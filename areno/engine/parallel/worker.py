@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 import areno  # before torch: areno sets how long idle threads spin
@@ -47,12 +48,16 @@ class _Worker:
         threading.Thread(target=self._read, name="areno-reader", daemon=True).start()
         while (call := self._calls.get()) is not None:
             self._doing = call.method
-            self._answer(call, lambda call=call: getattr(self._target, call.method)(*call.arguments))  # type: ignore[misc]
+            self._perform(call)
             self._doing = ""
 
     def _make(self, start: Start) -> None:
         self._target = start.make(lambda payload: self._send(Event(payload)))
         self._doing = ""
+
+    def _perform(self, call: Call) -> None:
+        """Call a method of the object, or of a part of it: ``part.method``."""
+        self._answer(call, lambda: attrgetter(call.method)(self._target)(*call.arguments))
 
     def _answer(self, call: Call, work: Any) -> None:
         PROGRESS.tick()
@@ -75,7 +80,7 @@ class _Worker:
             except (EOFError, OSError):
                 os._exit(1)  # whoever started this process is gone
             if call.now:
-                self._answer(call, lambda call=call: getattr(self._target, call.method)(*call.arguments))  # type: ignore[misc]
+                self._perform(call)
             elif call.method == "":
                 self._calls.put(None)
             else:

@@ -32,7 +32,7 @@ from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, News, Sequence, StopText
+from areno.engine.rollout.sequence import Group, News, Sequence, StopText, refuse_endless
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
@@ -199,15 +199,7 @@ class RolloutLoop:
 
     def _group(self, request: Request) -> Group:
         sampling = request.sampling
-        if not request.prompt_tokens:
-            raise EngineError("a prompt must hold at least one token")
-        longest = len(request.prompt_tokens) + sampling.max_new_tokens
-        if longest > self.scheduler.budget_tokens:
-            raise EngineError(
-                f"a request of {len(request.prompt_tokens)} prompt tokens and up to {sampling.max_new_tokens} new ones "
-                f"can never fit the KV cache of {self.scheduler.budget_tokens} tokens; raise --kv-cache-tokens or lower "
-                "--max-new-tokens"
-            )
+        refuse_endless(request, self.scheduler.budget_tokens)
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         group = Group(request.prompt_tokens, sampling, stop_ids, Future(), request.listener)
         for index, seed in enumerate(request.seeds):

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
-from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
+from areno.errors import EngineError
+from areno.types import FinishReason, GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
 
 Listener = Callable[[int, GeneratedToken], None]
 
@@ -129,3 +130,19 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.arrived or self.cancel_all or self.cancelled)
+
+
+def refuse_endless(request: Request, kv_tokens: int) -> None:
+    """Check that a request can be answered over a cache of so many tokens.
+
+    Raises:
+        EngineError: it has no prompt, or could never fit.
+    """
+    prompt, more = len(request.prompt_tokens), request.sampling.max_new_tokens
+    if not prompt:
+        raise EngineError("a prompt must hold at least one token")
+    if prompt + more > kv_tokens:
+        raise EngineError(
+            f"a request of {prompt} prompt tokens and up to {more} new ones can never fit the KV cache of {kv_tokens} "
+            "tokens; raise --kv-cache-tokens or lower --max-new-tokens"
+        )

@@ -167,7 +167,31 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
             adam.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
-class MasterAdamW:
+class Paced:
+    """What optimizers share: how many steps they have made, and the rate of the next one.
+
+    Args:
+        config: rates, betas and decay.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+        self.steps = 0
+        self._schedule = config.schedule()
+        self._constant_rate: float | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next step; setting it replaces the schedule by a constant."""
+        return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        """From the next step on, use this rate."""
+        self._constant_rate = value
+
+
+class MasterAdamW(Paced):
     """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters.
 
     Args:
@@ -176,10 +200,7 @@ class MasterAdamW:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.config = config
-        self.steps = 0
-        self._schedule = config.schedule()
-        self._constant_rate: float | None = None
+        super().__init__(config)
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
         self._masters = [self._master_of(p) for p in self._parameters]
@@ -200,16 +221,6 @@ class MasterAdamW:
 
         parameter.register_post_accumulate_grad_hook(accumulate)
         return master
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step; setting it replaces the schedule by a constant."""
-        return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        """From the next step on, use this rate."""
-        self._constant_rate = value
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
-from areno.engine.train.optimizer import GradientStats, OptimizerConfig, make_adam, take_moments
+from areno.engine.train.optimizer import GradientStats, OptimizerConfig, Paced, make_adam, take_moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,7 +43,7 @@ class _Segment:
     partial: bool
 
 
-class ShardedAdamW:
+class ShardedAdamW(Paced):
     """AdamW over a share of the parameters; every rank makes the same calls.
 
     Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0.
@@ -62,10 +62,8 @@ class ShardedAdamW:
         peers: Peers,
         partial: set[str] | frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.peers = config, peers
-        self.steps = 0
-        self._schedule = config.schedule()
-        self._constant_rate: float | None = None
+        super().__init__(config)
+        self.peers = peers
         self._segments = list(_segments(parameters, peers.layout.tp_size, partial))
         count = self._segments[-1].stop if self._segments else 0
         self._share = -(-count // peers.data.size)
@@ -109,16 +107,6 @@ class ShardedAdamW:
             start, stop = max(segment.start, self._first), min(segment.stop, self._first + self._share)
             if start < stop:
                 yield segment, start, stop
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step; setting it replaces the schedule by a constant."""
-        return self._schedule.at(self.steps + 1) if self._constant_rate is None else self._constant_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        """From the next step on, use this rate."""
-        self._constant_rate = value
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from areno.config.hooks import import_user_file
 from areno.engine.parallel.workers import WorkerGroup
 from areno.errors import EngineError
 from tests.engine.parallel import objects
@@ -37,7 +38,7 @@ def group():
     assert gone_within(made.pids, 5)
 
 
-def test_calls_closures_and_events(group):
+def test_calls_closures_and_events(group, tmp_path):
     assert group.call("add", 2) == [2, 2]
     assert group.call("add", 3, ranks=[1]) == [5]
     assert len({*group.call("pid"), os.getpid()}) == 3
@@ -60,8 +61,12 @@ def test_calls_closures_and_events(group):
     assert "fail_all" in "".join(caught.value.__notes__)
     assert group.call("add", 0) == [2, 5]
 
-    # A module of the user's, which only this process can import, goes along by value.
     assert group.call("apply", max, 1) == [1, 1]
+
+    # A module of the user's, which only this process can import, goes along by value.
+    (tmp_path / "own.py").write_text("FACTOR = 3\n\ndef times(rank, value):\n    return FACTOR * value + rank\n")
+    times = import_user_file(tmp_path / "own.py", option="--own").times
+    assert group.call("apply", times, 5) == [15, 16]
 
 
 def test_one_rank_that_fails_alone_ends_the_group(group):
