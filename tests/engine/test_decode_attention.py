@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.engine.model.attention import LayerAttention
-from areno.engine.rollout.compiled import decode_attention
+from areno.engine.kernels import decode_attention
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 def kernel(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    assert not decode_attention.path().exists()
-    assert decode_attention.build() == ""
-    assert decode_attention.load()
+    assert not decode_attention.KERNEL.path().exists()
+    assert decode_attention.KERNEL.build() == ""
+    assert decode_attention.KERNEL.load()
     yield
     patch.undo()
 
@@ -101,11 +101,11 @@ def test_what_it_cannot_do_is_left_to_pytorch():
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    assert "/nowhere/g++" in decode_attention.build()
+    assert "/nowhere/g++" in decode_attention.KERNEL.build()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", shutil.which("false") or "false")
-    assert "failed" in decode_attention.build()
+    assert "failed" in decode_attention.KERNEL.build()

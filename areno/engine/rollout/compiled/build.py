@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
-from areno.engine.rollout.compiled import decode_attention
-from areno.engine.rollout.compiled.spec import LayerShape, StepSpec
+from areno.engine.rollout.compiled.spec import KERNELS, LayerShape, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 
 # Threads are chosen when the step runs. Weights and buffers stay where the engine has them, also the small ones that the
@@ -50,7 +49,9 @@ def build(spec: StepSpec, package: Path) -> None:
         RuntimeError: the configuration makes another architecture than the spec names, or tracing or compiling failed.
     """
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    decode_attention.build()  # without it, PyTorch's attention is compiled in
+    for kernel in KERNELS:
+        kernel.build()  # without it, PyTorch's operators are compiled in
+        kernel.load()
     with TemporaryDirectory(dir=package.parent, prefix=".building-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         made = torch._inductor.aoti_compile_and_package(
@@ -77,7 +78,8 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
 
 
 def _export(model: CausalLM, spec: StepSpec) -> ExportedProgram:
-    step = DecodeStep(model, [layer.layer for layer in spec.layers], kernel=decode_attention.load())
+    loaded = all(kernel.loaded for kernel in KERNELS)
+    step = DecodeStep(model, [layer.layer for layer in spec.layers], kernels=loaded)
     inputs = example_inputs(spec.sizes, model.dtype, model.vocab_size, _ROWS, _COLUMNS, _CACHED)
     rows, columns, cached = Dim("rows", min=2), Dim("columns", min=8), Dim("cached", min=16)
     per_row: dict[int, Any] = {0: rows}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.rollout.compiled import decode_attention
-from areno.engine.rollout.compiled.spec import StepSpec
+from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.errors import EngineError
 
@@ -34,7 +33,8 @@ class StepPackage:
         self._step = DecodeStep(model, [layer.layer for layer in spec.layers])
         self._spec = spec
         try:
-            decode_attention.load()
+            for kernel in KERNELS:
+                kernel.load()
             # The loader itself: torch._inductor would import its compiler, which takes seconds and is not needed here.
             self._loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
             self._bind()

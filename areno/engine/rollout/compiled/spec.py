@@ -12,11 +12,12 @@ import transformers
 
 from areno import __version__
 from areno.cache_folder import cache_folder
+from areno.engine.kernels import decode_attention, plain_draw, row_product
+from areno.engine.kernels.processor import processor
 from areno.engine.model import attention, causal_lm, linear, packed_model
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout import inverse_cdf, kv_cache
-from areno.engine.rollout.compiled import decode_attention, traced
-from areno.engine.rollout.compiled.processor import processor
+from areno.engine.rollout.compiled import traced
 
 CACHE_KIND = "decode_steps"
 # Entries of a configuration that say where a model came from, not what it computes.
@@ -72,10 +73,13 @@ class StepSpec:
         """Where its package lies, or will lie."""
         parts = [json.dumps(asdict(self), sort_keys=True), torch.__version__, transformers.__version__, __version__]
         parts += [Path(str(m.__file__)).read_text(encoding="utf-8") for m in _TRACED_SOURCES]
-        # A step knows its attention kernel by name.
-        parts.append(decode_attention.path().name)
+        # A step calls our kernels by their names.
+        parts += [kernel.path().name for kernel in KERNELS]
         digest = hashlib.sha256("\0".join([*parts, processor()]).encode()).hexdigest()
         return cache_folder(CACHE_KIND) / f"{digest[:32]}.pt2"
 
 
-_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, decode_attention)
+# Our kernels; a step takes all of them, or where one cannot be built PyTorch's operators.
+_KERNEL_MODULES = (decode_attention, row_product, plain_draw)
+KERNELS = tuple(module.KERNEL for module in _KERNEL_MODULES)
+_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)

@@ -10,10 +10,11 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
+from areno.engine.kernels import plain_draw as draw_kernel
+from areno.engine.kernels.decode_attention import decode_attention, takes
 from areno.engine.model.attention import LayerAttention
 from areno.engine.model.causal_lm import CausalLM, scale_logits
 from areno.engine.rollout import inverse_cdf
-from areno.engine.rollout.compiled.decode_attention import decode_attention, takes
 from areno.engine.rollout.kv_cache import DecodePlan, KVTables
 
 
@@ -35,14 +36,15 @@ class DecodeStep(nn.Module):
     Args:
         model: its weights are the module's parameters.
         layers: indices of the layers that cache, in the order of ``keys`` and ``values``.
-        kernel: attend through :mod:`decode_attention` where it can.
+        kernels: attend and sample with :mod:`areno.engine.kernels` where they can.
     """
 
-    def __init__(self, model: CausalLM, layers: Seq[int], *, kernel: bool = False) -> None:
+    def __init__(self, model: CausalLM, layers: Seq[int], *, kernels: bool = False) -> None:
         super().__init__()
         self.module = model.module
         self.model, self.layers = model, list(layers)
-        self.plan = KernelPlan if kernel else DecodePlan
+        self.plan = KernelPlan if kernels else DecodePlan
+        self._kernels = kernels
 
     def forward(
         self,
@@ -75,6 +77,9 @@ class DecodeStep(nn.Module):
         tables = KVTables(dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)))
         plan = self.plan(tables, positions, write_at, columns)
         logits = self.model.logits(self.model.body(tokens, positions, plan))
+        if self._kernels and logits.dtype == torch.float32:
+            size = inverse_cdf.block_size(logits.shape[1])
+            return logits, *draw_kernel.plain_draw(logits, temperatures, greedy, u, size)
         return logits, *plain_draw(logits, temperatures, greedy, u)
 
 

@@ -1,0 +1,44 @@
+"""Attention kernel for decode steps on a CPU.
+
+PyTorch's fused attention looks at every column of a padded batch; this one at those of each context. For 256 rows of 80
+columns on two cores it takes a third of the time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areno.engine.kernels.library import KernelLibrary
+from areno.engine.model.attention import LayerAttention
+
+KERNEL = KernelLibrary(
+    "decode_attention",
+    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, float scale, int window) -> Tensor",
+)
+
+
+@torch.library.register_fake("areno::decode_attention", lib=KERNEL.declared)
+def _shape(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+
+
+def takes(layer: LayerAttention, q: Tensor) -> bool:
+    """Whether it computes what a layer asks for."""
+    plain = layer.sinks is None and layer.softcap is None and not layer.explicit
+    return plain and q.dtype in (torch.float32, torch.bfloat16)
+
+
+def decode_attention(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attention of one new token per row.
+
+    Args:
+        layer: one that :func:`takes` accepts.
+        q: [B, H, D], features contiguous.
+        keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; rows are the first B slots.
+        positions: of the new tokens, which are in the cache already [B] int64.
+
+    Returns:
+        [B, H, Dv].
+    """
+    return torch.ops.areno.decode_attention(q, keys, values, positions, layer.scale, layer.window or 0)

@@ -1,0 +1,98 @@
+"""A C++ source of this folder as a PyTorch operator: built with the decode step that calls it, in seconds, and kept on disk.
+
+Where it cannot be built, the step is made of PyTorch's own operators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from areno.cache_folder import cache_folder
+from areno.engine.kernels.processor import processor
+
+# Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
+_FAST = (
+    "-O3",
+    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
+    "-march=native",
+    "-ffast-math",
+    "-fopenmp-simd",
+    "-fPIC",
+    "-std=c++20",
+    "-c",
+)
+# The stable ABI of PyTorch 2.10.
+_TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+
+
+class KernelLibrary:
+    """One source and the operator ``areno::NAME`` that it implements.
+
+    Args:
+        name: of the source, without its ending, and of the operator.
+        schema: of the operator.
+    """
+
+    def __init__(self, name: str, schema: str) -> None:
+        self.name = name
+        self._source = Path(__file__).with_name(f"{name}.cpp")
+        self._loaded: set[str] = set()
+        self.declared = torch.library.Library("areno", "FRAGMENT")
+        self.declared.define(schema)
+
+    def path(self) -> Path:
+        """Where the built kernel lies, or will lie."""
+        parts = [self._source.read_text(encoding="utf-8"), *_FAST, torch.__version__, processor()]
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
+
+    def build(self) -> str:
+        """Build it if it is not there; returns why that failed, or ""."""
+        target = self.path()
+        if target.exists():
+            return ""
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+            compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+            for command in _commands(self._source, compiled, linked):
+                try:
+                    done = subprocess.run(command, capture_output=True, text=True, check=False)
+                except OSError as error:
+                    return str(error)
+                if done.returncode:
+                    return (done.stderr.strip().splitlines() or ["the compiler failed"])[0]
+            os.replace(linked, target)
+        return ""
+
+    def load(self) -> bool:
+        """Make the operator callable in this process; False where it has not been built."""
+        target = self.path()
+        if target.name not in self._loaded and target.exists():
+            torch.ops.load_library(str(target))
+            self._loaded.add(target.name)
+        return self.loaded
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the operator can be called."""
+        return bool(self._loaded)
+
+
+def _commands(source: Path, compiled: Path, linked: Path) -> list[list[str]]:
+    """Compile, and link."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    root = Path(torch.__file__).parent
+    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
+    return [
+        [compiler, *_FAST, _TARGET, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
+        [compiler, "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
+    ]

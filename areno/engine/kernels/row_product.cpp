@@ -1,0 +1,185 @@
+// Rows times a weight matrix, for the few rows of a decode step: out[m][o] = sum over k of x[m][k] * w[o][k].
+//
+// The rows are turned around, so that a vector holds sixteen of them at one k; the weights are read once, number by number,
+// from where they lie. Six outputs times four vectors of rows stay in registers. Each output is summed over k in order, so
+// it depends on its own row alone. Built by library.py against PyTorch's stable ABI.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+
+constexpr int LANES = 16;
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+
+// Outputs that are summed at once, outputs that a thread takes at once, vectors and rows of a tile.
+constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, VECTORS = 4, ROWS = VECTORS * LANES;
+
+inline Lanes load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
+
+inline void store(Lanes lanes, float* to) { *reinterpret_cast<Anywhere*>(to) = lanes; }
+
+// Exchange blocks of S lanes between vectors that are S apart; all four sizes together transpose sixteen vectors.
+template <int S>
+inline void exchange(Lanes* x) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & S) continue;
+    const Lanes a = x[i], b = x[i + S];
+    if constexpr (S == 1) {
+      x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+      x[i + S] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    } else if constexpr (S == 2) {
+      x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      x[i + S] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    } else if constexpr (S == 4) {
+      x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+      x[i + S] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    } else {
+      x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+      x[i + S] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+  }
+}
+
+inline void transpose(Lanes* x) {
+  exchange<1>(x);
+  exchange<2>(x);
+  exchange<4>(x);
+  exchange<8>(x);
+}
+
+// A matrix whose rows are contiguous, `stride` apart.
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t stride;
+
+  T* row(int64_t r) const { return data + r * stride; }
+};
+
+// Up to ROWS rows of x as to[k][V * LANES]; rows that are not there become 0.
+template <int V>
+void turn(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
+  for (int v = 0; v < V; ++v) {
+    const int64_t first = v * LANES, have = std::min<int64_t>(LANES, rows - first);
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) {
+      Lanes block[LANES];
+      for (int m = 0; m < LANES; ++m) block[m] = m < have ? load(x.row(first + m) + k) : Lanes{};
+      transpose(block);
+      for (int i = 0; i < LANES; ++i) store(block[i], to + ((k + i) * V + v) * LANES);
+    }
+    for (; k < size; ++k)
+      for (int m = 0; m < LANES; ++m) to[(k * V + v) * LANES + m] = m < have ? x.row(first + m)[k] : 0.f;
+  }
+}
+
+// N outputs of V vectors of rows. Weights come from memory: those of the next but one call are asked for meanwhile, and where
+// there are none the request does nothing.
+template <int V, int N>
+inline void sum(const float* x, const Matrix<const float>& w, int64_t size, float* to) {
+  Lanes sums[N][V] = {};
+  const int64_t ahead = AHEAD * w.stride;
+  for (int64_t k = 0; k < size; ++k) {
+    if (k % LANES == 0)
+      for (int o = 0; o < N; ++o) __builtin_prefetch(w.row(o) + k + ahead);
+    Lanes rows[V];
+    for (int v = 0; v < V; ++v) rows[v] = load(x + (k * V + v) * LANES);
+    for (int o = 0; o < N; ++o)
+      for (int v = 0; v < V; ++v) sums[o][v] += w.row(o)[k] * rows[v];
+  }
+  for (int o = 0; o < N; ++o)
+    for (int v = 0; v < V; ++v) store(sums[o][v], to + (o * V + v) * LANES);
+}
+
+// n outputs, CHUNK at most, of a tile of rows.
+template <int V>
+void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n, int64_t rows,
+           const Matrix<float>& out) {
+  alignas(64) float sums[CHUNK * V * LANES];
+  int64_t o = 0;
+  for (; o + OUTPUTS <= n; o += OUTPUTS) sum<V, OUTPUTS>(x, {w.row(o), w.stride}, size, sums + o * V * LANES);
+  for (; o < n; ++o) sum<V, 1>(x, {w.row(o), w.stride}, size, sums + o * V * LANES);
+  for (int64_t first = 0; first < n; first += LANES) {
+    const int64_t width = std::min<int64_t>(LANES, n - first);
+    for (int v = 0; v < V; ++v) {
+      Lanes block[LANES];
+      for (int i = 0; i < LANES; ++i) block[i] = i < width ? load(sums + ((first + i) * V + v) * LANES) : Lanes{};
+      transpose(block);
+      for (int m = 0; m < LANES && v * LANES + m < rows; ++m)
+        std::memcpy(out.row(v * LANES + m) + first, &block[m], sizeof(float) * width);
+    }
+  }
+}
+
+struct Tile {
+  int64_t first, rows;
+  const float* turned;
+};
+
+template <int V>
+struct Steps {
+  static void turn_to(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) { turn<V>(x, rows, size, to); }
+  static void run(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Matrix<float>& out) {
+    chunk<V>(tile.turned, w, size, n, tile.rows, out);
+  }
+};
+
+// Calls f with the number of vectors that hold so many rows.
+template <typename F>
+void by_vectors(int64_t rows, F f) {
+  switch ((rows + LANES - 1) / LANES) {
+    case 1: return f(Steps<1>{});
+    case 2: return f(Steps<2>{});
+    case 3: return f(Steps<3>{});
+    default: return f(Steps<VECTORS>{});
+  }
+}
+
+Tensor row_product(Tensor rows, Tensor weight) {
+  const int64_t m = rows.size(0), size = rows.size(1), n = weight.size(0);
+  STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
+                  "row_product: features must be contiguous, and equally many");
+  Tensor result = torch::stable::new_empty(rows, {m, n});
+  const Matrix<const float> x{static_cast<const float*>(rows.data_ptr()), rows.stride(0)};
+  const Matrix<const float> w{static_cast<const float*>(weight.data_ptr()), weight.stride(0)};
+  const Matrix<float> out{static_cast<float*>(result.data_ptr()), n};
+  const int64_t tiles = (m + ROWS - 1) / ROWS, chunks = (n + CHUNK - 1) / CHUNK;
+
+  static thread_local std::vector<float> room;
+  room.resize(tiles * ROWS * size + LANES);
+  float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
+  const auto tile = [&](int64_t t) {
+    return Tile{t * ROWS, std::min<int64_t>(ROWS, m - t * ROWS), turned + t * ROWS * size};
+  };
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      by_vectors(tile(t).rows, [&](auto steps) {
+        steps.turn_to({x.row(t * ROWS), x.stride}, tile(t).rows, size, turned + t * ROWS * size);
+      });
+  });
+  torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t first = c * CHUNK, width = std::min<int64_t>(CHUNK, n - first);
+      for (int64_t t = 0; t < tiles; ++t)
+        by_vectors(tile(t).rows, [&](auto steps) {
+          steps.run(tile(t), {w.row(first), w.stride}, size, width, {out.row(t * ROWS) + first, n});
+        });
+    }
+  });
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) { m.impl("row_product", TORCH_BOX(&row_product)); }

@@ -1,0 +1,78 @@
+"""Our CPU matrix product for few rows against float64."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from areno.engine.kernels import row_product
+from areno.engine.model.linear import OneDnnLinear
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    assert row_product.KERNEL.build() == ""
+    assert row_product.KERNEL.load()
+    yield
+    patch.undo()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 50, 64, 65, 129, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 48), (40, 24), (100, 53), (513, 97), (128, 600)])
+def test_the_product_is_that_of_float64(rows, inputs, outputs):
+    random = torch.Generator().manual_seed(rows * inputs + outputs)
+    x, weight = (torch.randn(n, inputs, generator=random) for n in (rows, outputs))
+    got = row_product.row_product(x, weight)
+    expected = x.double() @ weight.double().T
+    bound = x.abs().double() @ weight.abs().double().T  # of what rounding can do to a sum
+    assert got.shape == (rows, outputs)
+    assert ((got.double() - expected).abs() <= bound * inputs**0.5 * 2**-23).all()
+
+
+def test_rows_and_weights_may_be_parts_of_larger_tensors():
+    x, weight = torch.randn(20, 3, 40)[:, 1], torch.randn(30, 60)[:, :40]
+    torch.testing.assert_close(row_product.row_product(x, weight), x @ weight.T)
+
+
+def test_features_that_are_not_contiguous_are_refused():
+    with pytest.raises(RuntimeError, match="contiguous"):
+        row_product.row_product(torch.randn(4, 40), torch.randn(40, 30).T)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_depends_on_itself_alone(threads):
+    x, weight = torch.randn(100, 200), torch.randn(130, 200)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = row_product.row_product(x, weight)
+        for first, last in ((0, 1), (5, 22), (64, 100), (30, 95)):
+            assert torch.equal(row_product.row_product(x[first:last], weight), whole[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    x, weight = torch.randn(20, 32), torch.randn(50, 32)
+    x[3] = torch.inf
+    got = row_product.row_product(x, weight)
+    assert not got[3].isfinite().any()
+    assert got[torch.arange(20) != 3].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_traced_layer_calls_it(bias):
+    layer = nn.Linear(32, 24, bias=bias).requires_grad_(False)
+    x = torch.randn(5, 2, 32)
+    expected = layer(x)
+    layer.__class__ = OneDnnLinear
+    traced = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
+    assert "row_product" in str(traced.graph)
+    torch.testing.assert_close(traced.module()(x), expected)
