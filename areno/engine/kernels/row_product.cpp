@@ -107,9 +107,18 @@ template <int V>
 void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n, int64_t rows,
            const Matrix<float>& out) {
   alignas(64) float sums[CHUNK * V * LANES];
-  int64_t o = 0;
-  for (; o + OUTPUTS <= n; o += OUTPUTS) sum<V, OUTPUTS>(x, {w.row(o), w.stride}, size, sums + o * V * LANES);
-  for (; o < n; ++o) sum<V, 1>(x, {w.row(o), w.stride}, size, sums + o * V * LANES);
+  for (int64_t o = 0; o < n; o += OUTPUTS) {
+    const Matrix<const float> mine{w.row(o), w.stride};
+    float* to = sums + o * V * LANES;
+    switch (n - o) {
+      case 1: sum<V, 1>(x, mine, size, to); break;
+      case 2: sum<V, 2>(x, mine, size, to); break;
+      case 3: sum<V, 3>(x, mine, size, to); break;
+      case 4: sum<V, 4>(x, mine, size, to); break;
+      case 5: sum<V, 5>(x, mine, size, to); break;
+      default: sum<V, OUTPUTS>(x, mine, size, to);
+    }
+  }
   for (int64_t first = 0; first < n; first += LANES) {
     const int64_t width = std::min<int64_t>(LANES, n - first);
     for (int v = 0; v < V; ++v) {
@@ -154,7 +163,7 @@ Tensor row_product(Tensor rows, Tensor weight) {
   const Matrix<const float> x{static_cast<const float*>(rows.data_ptr()), rows.stride(0)};
   const Matrix<const float> w{static_cast<const float*>(weight.data_ptr()), weight.stride(0)};
   const Matrix<float> out{static_cast<float*>(result.data_ptr()), n};
-  const int64_t tiles = (m + ROWS - 1) / ROWS, chunks = (n + CHUNK - 1) / CHUNK;
+  const int64_t tiles = (m + ROWS - 1) / ROWS, units = (n + OUTPUTS - 1) / OUTPUTS;
 
   static thread_local std::vector<float> room;
   room.resize(tiles * ROWS * size + LANES);
@@ -168,9 +177,10 @@ Tensor row_product(Tensor rows, Tensor weight) {
         steps.turn_to({x.row(t * ROWS), x.stride}, tile(t).rows, size, turned + t * ROWS * size);
       });
   });
-  torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      const int64_t first = c * CHUNK, width = std::min<int64_t>(CHUNK, n - first);
+  torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {  // in units, so that threads get equal parts
+    const int64_t stop = std::min(end * OUTPUTS, n);
+    for (int64_t first = begin * OUTPUTS; first < stop; first += CHUNK) {
+      const int64_t width = std::min<int64_t>(CHUNK, stop - first);
       for (int64_t t = 0; t < tiles; ++t)
         by_vectors(tile(t).rows, [&](auto steps) {
           steps.run(tile(t), {w.row(first), w.stride}, size, width, {out.row(t * ROWS) + first, n});
