@@ -28,16 +28,17 @@ class RunDirectory:
 
     Args:
         path: the directory; ``create`` makes it.
+        log_name: name of its log; experiments from YAML call it ``main.log``.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, log_name: str = "log.txt") -> None:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.events_path = self.path / "events"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
-        self.log_path = self.path / "log.txt"
+        self.log_path = self.path / log_name
         self.summary_path = self.path / "summary.json"
 
     def create(self) -> RunDirectory:

@@ -28,9 +28,11 @@ class EventWriter:
     Args:
         log_dir: folder of the event files; made at the first write.
         purge_step: on resume, the first step that will be written again; TensorBoard hides old events from there on.
+        option: what the user chose the folder with; errors name it.
     """
 
-    def __init__(self, log_dir: str | Path, purge_step: int | None = None) -> None:
+    def __init__(self, log_dir: str | Path, purge_step: int | None = None, option: str = "--metrics-log-dir") -> None:
+        self._option = option
         self._log_dir = Path(log_dir)
         self._purge_step = purge_step
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float], float] | None] = queue.SimpleQueue()
@@ -81,7 +83,7 @@ class EventWriter:
         if self._failure is not None:
             raise ArenoError(
                 f"cannot write TensorBoard events to {self._log_dir}: {self._failure}; "
-                "check the disk, or choose another folder with --metrics-log-dir"
+                f"check the disk, or choose another folder with {self._option}"
             ) from self._failure
 
     def _work(self) -> None:

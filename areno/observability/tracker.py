@@ -300,6 +300,6 @@ def all_parts(reset: bool = True) -> Parts:
 
 
 def export_all(gather: Callable[[Parts], Iterable[Parts]] | None = None, reset: bool = True) -> dict[str, float]:
-    """The statistics of all named trackers, over all processes where ``gather`` is given; see :meth:`StatsTracker.export_all`."""
+    """The statistics of all named trackers, of all processes where ``gather`` returns their parts."""
     parts = all_parts(reset)
     return told(merge(gather(parts)) if gather is not None else parts)

@@ -1,0 +1,141 @@
+"""Tells the statistics of a step: a table in ``main.log`` and on the terminal, ``metrics.jsonl``, and tracking services.
+
+Special here: the first words of each table are those of the quickstart (``Epoch 1/5``, ``step 6/19``, ``global step 6``),
+counted from 1; files count steps from 0. All durations come from one clock, and go on counting after a recovery. A
+service that fails is left out from then on, because training must not depend on somebody else's server.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from areno.observability.run_dir import RunDirectory
+from areno.observability.services import Service
+from areno.observability.tracker import without_counts
+
+_log = logging.getLogger(__name__)
+
+_LEAST_WIDTH = 36
+
+
+class StatsLogger:
+    """Where the statistics of an experiment go.
+
+    Args:
+        run_dir: its ``metrics.jsonl`` gets one line per step.
+        total_epochs: epochs of the whole run.
+        steps_per_epoch: steps of each.
+        services: tracking services, from ``open_services``; closed with the logger.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        *,
+        total_epochs: int,
+        steps_per_epoch: int,
+        services: Sequence[Service] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir = run_dir
+        self._total_epochs = total_epochs
+        self._steps_per_epoch = steps_per_epoch
+        self._services = list(services)
+        self._clock = clock
+        self._start = self._previous = clock()
+        self._global_step = self._x = -1
+        self._held: dict[str, float] = {}
+
+    def before_training(self, stats: Mapping[str, float]) -> None:
+        """Tell what was measured before the first step: a line of step 0 in ``metrics.jsonl``.
+
+        Services get it together with the first step, whose place on their axis it would take otherwise.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        self._held = without_counts(stats)
+        _log.info("before training\n%s", table(self._held))
+        self._run_dir.append_metrics(0, self._held)
+
+    def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
+        """Tell the statistics of one finished step.
+
+        Args:
+            epoch: index of the epoch, from 0.
+            step: index of the step in its epoch, from 0.
+            global_step: index of the step in the run, from 0.
+            stats: numbers by name; counts of scalars (``...__count``) are left out.
+
+        Raises:
+            ArenoError: ``metrics.jsonl`` cannot be written.
+        """
+        numbers = without_counts(stats)
+        now = self._clock()
+        _log.info(
+            "Epoch %d/%d step %d/%d global step %d (%.2f s, %.1f s since the start)\n%s",
+            *(epoch + 1, self._total_epochs, step + 1, self._steps_per_epoch, global_step + 1),
+            *(now - self._previous, now - self._start, table(numbers)),
+        )
+        self._previous = now
+        self._run_dir.append_metrics(global_step, numbers)
+        self._global_step = global_step
+        self._x = max(global_step, self._x + 1)
+        sent = {**self._held, **numbers}
+        self._held = {}
+        for service in list(self._services):
+            self._send(service, sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a recovered run continues with."""
+        return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last step of ``state``; later lines of ``metrics.jsonl`` and ``samples.jsonl`` are dropped.
+
+        Raises:
+            ArenoError: a file cannot be rewritten.
+        """
+        self._global_step, self._x = state["global_step"], state["x"]
+        self._previous = self._clock()
+        self._start = self._previous - state["elapsed_s"]
+        dropped = self._run_dir.truncate_after(self._global_step)
+        if dropped:
+            _log.info(
+                "%d lines of steps after global step %d are dropped and done again", dropped, self._global_step + 1
+            )
+
+    def close(self) -> None:
+        """Close the services; a second call does nothing."""
+        services, self._services = self._services, []
+        for service in services:
+            try:
+                service.close()
+            except Exception as error:  # a service's own failure, of whatever type
+                _log.error("%s did not end properly: %s; %s has all values", service.name, error, self._metrics)
+        _log.info("%d steps in %.1f s", self._global_step + 1, self._clock() - self._start)
+
+    def _send(self, service: Service, numbers: Mapping[str, float]) -> None:
+        try:
+            service.log(self._x, numbers)
+        except Exception as error:  # a service's own failure, of whatever type
+            self._services.remove(service)
+            _log.error("%s is left out from now on: %s; %s has all values", service.name, error, self._metrics)
+
+    @property
+    def _metrics(self) -> str:
+        return str(self._run_dir.metrics_path)
+
+
+def table(numbers: Mapping[str, float]) -> str:
+    """One line per number, by name, with the values below each other."""
+    width = max([_LEAST_WIDTH, *map(len, numbers)]) + 3
+    return "\n".join(f"  {name + ' ':.<{width}} {_shown(numbers[name])}" for name in sorted(numbers))
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15) else f"{value:.6g}"

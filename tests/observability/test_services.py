@@ -1,0 +1,183 @@
+"""Tracking services: each really written to and read back with its own format, on this machine; none imported unless used."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from areno.errors import UsageError
+from areno.observability.services import RunName, open_services
+
+RUN = RunName("my exp", "trial/1", {"lr": 0.5})
+
+# A program per test: services take settings from the environment when they are imported, and keep a global run.
+PROGRAM = """
+import json, sys, pathlib
+from areno.observability.services import RunName, open_services
+sections = json.loads(sys.argv[2])
+for steps in json.loads(sys.argv[3]):  # each a run of its own, as after a restart
+    (service,) = open_services(RunName("my exp", "trial/1", {"lr": 0.5}), pathlib.Path(sys.argv[1]), **sections)
+    for step in steps:
+        service.log(step, {"ppo_actor/task_reward/avg": step / 2, "bad": float("nan")})
+    service.close()
+heavy = [name for name in ("wandb", "swanlab", "trackio", "torch") if name in sys.modules]
+print("LOADED", json.dumps(heavy))
+"""
+
+
+def needs(*packages):
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
+
+
+def send(folder, starts, **sections):
+    environment = {**os.environ, "HOME": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
+    arguments = [str(folder), json.dumps(sections), json.dumps(starts)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("LOADED")[2].splitlines()[0])
+
+
+def chunks_of(data):
+    """Records of a log file of the LevelDB kind: blocks of 32 KiB, pieces with a header of checksum, length and type."""
+    place, record = 7, b""  # W&B's own header comes first
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""
+
+
+def wandb_records(folder):
+    """The runs and the steps in W&B's own file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    records = [Record.FromString(chunk) for chunk in chunks_of(path.read_bytes())]
+    history = [
+        {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    return [record.run for record in records if record.HasField("run")], history
+
+
+@needs("wandb")
+def test_wandb_offline_keeps_every_step_under_the_documented_run_id(tmp_path):
+    loaded = send(tmp_path, [[0, 1, 5]], wandb={"mode": "offline", "tags": ["a"], "notes": "n", "job_type": "rl"})
+    assert "swanlab" not in loaded
+    assert "trackio" not in loaded
+    runs, history = wandb_records(tmp_path)
+    run = runs[0]
+    assert run.run_id == "my-exp_trial-1_train"
+    assert (run.project, run.display_name, run.run_group) == ("my exp", "trial/1", "my exp_trial/1")
+    assert (list(run.tags), run.notes, run.job_type) == (["a"], "n", "rl")
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["lr"] == 0.5
+    assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in history] == [(0, 0.0), (1, 0.5), (5, 2.5)]
+
+
+@needs("wandb")
+def test_wandb_true_means_online_which_cannot_be_had_without_a_server(tmp_path):
+    unreachable = {"wandb_base_url": "http://127.0.0.1:9", "wandb_api_key": "k" * 40}
+    program = PROGRAM.replace('print("LOADED"', 'print("LOADED", service._run.settings.mode, "X"')
+    arguments = [str(tmp_path), json.dumps({"wandb": {"mode": True, **unreachable}}), "[[]]"]
+    environment = {**os.environ, "HOME": str(tmp_path), "WANDB_INIT_TIMEOUT": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "UsageError: wandb cannot be started" in done.stderr
+    assert "wandb.mode=disabled" in done.stderr
+
+
+@needs("swanlab", "swanboard")
+def test_swanlab_local_keeps_every_step(tmp_path):
+    send(tmp_path, [[0, 1, 5, 3]], swanlab={"mode": "local"})
+    (log,) = tmp_path.glob("swanlab/run-*/logs/*/*.log")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row["index"], float(row["data"])) for row in rows] == [(0, 0.0), (1, 0.5), (5, 2.5), (6, 1.5)]
+
+
+@needs("swanlab")
+def test_swanlab_offline_keeps_a_run_to_send_later(tmp_path):
+    send(tmp_path, [[0, 1]], swanlab={"mode": "offline", "logdir": str(tmp_path / "elsewhere")})
+    (file,) = (tmp_path / "elsewhere").glob("run-*/run-*.swanlab")
+    assert file.stat().st_size > 0
+
+
+@needs("trackio")
+def test_trackio_local_continues_its_history_after_a_restart(tmp_path):
+    send(tmp_path, [[0, 1, 5], [3, 4]], trackio={"mode": "local", "project": "p"})
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as base:
+        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert {row[0] for row in rows} == {"trial/1"}
+    assert [row[1] for row in rows] == [0, 1, 5, 6, 7]
+    assert [json.loads(row[2])["ppo_actor/task_reward/avg"] for row in rows] == [0.0, 0.5, 2.5, 1.5, 2.0]
+
+
+def test_tensorboard_events_hold_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert send(tmp_path, [[0, 1, 5]], tensorboard={"path": str(tmp_path / "events")})[:1] == ["torch"]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("ppo_actor/task_reward/avg")] == [(0, 0.0), (1, 0.5), (5, 2.5)]
+
+
+def test_nothing_is_imported_for_disabled_services():
+    code = (
+        "import sys, pathlib; from areno.observability.services import *\n"
+        "off = {'mode': 'disabled'}\n"
+        "assert open_services(RunName('e', 't'), pathlib.Path('.'), wandb=off | {'name': None}, swanlab=off, "
+        "tensorboard={'path': None}, trackio={'mode': False}) == []\n"
+        "print([name for name in ('wandb', 'swanlab', 'trackio', 'torch', 'tensorboard') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "package", "fields"),
+    [
+        ("wandb", "wandb", {"mode": "offline"}),
+        ("swanlab", "swanlab", {"mode": "offline"}),
+        ("trackio", "trackio", {"mode": "local"}),
+    ],
+)
+def test_a_missing_package_is_said_with_the_command_that_installs_it(section, package, fields, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ImportError
+    with pytest.raises(UsageError, match=rf"{section}\.mode needs.*pip install '{package}'.*{section}\.mode=disabled"):
+        open_services(RUN, tmp_path, **{section: fields})
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"wandb": {"mode": "ofline"}}, r"wandb\.mode='ofline'.*online, offline, shared, disabled"),
+        ({"swanlab": {"mode": "online"}}, r"swanlab\.mode='online'.*cloud, local, offline, disabled"),
+        ({"trackio": {"mode": "online"}}, r"trackio\.space_id=None: give trackio\.space_id"),
+        ({"trackio": {"mode": "local", "space_id": "a/b"}}, r"use trackio\.mode=online"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        open_services(RUN, tmp_path, **sections)
