@@ -95,7 +95,7 @@ def test_an_error_while_writing_leaves_the_old_best_alone(tmp_path):
 def test_an_old_best_that_a_kill_caught_on_its_way_out_is_put_back(tmp_path):
     folder = CheckpointFolder(tmp_path)
     save_best(folder, 1)
-    os.replace(folder.best, tmp_path / ".trash-best")  # the first of the two renames of a replacement
+    os.replace(folder.best, tmp_path / ".replaced-best")  # the first of the two renames of a replacement
     folder.clear_leftovers()
     assert folder.best_step() == 1
     assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -103,7 +103,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
         folder.clear_leftovers()
         assert all(name.startswith("step_") for name in os.listdir(tmp_path))
         for step in folder.steps():
-            folder._remove(folder.path(step))
+            folder.remove(step)
 
 
 def test_random_state_comes_back():
@@ -120,4 +120,33 @@ def test_random_state_comes_back():
 
 def test_leftover_names_are_hidden():
     assert folder_module._PARTIAL.startswith(".")
+    assert folder_module._REPLACED.startswith(".")
     assert folder_module._TRASH.startswith(".")
+
+
+@pytest.mark.parametrize("calls", range(1, 8))
+def test_a_kill_while_a_checkpoint_is_replaced_costs_neither_the_old_nor_the_new_one(tmp_path, calls):
+    """The process is killed at each of its renames and deletions in turn; the only checkpoint is never lost."""
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1, "first")
+    child = os.fork()
+    if child == 0:
+        left = [calls]
+
+        def or_die(function):
+            def counted(*arguments, **options):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return counted
+
+        os.replace, os.unlink, os.rmdir = map(or_die, (os.replace, os.unlink, os.rmdir))
+        save(folder, 1, "second")
+        os._exit(0)
+    os.waitpid(child, 0)
+    folder.clear_leftovers()
+    assert folder.steps() == [1]
+    assert (folder.path(1) / "model").read_text() in ("first", "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

@@ -1,9 +1,9 @@
 """The checkpoint root: ``step_000123/`` folders, and ``best/`` where a run keeps one, that are complete or absent.
 
-A checkpoint is written under a temporary name and renamed when its last byte is there. What is to go is renamed first and
-deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start; an old
-``best`` that a kill caught between the two renames is put back. Two checkpoints of one step share their files by hard
-links where the file system has them, so a file of a checkpoint is replaced, never written into.
+A checkpoint is written under a temporary name and renamed when its last byte is on the disk. What is to go is renamed first
+and deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start; one that
+is being replaced is deleted last, and put back where a kill fell between the two renames. Two checkpoints of one step share
+their files by hard links where the file system has them, so a file of a checkpoint is replaced, never written into.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATE_FOLDER = "trainer_state"
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _BEST = "best"
-_PARTIAL, _TRASH = ".partial-", ".trash-"
+_PARTIAL, _REPLACED, _TRASH = ".partial-", ".replaced-", ".trash-"
 # Room for tokenizer files, rounding and the file system's own needs.
 _DISK_SLACK = 64 * 1024 * 1024
 
@@ -34,11 +34,18 @@ class CheckpointFolder:
     Args:
         root: folder that holds them; made when first needed.
         keep: newest checkpoints to keep; None keeps all.
+        remedy: what helps where the disk is full.
     """
 
-    def __init__(self, root: str | Path, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        keep: int | None = None,
+        remedy: str = "free some space, use --keep-checkpoints, or choose another --save-path",
+    ) -> None:
         self.root = Path(root)
         self.keep = keep
+        self._remedy = remedy
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after ``step`` completed steps lies."""
@@ -76,14 +83,14 @@ class CheckpointFolder:
         return self.path(steps[-1]) if steps else None
 
     def clear_leftovers(self) -> None:
-        """Delete what an interrupted save or deletion left behind."""
+        """Delete what an interrupted save or deletion left behind, after putting back what was about to be replaced."""
         if not self.root.is_dir():
             return
-        old_best = self.root / f"{_TRASH}{_BEST}"
-        if old_best.exists() and not self.best.exists():
-            os.replace(old_best, self.best)
-        for entry in self.root.iterdir():
-            if entry.name.startswith((_PARTIAL, _TRASH)):
+        for entry in list(self.root.iterdir()):
+            name = entry.name.removeprefix(_REPLACED)
+            if name != entry.name and not (self.root / name).exists():
+                os.replace(entry, self.root / name)
+            elif entry.name.startswith((_PARTIAL, _REPLACED, _TRASH)):
                 shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
@@ -102,13 +109,20 @@ class CheckpointFolder:
             yield folder
         if self.keep is not None:
             for old in self.steps()[: -self.keep]:
-                self._remove(self.path(old))
+                self.remove(old)
 
     @contextmanager
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """:meth:`writing` for the best checkpoint, which replaces the one before and is never counted among the newest."""
         with self._writing(self.best, needed_bytes, copy_of) as folder:
             yield folder
+
+    def remove(self, step: int) -> None:
+        """Delete the checkpoint of a step; a kill leaves it whole or hidden."""
+        trash = self.root / f"{_TRASH}{self.path(step).name}"
+        shutil.rmtree(trash, ignore_errors=True)
+        os.replace(self.path(step), trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
     @contextmanager
     def _writing(self, target: Path, needed_bytes: int, copy_of: Path | None) -> Iterator[Path]:
@@ -124,10 +138,8 @@ class CheckpointFolder:
             if copy_of is not None:
                 shutil.copytree(copy_of, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
             yield partial
-            _sync_folder(partial)
-            self._remove(target)
-            os.replace(partial, target)
-            _sync_folder(self.root)
+            sync_tree(partial)
+            self._replace(target, partial)
         except OSError as error:
             raise CheckpointError(f"writing the checkpoint {target} failed: {error}") from error
         finally:
@@ -137,16 +149,17 @@ class CheckpointFolder:
         free = shutil.disk_usage(self.root).free
         if free < needed + _DISK_SLACK:
             raise CheckpointError(
-                f"a checkpoint needs {needed / 2**20:.0f} MiB and {self.root} has {free / 2**20:.0f} MiB free; "
-                "free some space, use --keep-checkpoints, or choose another --save-path"
+                f"a checkpoint needs {needed / 2**20:.0f} MiB and {self.root} has {free / 2**20:.0f} MiB free; {self._remedy}"
             )
 
-    def _remove(self, path: Path) -> None:
-        if path.exists():
-            trash = self.root / f"{_TRASH}{path.name}"
-            shutil.rmtree(trash, ignore_errors=True)
-            os.replace(path, trash)
-            shutil.rmtree(trash, ignore_errors=True)
+    def _replace(self, target: Path, new: Path) -> None:
+        """Give ``new`` the name ``target``; the old one is deleted when that is done, and not before."""
+        old = self.root / f"{_REPLACED}{target.name}"
+        if target.exists():
+            os.replace(target, old)
+        os.replace(new, target)
+        _sync(self.root)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -157,8 +170,14 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _sync_folder(path: Path) -> None:
-    """Make a folder's entries survive a power cut."""
+def sync_tree(folder: Path) -> None:
+    """Make the files of a folder, and the folders themselves, survive a power cut."""
+    for parent, _, files in os.walk(folder):
+        for name in (*files, "."):
+            _sync(Path(parent, name))
+
+
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
