@@ -117,6 +117,12 @@ class CheckpointFolder:
         with self._writing(self.best, needed_bytes, copy_of) as folder:
             yield folder
 
+    @contextmanager
+    def writing_named(self, name: str, needed_bytes: int) -> Iterator[Path]:
+        """:meth:`writing` for a folder of any other name, which is never counted among the checkpoints."""
+        with self._writing(self.root / name, needed_bytes, None) as folder:
+            yield folder
+
     def remove(self, step: int) -> None:
         """Delete the checkpoint of a step; a kill leaves it whole or hidden."""
         trash = self.root / f"{_TRASH}{self.path(step).name}"

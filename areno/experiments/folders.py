@@ -1,0 +1,87 @@
+"""Where an experiment keeps its files: the documented folders below ``fileroot``.
+
+    {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
+    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery points
+
+``checkpoints`` in the run directory is a link to the second one, so that tools that read run directories find both.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areno.errors import UsageError
+from areno.observability.run_dir import RunDirectory
+
+
+def _user() -> str:
+    """Name for the paths; a container's user may have none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentFolders:
+    """The folders of one trial; asking for a path makes nothing.
+
+    Args:
+        fileroot: root of all files.
+        experiment: name of the experiment.
+        trial: name of the trial.
+        user: None is whoever runs the program.
+    """
+
+    fileroot: str | Path
+    experiment: str
+    trial: str
+    user: str = field(default_factory=_user)
+
+    def _below(self, kind: str) -> Path:
+        return Path(self.fileroot).expanduser() / kind / self.user / self.experiment / self.trial
+
+    @property
+    def logs(self) -> Path:
+        """The run directory."""
+        return self._below("logs")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Root of saved models."""
+        return self._below("checkpoints")
+
+    @property
+    def recover(self) -> Path:
+        """Root of recovery points."""
+        return self.checkpoints / "recover"
+
+    @property
+    def run_dir(self) -> RunDirectory:
+        """The run directory as areno's tools know it; its log is ``main.log``."""
+        return RunDirectory(self.logs, log_name="main.log")
+
+    def create(self) -> RunDirectory:
+        """Make the run directory, with a link to the checkpoints.
+
+        Raises:
+            UsageError: the places cannot be written to.
+        """
+        run_dir = self.run_dir
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            if not run_dir.checkpoints_path.is_symlink() and not run_dir.checkpoints_path.exists():
+                # Relative, so that a copied or mounted fileroot stays whole.
+                run_dir.checkpoints_path.symlink_to(
+                    os.path.relpath(self.checkpoints, self.logs), target_is_directory=True
+                )
+        except OSError as error:
+            raise UsageError(
+                f"fileroot {self.fileroot}: {error.filename or self.logs} cannot be made ({error.strerror or error}); "
+                "choose another cluster.fileroot"
+            ) from error
+        return run_dir.create()

@@ -1,0 +1,143 @@
+"""When to save, to evaluate and to keep a recovery point: every so many epochs, steps or seconds, whichever comes first.
+
+Special here: the three counters are independent; each begins anew only when it has itself come due, so "every 100 steps"
+stays that beside "every epoch". Whatever has a rhythm of its own has a control of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from areno.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A step and its place in the run; indices count from 0.
+
+    Args:
+        epoch: index of the epoch.
+        epoch_step: index of the step in its epoch.
+        global_step: index of the step in the run.
+        steps_per_epoch: steps of an epoch.
+        total_steps: steps of the whole run.
+    """
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
+    total_steps: int
+
+    @classmethod
+    def first(cls, steps_per_epoch: int, total_steps: int) -> StepInfo:
+        """The first step of a run."""
+        return cls(0, 0, 0, steps_per_epoch, total_steps)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether it is the last one of its epoch."""
+        return self.epoch_step + 1 == self.steps_per_epoch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last one of the run."""
+        return self.global_step + 1 >= self.total_steps
+
+    def next(self) -> StepInfo:
+        """The step after it."""
+        if self.ends_epoch:
+            return replace(self, epoch=self.epoch + 1, epoch_step=0, global_step=self.global_step + 1)
+        return replace(self, epoch_step=self.epoch_step + 1, global_step=self.global_step + 1)
+
+    def as_json(self) -> dict[str, int]:
+        """Its fields; ``StepInfo(**fields)`` makes it again."""
+        return asdict(self)
+
+
+class FrequencyControl:
+    """One rhythm.
+
+    Args:
+        freq_epochs: due after so many epochs; None never.
+        freq_steps: due after so many steps; None never.
+        freq_secs: due after so many seconds; None never.
+        always_last: also due at the last step of the run, where any of the three is given.
+        before_training: due once before the first step.
+        clock: seconds, never going back.
+        slowest: the largest of a number over all ranks, so that they agree on what is due.
+
+    Raises:
+        UsageError: a frequency is below 1.
+    """
+
+    def __init__(
+        self,
+        freq_epochs: int | None = None,
+        freq_steps: int | None = None,
+        freq_secs: float | None = None,
+        *,
+        always_last: bool = False,
+        before_training: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        slowest: Callable[[float], float] = float,
+    ) -> None:
+        self._every = {"epochs": freq_epochs, "steps": freq_steps, "secs": freq_secs}
+        for unit, value in self._every.items():
+            if value is not None and value <= 0:
+                raise UsageError(f"freq_{unit}={value}: give a number above 0, or null to leave it out")
+        self._always_last = always_last
+        self._before_training = before_training
+        self._clock = clock
+        self._slowest = slowest
+        self._epochs = self._steps = 0
+        self._since = clock()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it is ever due during training."""
+        return any(value is not None for value in self._every.values())
+
+    def due_before_training(self) -> bool:
+        """Whether it is due before the first step; True at most once in a run, recovered or not."""
+        due, self._before_training = self._before_training, False
+        return due
+
+    def check(self, at: StepInfo) -> bool:
+        """Count a finished step; to be called once for each.
+
+        Returns:
+            Whether it is due now.
+        """
+        self._before_training = False
+        self._steps += 1
+        self._epochs += at.ends_epoch
+        now = self._clock()
+        counted = {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed(now)}
+        due = {unit for unit, every in self._every.items() if every is not None and counted[unit] >= every}
+        self._epochs = 0 if "epochs" in due else self._epochs
+        self._steps = 0 if "steps" in due else self._steps
+        self._since = now if "secs" in due else self._since
+        return bool(due) or (self._always_last and self.enabled and at.is_last)
+
+    def _elapsed(self, now: float) -> float:
+        seconds = now - self._since
+        return self._slowest(seconds) if self._every["secs"] is not None else seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters."""
+        return {
+            "epochs": self._epochs,
+            "steps": self._steps,
+            "secs": self._clock() - self._since,
+            "before_training": self._before_training,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there; the time between is not counted."""
+        self._epochs, self._steps = state["epochs"], state["steps"]
+        self._since = self._clock() - state["secs"]
+        self._before_training = self._before_training and state["before_training"]

@@ -1,0 +1,139 @@
+"""Saves the models of an experiment in Hugging Face format, where the documentation says they lie.
+
+    {root}/{role}/epoch{E}epochstep{S}globalstep{G}/
+
+Special here: each role has counters of its own, so a critic takes nothing away from the actor. A folder has its name when
+it is whole, and not before. Asynchronous saving holds training up for a copy of the weights; a thread writes the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.errors import UsageError
+from areno.experiments.frequency import FrequencyControl, StepInfo
+
+_log = logging.getLogger(__name__)
+
+MODES = ("auto", "sync", "async")
+DISK_REMEDY = "free some space, save less often (saver.freq_*), or choose another cluster.fileroot"
+
+WriteModel = Callable[[Path], None]
+"""Writes a model with its tokenizer into a folder."""
+StageModel = Callable[[], WriteModel]
+"""Copies a model's weights, and returns what writes the copy."""
+
+
+class Saver:
+    """Saves models at their times.
+
+    Args:
+        root: the trial's folder for models.
+        control: makes one rhythm, called once for each role.
+        roles: ``default`` is the actor.
+        mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for models
+            that can be copied, else ``sync``.
+
+    Raises:
+        UsageError: an unknown mode.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        control: Callable[[], FrequencyControl],
+        roles: Iterable[str] = ("default",),
+        mode: str = "auto",
+    ) -> None:
+        if mode not in MODES:
+            raise UsageError(f"saver.mode={mode!r} is not a mode; use one of {', '.join(MODES)}")
+        self._root = Path(root)
+        self._controls = {role: control() for role in roles}
+        self._mode = mode
+        self._writer: ThreadPoolExecutor | None = None
+        self._under_way: dict[str, Future[None]] = {}
+
+    def path(self, role: str, at: StepInfo) -> Path:
+        """Where a role's model of a step lies."""
+        return self._root / role / f"epoch{at.epoch}epochstep{at.epoch_step}globalstep{at.global_step}"
+
+    def save_if_due(
+        self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
+    ) -> Path | None:
+        """Count a finished step of a role, and save its model where that is due; arguments as for :meth:`save`.
+
+        Returns:
+            Where it lies, or will lie; None where nothing was due.
+        """
+        due = self._controls[role].check(at)
+        return self.save(role, at, write, stage=stage, needed_bytes=needed_bytes) if due else None
+
+    def save(
+        self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
+    ) -> Path:
+        """Save a role's model now.
+
+        Args:
+            role: one of the saver's.
+            at: the finished step.
+            write: writes the model as it is.
+            stage: copies it, for asynchronous saving; None where it cannot be copied.
+            needed_bytes: its size.
+
+        Raises:
+            CheckpointError: this save failed, or the role's asynchronous save before it.
+        """
+        if self._mode == "async" and stage is None:
+            _log.warning("saver.mode=async: %s cannot be copied here, so training waits until it is written", role)
+        if self._mode == "sync" or stage is None:
+            self._wait(role)
+            self._write(role, at, write, needed_bytes)
+        else:
+            self._wait(role)
+            self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="areno-saver")
+            self._under_way[role] = self._writer.submit(self._write, role, at, stage(), needed_bytes)
+        return self.path(role, at)
+
+    def wait(self) -> None:
+        """Wait until all models are written.
+
+        Raises:
+            CheckpointError: an asynchronous save failed.
+        """
+        for role in list(self._under_way):
+            self._wait(role)
+
+    def close(self) -> None:
+        """:meth:`wait`, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters of each role."""
+        return {role: control.state_dict() for role, control in self._controls.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; a role that was not there before begins."""
+        for role, control in self._controls.items():
+            if role in state:
+                control.load_state_dict(state[role])
+
+    def _wait(self, role: str) -> None:
+        future = self._under_way.pop(role, None)
+        if future is not None:
+            future.result()
+
+    def _write(self, role: str, at: StepInfo, write: WriteModel, needed_bytes: int) -> None:
+        path = self.path(role, at)
+        with CheckpointFolder(path.parent, remedy=DISK_REMEDY).writing_named(path.name, needed_bytes) as folder:
+            write(folder)
+        _log.info("saved %s of global step %d in %s", role, at.global_step + 1, path)

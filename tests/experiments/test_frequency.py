@@ -1,0 +1,112 @@
+"""Rhythms: three independent counters, whose sum of events agrees with counting by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areno.errors import UsageError
+from areno.experiments.frequency import FrequencyControl, StepInfo
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def steps(per_epoch, total):
+    at = StepInfo.first(per_epoch, total)
+    while True:
+        yield at
+        if at.is_last:
+            return
+        at = at.next()
+
+
+def due_steps(control, per_epoch, total, clock=None, seconds=1.0):
+    due = []
+    for at in steps(per_epoch, total):
+        if clock:
+            clock.now += seconds
+        if control.check(at):
+            due.append(at.global_step + 1)
+    return due
+
+
+def test_steps_are_numbered_from_0_and_know_the_ends():
+    walked = [(at.epoch, at.epoch_step, at.global_step, at.ends_epoch, at.is_last) for at in steps(2, 3)]
+    assert walked == [(0, 0, 0, False, False), (0, 1, 1, True, False), (1, 0, 2, False, True)]
+    assert StepInfo(**json.loads(json.dumps(StepInfo(1, 0, 2, 2, 3).as_json()))) == StepInfo(1, 0, 2, 2, 3)
+
+
+@given(
+    per_epoch=st.integers(1, 7),
+    total=st.integers(1, 30),
+    epochs=st.none() | st.integers(1, 3),
+    every=st.none() | st.integers(1, 9),
+    last=st.booleans(),
+)
+def test_epochs_and_steps_count_independently(per_epoch, total, epochs, every, last):
+    control = FrequencyControl(epochs, every, always_last=last)
+    expected = {n for n in range(1, total + 1) if every and n % every == 0}
+    expected |= {n for n in range(1, total + 1) if epochs and n % (per_epoch * epochs) == 0}
+    expected |= {total} if last and (epochs or every) else set()
+    assert due_steps(control, per_epoch, total) == sorted(expected)
+
+
+def test_seconds_are_counted_from_when_they_last_came_due_with_or_without_ranks():
+    clock = Clock()
+    control = FrequencyControl(freq_secs=25, clock=clock)
+    assert due_steps(control, 100, 10, clock, seconds=10) == [3, 6, 9]
+    slow = FrequencyControl(freq_secs=25, clock=clock, slowest=lambda own: own + 10)  # another rank is 10 s ahead
+    assert due_steps(slow, 100, 10, clock, seconds=10) == [2, 4, 6, 8, 10]
+
+
+def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
+    clock = Clock()
+    first = FrequencyControl(freq_steps=3, freq_secs=100, clock=clock)
+    clock.now = 60.0
+    assert not first.check(StepInfo.first(10, 10))
+    state = json.loads(json.dumps(first.state_dict()))
+    clock.now = 10_000.0
+    second = FrequencyControl(freq_steps=3, freq_secs=100, clock=clock)
+    second.load_state_dict(state)
+    at = StepInfo.first(10, 10).next()
+    clock.now += 39
+    assert not second.check(at)
+    clock.now += 1
+    assert second.check(at.next())  # 100 s in all, and the third step
+    assert not second.check(at.next().next())
+
+
+def test_before_training_is_due_before_the_first_step_and_once():
+    control = FrequencyControl(freq_steps=2, before_training=True)
+    assert control.due_before_training()
+    assert not control.due_before_training()
+    assert due_steps(control, 10, 5) == [2, 4]  # and shifts nothing
+
+
+def test_a_recovered_run_does_not_evaluate_before_training_again():
+    first = FrequencyControl(before_training=True)
+    first.check(StepInfo.first(2, 2))
+    second = FrequencyControl(before_training=True)
+    second.load_state_dict(first.state_dict())
+    assert not second.due_before_training()
+
+
+def test_without_a_frequency_nothing_is_due_not_even_at_the_end():
+    control = FrequencyControl(always_last=True)
+    assert not control.enabled
+    assert due_steps(control, 2, 6) == []
+
+
+@pytest.mark.parametrize("fields", [{"freq_steps": 0}, {"freq_epochs": -1}, {"freq_secs": 0}])
+def test_a_frequency_below_1_is_refused_by_name(fields):
+    with pytest.raises(UsageError, match=rf"{next(iter(fields))}=.*null"):
+        FrequencyControl(**fields)

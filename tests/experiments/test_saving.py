@@ -1,0 +1,142 @@
+"""Saved models: the documented paths, a rhythm per role, whole folders, and no waiting beyond a copy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from areno.errors import CheckpointError, UsageError
+from areno.experiments.folders import ExperimentFolders
+from areno.experiments.frequency import FrequencyControl, StepInfo
+from areno.experiments.saving import Saver
+
+AT = StepInfo(1, 2, 6, 4, 20)
+
+
+def every(steps):
+    return partial(FrequencyControl, freq_steps=steps, always_last=True)
+
+
+def writer(text="weights"):
+    return lambda folder: (folder / "model.safetensors").write_text(text)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_experiments_lie_where_the_documentation_says_and_asking_makes_nothing(tmp_path):
+    folders = ExperimentFolders(tmp_path / "root", "exp", "trial", user="me")
+    assert folders.logs == tmp_path / "root/logs/me/exp/trial"
+    assert folders.checkpoints == tmp_path / "root/checkpoints/me/exp/trial"
+    assert folders.run_dir.log_path == folders.logs / "main.log"
+    assert names(tmp_path) == []
+    for _ in range(2):
+        run_dir = folders.create()
+    saved = Saver(folders.checkpoints, every(1)).save("default", AT, writer())
+    assert saved == folders.checkpoints / "default/epoch1epochstep2globalstep6"
+    assert (run_dir.checkpoints_path / "default/epoch1epochstep2globalstep6/model.safetensors").read_text() == "weights"
+    os.rename(tmp_path / "root", tmp_path / "moved")
+    assert (tmp_path / "moved/logs/me/exp/trial/checkpoints/default").is_dir()  # the link is relative
+
+
+def test_a_fileroot_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"fileroot .*cluster\.fileroot"):
+        ExperimentFolders(tmp_path / "file", "e", "t").create()
+
+
+def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
+    """One counter for both would save the critic at each step, and the actor never."""
+    saver = Saver(tmp_path, every(2), roles=("default", "critic"))
+    at, saved = StepInfo.first(10, 5), {"default": [], "critic": []}
+    for _ in range(5):
+        for role, steps in saved.items():
+            if saver.save_if_due(role, at, writer()):
+                steps.append(at.global_step)
+        at = at.next()
+    assert saved == {"default": [1, 3, 4], "critic": [1, 3, 4]}  # every second one, and the last
+    assert (
+        names(tmp_path / "default")
+        == names(tmp_path / "critic")
+        == [f"epoch0epochstep{g}globalstep{g}" for g in (1, 3, 4)]
+    )
+
+
+def test_counters_of_a_recovered_saver_go_on(tmp_path):
+    first = Saver(tmp_path, every(2))
+    assert first.save_if_due("default", StepInfo.first(9, 9), writer()) is None
+    second = Saver(tmp_path, every(2), roles=("default", "critic"))
+    second.load_state_dict(first.state_dict())
+    assert second.save_if_due("default", StepInfo.first(9, 9).next(), writer()) is not None
+    assert second.save_if_due("critic", StepInfo.first(9, 9).next(), writer()) is None
+
+
+@pytest.mark.parametrize("mode", ["async", "auto"])
+def test_asynchronous_saving_holds_up_for_the_copy_only_and_writes_what_was_copied(tmp_path, mode):
+    weights, may_write = ["old"], threading.Event()
+
+    def stage():
+        copied = weights[0]
+
+        def write(folder):
+            assert may_write.wait(30)
+            writer(copied)(folder)
+
+        return write
+
+    saver = Saver(tmp_path, every(1), mode=mode)
+    path = saver.save("default", AT, writer("not this one"), stage=stage)  # returns while the writer still waits
+    assert not path.exists()
+    weights[0] = "new"
+    may_write.set()
+    saver.close()
+    assert (path / "model.safetensors").read_text() == "old"
+    assert names(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(("mode", "warns"), [("auto", False), ("async", True), ("sync", False)])
+def test_what_cannot_be_copied_is_written_before_training_goes_on(tmp_path, caplog, mode, warns):
+    path = Saver(tmp_path, every(1), mode=mode).save("default", AT, writer())
+    assert (path / "model.safetensors").read_text() == "weights"
+    assert ("training waits" in caplog.text) is warns
+
+
+def test_an_asynchronous_save_that_failed_is_told_at_the_next_one(tmp_path):
+    def fail(folder):
+        raise OSError("no space left on device")
+
+    saver = Saver(tmp_path, every(1))
+    saver.save("default", AT, writer(), stage=lambda: fail)
+    with pytest.raises(CheckpointError, match="no space left"):
+        saver.save("default", AT.next(), writer(), stage=lambda: writer())
+    saver.close()
+    assert names(tmp_path / "default") == []
+
+
+def test_a_save_that_is_killed_between_copy_and_name_leaves_no_model_and_its_rest_is_cleared(tmp_path):
+    child = os.fork()
+    if child == 0:
+
+        def die(folder):
+            writer("half")(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Saver(tmp_path, every(1)).save("default", AT, die)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert all(name.startswith(".") for name in names(tmp_path / "default"))
+    saver = Saver(tmp_path, every(1))
+    saver.save("default", AT, writer())
+    assert names(tmp_path / "default") == ["epoch1epochstep2globalstep6"]
+
+
+def test_an_unknown_mode_and_a_full_disk_are_said_with_their_remedy(tmp_path):
+    with pytest.raises(UsageError, match=r"saver\.mode='fast'.*auto, sync, async"):
+        Saver(tmp_path, every(1), mode="fast")
+    with pytest.raises(CheckpointError, match=r"saver\.freq_"):
+        Saver(tmp_path, every(1)).save("default", AT, writer(), needed_bytes=10**18)
