@@ -17,6 +17,7 @@ REPO = Path(__file__).parents[2]
 # A room may import itself and those below it.
 ROOMS = [
     "cli",
+    "tools",  # programs of their own, like commands: they read what a run wrote, and nothing imports them
     "quickstart",
     "experiments",
     "api",

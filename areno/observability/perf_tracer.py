@@ -1,0 +1,261 @@
+"""Where the time of a step goes, as Chrome trace events: one file per role and rank, which Perfetto opens when converted.
+
+    {logs}/perf_tracer/{role}/traces-r{rank}.jsonl     one event per line
+    python -m areno.tools.perf_trace_converter ... out.json
+
+Special here: events of all processes share one time axis (the system clock at the start, a steady clock from there on).
+Scopes of asyncio tasks overlap, and a trace viewer can draw only nested ones on a track; so each task that is inside a
+scope has a track of its own, used again by later tasks. A tracer that is off costs one test per scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areno.errors import ArenoError
+from areno.observability.torch_trace import profiled
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_FIRST_LANE = 1_000_000_000
+"""Tracks of asyncio tasks; above every thread id of the operating system."""
+
+
+class Category(StrEnum):
+    """What kind of work an event is."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    IO = "io"
+    SYNC = "sync"
+    SCHEDULER = "scheduler"
+    INSTR = "instr"
+    MISC = "misc"
+
+
+def trace_path(logs: Path, role: str, rank: int) -> Path:
+    """File of a role's rank below the run directory."""
+    return logs / "perf_tracer" / role / f"traces-r{rank}.jsonl"
+
+
+class PerfTracer:
+    """Gathers events and appends them to a file.
+
+    Args:
+        logs: the run directory.
+        role: what the process is: ``trainer``, ``rollout``, ...
+        rank: of the process in its role.
+        enabled: off, it does nothing and makes no file.
+        save_interval: events are written at each step whose number, counted from 1, is a multiple of it.
+        profile_steps: global steps to run the torch profiler in.
+    """
+
+    def __init__(
+        self,
+        logs: str | Path,
+        role: str = "trainer",
+        rank: int = 0,
+        *,
+        enabled: bool = True,
+        save_interval: int = 1,
+        profile_steps: Sequence[int] | None = None,
+    ) -> None:
+        self.enabled = enabled
+        self.path = trace_path(Path(logs), role, rank)
+        self._save_interval = save_interval
+        self._profile_steps = frozenset(profile_steps or ())
+        self._common: dict[str, Any] = {"rank": rank, "role": role}
+        self._events: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._tracks: set[int] = set()
+        self._free_lanes: list[int] = []
+        self._lanes = 0
+        self._lane: ContextVar[tuple[Any, int] | None] = ContextVar("track of the task", default=None)
+        self._pid = os.getpid()
+        self._metadata("process_name", 0, {"name": f"{role} {rank}"})
+        self._metadata("process_sort_index", 0, {"sort_index": rank})
+
+    @contextmanager
+    def trace_scope(
+        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Record the block as one event.
+
+        Args:
+            name: of the event.
+            category: kind of work.
+            args: shown with it.
+        """
+        if not self.enabled:
+            yield
+            return
+        start, track = time.perf_counter_ns(), self._track()
+        try:
+            yield
+        finally:
+            self._complete(name, category, args, start, track)
+
+    @asynccontextmanager
+    async def atrace_scope(
+        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[None]:
+        """:meth:`trace_scope` for a block that waits."""
+        if not self.enabled:
+            yield
+            return
+        task, held = asyncio.current_task(), self._lane.get()
+        if held is not None and held[0] is task:  # inside another scope of this task
+            with self.trace_scope(name, category, args):
+                yield
+            return
+        lane = self._take_lane()
+        token = self._lane.set((task, lane))
+        try:
+            with self.trace_scope(name, category, args):
+                yield
+        finally:
+            self._lane.reset(token)
+            with self._lock:
+                heapq.heappush(self._free_lanes, lane)
+
+    def trace_perf(
+        self, name: str | None = None, category: Category | str = Category.MISC
+    ) -> Callable[[Function], Function]:
+        """Decorator that records each call of a function or coroutine function; None names events after it."""
+
+        def decorate(function: Function) -> Function:
+            return traced(function, name, category, lambda: self)
+
+        return decorate
+
+    def instant(
+        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record a moment."""
+        if self.enabled:
+            event = {"name": name, "ph": "i", "s": "t", "ts": self._us(time.perf_counter_ns()), "cat": str(category)}
+            self._add({**event, "pid": self._pid, "tid": self._track(), "args": {**self._common, **(args or {})}})
+
+    @contextmanager
+    def step(self, global_step: int) -> Iterator[None]:
+        """Number the block's events with its global step, and profile it with torch where that was asked for."""
+        if not self.enabled:
+            yield
+            return
+        self._common["global_step"] = global_step
+        if global_step not in self._profile_steps:
+            yield
+            return
+        events: list[dict[str, Any]] = []
+        try:
+            with profiled(events, lambda: self._us(time.perf_counter_ns()), self._pid):
+                yield
+        finally:
+            for event in events:
+                self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
+
+    def save(self, step: int | None = None, force: bool = False) -> None:
+        """Append the events to the file where it is time to.
+
+        Args:
+            step: global step that has ended; None is like ``force``.
+            force: also where ``save_interval`` does not say so.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
+            return
+        with self._lock:
+            events, self._events = self._events, []
+        if not events:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(event, default=str) + "\n" for event in events))
+        except OSError as error:
+            raise ArenoError(
+                f"cannot write {self.path}: {error.strerror or error}; check free disk space, or set "
+                "perf_tracer.enabled=false"
+            ) from error
+
+    def _us(self, perf_ns: int) -> float:
+        return (perf_ns + self._offset_ns) / 1000
+
+    def _complete(
+        self, name: str, category: Category | str, args: Mapping[str, Any] | None, start: int, track: int
+    ) -> None:
+        event = {"name": name, "ph": "X", "ts": self._us(start), "cat": str(category)}
+        event["dur"] = max(1.0, (time.perf_counter_ns() - start) / 1000)
+        self._add({**event, "pid": self._pid, "tid": track, "args": {**self._common, **(args or {})}})
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> None:
+        self._add({"name": name, "ph": "M", "ts": 0, "pid": self._pid, "tid": track, "args": dict(args)})
+
+    def _track(self) -> int:
+        """The track of the running task, or of the thread."""
+        held = self._lane.get()
+        if held is not None and held[0] is _current_task():
+            return held[1]
+        track = threading.get_native_id()
+        if track not in self._tracks:
+            self._tracks.add(track)
+            self._metadata("thread_name", track, {"name": threading.current_thread().name})
+        return track
+
+    def _take_lane(self) -> int:
+        with self._lock:
+            if self._free_lanes:
+                return heapq.heappop(self._free_lanes)
+            self._lanes += 1
+            lane = _FIRST_LANE + self._lanes
+        self._metadata("thread_name", lane, {"name": f"task {self._lanes}"})
+        return lane
+
+
+def _current_task() -> Any:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def traced(
+    function: Function, name: str | None, category: Category | str, tracer: Callable[[], PerfTracer]
+) -> Function:
+    """``function`` with each call recorded by the tracer that ``tracer`` returns at that time."""
+    shown = name or function.__qualname__
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            async with tracer().atrace_scope(shown, category):
+                return await function(*args, **kwargs)
+
+        return asynchronous  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def synchronous(*args: Any, **kwargs: Any) -> Any:
+        with tracer().trace_scope(shown, category):
+            return function(*args, **kwargs)
+
+    return synchronous  # type: ignore[return-value]

@@ -1,0 +1,226 @@
+"""The life of each rollout session: when it was submitted, generated, called tools, was rewarded, and how it ended.
+
+    {logs}/session_tracer/{role}/sessions-r{rank}.jsonl     one session per line, written when it has ended
+
+A task (a prompt) has one session per sample. Special here: the session is known to whatever runs inside its context, also
+in tasks started there, so that an engine or a tool need not be handed it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from areno.errors import ArenoError
+from areno.observability.perf_tracer import Function
+
+Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
+PHASES = ("generate", "reward", "toolcall")
+"""Phases whose seconds are told as ``{phase}_s``; others may be recorded beside them."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """One session; times are Unix seconds."""
+
+    task_id: int
+    session_id: int
+    submit_ts: float
+    status: Status = "pending"
+    reason: str | None = None
+    finalized_ts: float | None = None
+    phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def record(self, common: dict[str, Any]) -> dict[str, Any]:
+        spent = {name: sum(span["end_ts"] - span["start_ts"] for span in spans) for name, spans in self.phases.items()}
+        return {
+            "task_id": self.task_id,
+            "session_id": self.session_id,
+            **common,
+            "status": self.status,
+            "reason": self.reason,
+            "submit_ts": self.submit_ts,
+            "finalized_ts": self.finalized_ts,
+            "total_s": None if self.finalized_ts is None else self.finalized_ts - self.submit_ts,
+            **{f"{name}_s": spent.get(name, 0.0) for name in PHASES},
+            "phases": self.phases,
+            "counters": self.counters,
+        }
+
+
+_current: ContextVar[tuple[Any, _Session] | None] = ContextVar("rollout session", default=None)
+
+
+class SessionTracer:
+    """Gathers sessions and appends those that have ended to a file.
+
+    Args:
+        logs: the run directory.
+        role: what the process is.
+        rank: of the process in its role.
+        enabled: off, it does nothing and makes no file.
+        flush_threshold: sessions that have ended are written when there are so many.
+    """
+
+    def __init__(
+        self,
+        logs: str | Path,
+        role: str = "rollout",
+        rank: int = 0,
+        *,
+        enabled: bool = True,
+        flush_threshold: int = 256,
+    ) -> None:
+        self.enabled = enabled
+        self.path = Path(logs) / "session_tracer" / role / f"sessions-r{rank}.jsonl"
+        self._common = {"rank": rank, "role": role}
+        self._threshold = flush_threshold
+        self._lock = threading.Lock()
+        self._task_ids, self._session_ids = itertools.count(), itertools.count()
+        self._open: dict[int, list[_Session]] = {}
+        self._ended: list[_Session] = []
+        self._offset = time.time() - time.perf_counter()
+
+    def new_task(self) -> int:
+        """Number of a new task; its sessions end together with :meth:`finalize`."""
+        task_id = next(self._task_ids)
+        if self.enabled:
+            with self._lock:
+                self._open[task_id] = []
+        return task_id
+
+    @contextmanager
+    def session_context(self, task_id: int) -> Iterator[int]:
+        """Open a session of a task; phases and counters of the block, and of tasks started in it, are the session's.
+
+        A session whose block raises has failed, whatever becomes of its task.
+        """
+        session = _Session(task_id, next(self._session_ids), self._now())
+        if not self.enabled:
+            yield session.session_id
+            return
+        with self._lock:
+            self._open.setdefault(task_id, []).append(session)
+        token = _current.set((self, session))
+        try:
+            yield session.session_id
+        except BaseException as error:
+            session.status, session.reason = "failed", f"{type(error).__name__}: {error}"
+            session.finalized_ts = self._now()
+            raise
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def trace_session_phase(self, phase: str) -> Iterator[None]:
+        """Record the block as a phase of the session that it runs in; outside of one, nothing."""
+        session = self._session()
+        if session is None:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                session.phases.setdefault(phase, []).append({"start_ts": start, "end_ts": self._now()})
+
+    @asynccontextmanager
+    async def atrace_session_phase(self, phase: str) -> AsyncIterator[None]:
+        """:meth:`trace_session_phase` for a block that waits."""
+        with self.trace_session_phase(phase):
+            yield
+
+    def trace_session_event(self, name: str, count: int = 1) -> None:
+        """Add to a counter of the session that this runs in; outside of one, nothing."""
+        session = self._session()
+        if session is not None:
+            with self._lock:
+                session.counters[name] = session.counters.get(name, 0) + count
+
+    def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
+        """End the sessions of a task, and write what has ended where that is enough.
+
+        Args:
+            task_id: from :meth:`new_task`; an unknown or ended one is passed over.
+            status: what became of the task; a session that failed stays failed.
+            reason: why, where it was not accepted.
+
+        Raises:
+            ValueError: no such status.
+            ArenoError: the file cannot be written.
+        """
+        if status not in get_args(Status):
+            raise ValueError(f"status {status!r} is none of {', '.join(get_args(Status))}")
+        with self._lock:
+            sessions = self._open.pop(task_id, [])
+            for session in sessions:
+                if session.finalized_ts is None:
+                    session.status, session.reason, session.finalized_ts = status, reason, self._now()
+            self._ended += sessions
+        self.flush()
+
+    def flush(self, force: bool = False) -> None:
+        """Write the sessions that have ended, where there are enough of them or ``force`` says so.
+
+        Raises:
+            ArenoError: the file cannot be written.
+        """
+        with self._lock:
+            if not self._ended or not (force or len(self._ended) >= self._threshold):
+                return
+            ended, self._ended = self._ended, []
+        lines = "".join(json.dumps(session.record(self._common)) + "\n" for session in ended)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise ArenoError(
+                f"cannot write {self.path}: {error.strerror or error}; check free disk space, or set "
+                "perf_tracer.session_tracer.enabled=false"
+            ) from error
+
+    def close(self) -> None:
+        """Write everything, sessions that are still under way as ``pending``."""
+        with self._lock:
+            self._ended += [session for sessions in self._open.values() for session in sessions]
+            self._open.clear()
+        self.flush(force=True)
+
+    def _session(self) -> _Session | None:
+        held = _current.get()
+        return held[1] if held is not None and held[0] is self else None
+
+    def _now(self) -> float:
+        return time.perf_counter() + self._offset
+
+
+def traced_phase(function: Function, phase: str, tracer: Callable[[], SessionTracer]) -> Function:
+    """``function`` with each call recorded as a phase by the tracer that ``tracer`` returns at that time."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            with tracer().trace_session_phase(phase):
+                return await function(*args, **kwargs)
+
+        return asynchronous  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def synchronous(*args: Any, **kwargs: Any) -> Any:
+        with tracer().trace_session_phase(phase):
+            return function(*args, **kwargs)
+
+    return synchronous  # type: ignore[return-value]

@@ -1,0 +1,114 @@
+"""The process's own tracers, for code that records without being handed one.
+
+``configure`` is called once when a process starts; before that, and where nothing is asked for, both tracers are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from areno.observability.perf_tracer import Category, Function, PerfTracer, traced
+from areno.observability.session_tracer import SessionTracer, traced_phase
+
+_perf = PerfTracer(".", enabled=False)
+_sessions = SessionTracer(".", enabled=False)
+
+
+def configure(
+    logs: str | Path,
+    role: str,
+    rank: int = 0,
+    *,
+    perf: Mapping[str, Any] | None = None,
+    session: Mapping[str, Any] | None = None,
+) -> None:
+    """Start the process's tracers; what earlier ones still hold is written first.
+
+    Args:
+        logs: the run directory.
+        role: what the process is.
+        rank: of the process in its role.
+        perf: ``enabled``, ``save_interval``, ``profile_steps`` of the ``perf_tracer`` section; None is off.
+        session: ``enabled``, ``flush_threshold`` of its ``session_tracer``; None is off.
+    """
+    global _perf, _sessions
+    _perf.save(force=True)
+    _sessions.flush(force=True)
+    _perf = PerfTracer(logs, role, rank, **{"enabled": False, **(perf or {})})
+    _sessions = SessionTracer(logs, role, rank, **{"enabled": False, **(session or {})})
+
+
+def perf_tracer() -> PerfTracer:
+    """The process's perf tracer."""
+    return _perf
+
+
+def session_tracer() -> SessionTracer:
+    """The process's session tracer."""
+    return _sessions
+
+
+def trace_scope(
+    name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
+) -> AbstractContextManager[None]:
+    """:meth:`PerfTracer.trace_scope` of the process's tracer."""
+    return _perf.trace_scope(name, category, args)
+
+
+def atrace_scope(
+    name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
+) -> AbstractAsyncContextManager[None]:
+    """:meth:`PerfTracer.atrace_scope` of the process's tracer."""
+    return _perf.atrace_scope(name, category, args)
+
+
+def trace_perf(name: str | None = None, category: Category | str = Category.MISC) -> Callable[[Function], Function]:
+    """Decorator: each call is recorded by the tracer that the process has by then."""
+
+    def decorate(function: Function) -> Function:
+        return traced(function, name, category, perf_tracer)
+
+    return decorate
+
+
+def instant(name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None) -> None:
+    """:meth:`PerfTracer.instant` of the process's tracer."""
+    _perf.instant(name, category, args)
+
+
+def session_context(task_id: int) -> AbstractContextManager[int]:
+    """:meth:`SessionTracer.session_context` of the process's tracer."""
+    return _sessions.session_context(task_id)
+
+
+def trace_session(phase: str) -> Callable[[Function], Function]:
+    """Decorator: each call is a phase of the session that it runs in."""
+
+    def decorate(function: Function) -> Function:
+        return traced_phase(function, phase, session_tracer)
+
+    return decorate
+
+
+def trace_session_phase(phase: str) -> AbstractContextManager[None]:
+    """:meth:`SessionTracer.trace_session_phase` of the process's tracer."""
+    return _sessions.trace_session_phase(phase)
+
+
+def atrace_session_phase(phase: str) -> AbstractAsyncContextManager[None]:
+    """:meth:`SessionTracer.atrace_session_phase` of the process's tracer."""
+    return _sessions.atrace_session_phase(phase)
+
+
+def trace_session_event(name: str, count: int = 1) -> None:
+    """:meth:`SessionTracer.trace_session_event` of the process's tracer."""
+    _sessions.trace_session_event(name, count)
+
+
+def save(step: int | None = None, force: bool = False) -> None:
+    """Write what both tracers hold, where it is time to."""
+    _perf.save(step, force)
+    _sessions.flush(force)

@@ -1,0 +1,56 @@
+"""Puts the traces of all roles and ranks into one Chrome trace, for https://ui.perfetto.dev and ``chrome://tracing``.
+
+    python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json
+
+Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jsonl``. Processes of several machines may have
+the same number, so each file's processes are numbered anew. A line that a kill left half-written is passed over, and told.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.tools.inputs import json_lines, run_tool, trace_files, write_output
+
+_USAGE = "usage: python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.json"
+
+
+def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]:
+    """Write one Chrome trace.
+
+    Args:
+        inputs: trace files, or folders that hold some.
+        output: file to write.
+
+    Returns:
+        Numbers of events written, and of lines passed over.
+
+    Raises:
+        UsageError: an input does not exist or holds no trace, or the output cannot be written.
+    """
+    events: list[dict[str, Any]] = []
+    skipped = 0
+    numbers: dict[tuple[Path, Any], int] = {}
+    for path in trace_files(inputs, "traces-r*.jsonl"):
+        for event in json_lines(path):
+            if event is None or not {"name", "ph", "ts"} <= event.keys():
+                skipped += 1
+                continue
+            event["pid"] = numbers.setdefault((path, event.get("pid")), len(numbers) + 1)
+            events.append(event)
+    events.sort(key=lambda event: (event["ph"] != "M", event["ts"]))
+    write_output(output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return len(events), skipped
+
+
+def _work(inputs: Sequence[str], output: str) -> str:
+    written, skipped = convert(inputs, output)
+    return f"{written} events in {output}" + (f", {skipped} damaged lines passed over" if skipped else "")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(sys.argv[1:], _USAGE, _work))
