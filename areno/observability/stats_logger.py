@@ -14,6 +14,7 @@ from typing import Any
 
 from areno.observability.run_dir import RunDirectory
 from areno.observability.services import Service
+from areno.observability.statistics import with_short_names
 from areno.observability.tracker import without_counts
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class StatsLogger:
         Raises:
             ArenoError: ``metrics.jsonl`` cannot be written.
         """
-        numbers = without_counts(stats)
+        numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(
             "Epoch %d/%d step %d/%d global step %d (%.2f s, %.1f s since the start)\n%s",

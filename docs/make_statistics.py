@@ -1,0 +1,38 @@
+"""Writes the tables of ``docs/statistics.md`` from the names in ``areno.observability.statistics``.
+
+    python docs/make_statistics.py
+
+A test compares the file with `render`, so the page cannot drift from the table. The text around the tables is edited by hand.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from areno.observability.statistics import SHORT_NAMES, documented
+
+PAGE = Path(__file__).with_name("statistics.md")
+MARK = "<!-- Written by docs/make_statistics.py from areno/observability/statistics.py, down to the end. -->\n"
+
+
+def render() -> str:
+    """Return the tables as Markdown."""
+    short = {full: name for name, full in SHORT_NAMES.items()}
+    parts = []
+    for title, entries in groupby(documented(), key=lambda entry: entry[0]):
+        rows = [
+            f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} | {one.told} | {one.meaning} |"
+            for _, one in entries
+        ]
+        parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def page() -> str:
+    """Return the whole page: what stands before the mark, and the tables."""
+    return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + render()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
