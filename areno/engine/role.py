@@ -5,7 +5,7 @@ A role scores fixed rows; one with an optimizer also trains. The actor is a role
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,8 +124,31 @@ class Role:
             "ModelRole(kind=...) says what a role is: policy, value or reward"
         )
 
-    def save_model(self, folder: str | Path, tokenizer: Any) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that."""
+    def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
+        """Copy the weights to the CPU, so that they can be written while training goes on.
+
+        Returns:
+            What :meth:`save_model` does, with the copy; None for an adapter, which is small, and for a model of several ranks.
+        """
+        if self.model.adapter is not None or not self.peers.alone:
+            return None
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one, or they would be written twice
+        weights = {}
+        for name, tensor in self.model.module.state_dict().items():
+            place = (tensor.data_ptr(), tensor.shape)
+            if place not in copies:
+                copies[place] = tensor.to("cpu", copy=True)
+            weights[name] = copies[place]
+        return lambda folder: self.save_model(folder, tokenizer, weights)
+
+    def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that.
+
+        Args:
+            folder: where to.
+            tokenizer: written beside the model.
+            weights: written in place of the model's own; see :meth:`stage_model`.
+        """
         if self.model.adapter is not None:
             if self.peers.first:
                 self.model.adapter.save(folder)
@@ -139,7 +162,7 @@ class Role:
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
         if self.peers.replica == 0:
-            module.save_pretrained(folder)  # the ranks of a replica put their parts together
+            module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 

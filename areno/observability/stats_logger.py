@@ -110,6 +110,16 @@ class StatsLogger:
                 "%d lines of steps after global step %d are dropped and done again", dropped, self._global_step + 1
             )
 
+    def begin_anew(self) -> None:
+        """Drop what an earlier attempt at this run wrote, which was killed before there was anything to recover from.
+
+        Raises:
+            ArenoError: a file cannot be rewritten.
+        """
+        dropped = self._run_dir.truncate_after(-1)
+        if dropped:
+            _log.info("%d lines of an attempt that ended before its first recovery point are dropped", dropped)
+
     def close(self) -> None:
         """Close the services; a second call does nothing."""
         services, self._services = self._services, []

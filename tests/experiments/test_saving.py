@@ -135,6 +135,35 @@ def test_a_save_that_is_killed_between_copy_and_name_leaves_no_model_and_its_res
     assert names(tmp_path / "default") == ["epoch1epochstep2globalstep6"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copied_model_is_written_as_it_was_while_the_real_one_is_trained(tmp_path, tiny_checkpoint, tied):
+    import torch
+
+    from areno.engine.model.loading import LoadOptions
+    from areno.engine.role import load_role
+    from areno.text.chat import load_tokenizer
+
+    role = load_role("actor", str(tiny_checkpoint), "policy", LoadOptions(dtype=torch.float32), None, False)
+    role.model.module.config.tie_word_embeddings = tied
+    if tied:
+        role.model.module.tie_weights()
+    module = role.model.module
+    assert (module.get_input_embeddings().weight is module.get_output_embeddings().weight) is tied
+    tokenizer = load_tokenizer(str(tiny_checkpoint))
+    role.save_model(tmp_path / "before", tokenizer)
+    saver = Saver(tmp_path / "saved", every(1), mode="async")
+    path = saver.save(
+        "default", AT, partial(role.save_model, tokenizer=tokenizer), stage=partial(role.stage_model, tokenizer)
+    )
+    with torch.no_grad():
+        for parameter in role.model.module.parameters():
+            parameter.add_(1)
+    saver.close()
+    assert names(path) == names(tmp_path / "before")
+    for file in names(path):
+        assert (path / file).read_bytes() == (tmp_path / "before" / file).read_bytes(), file
+
+
 def test_an_unknown_mode_and_a_full_disk_are_said_with_their_remedy(tmp_path):
     with pytest.raises(UsageError, match=r"saver\.mode='fast'.*auto, sync, async"):
         Saver(tmp_path, every(1), mode="fast")
