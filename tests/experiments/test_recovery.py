@@ -174,11 +174,13 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole_point(tmp_path):
     """35 times a process that writes points is killed; a point that was finished is never lost, and each is whole."""
     context, rng = multiprocessing.get_context("fork"), random.Random(0)
     first, torn = 0, 0
-    for _ in range(35):
+    for kill in range(35):
         done = context.Value("q", first - 1)
         process = context.Process(target=dump_in_a_loop, args=(tmp_path, first, done))
         process.start()
-        time.sleep(0.02 + rng.random() * 0.1)
+        while kill >= 5 and done.value < first:  # the first kills may fall before any point
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.05)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -192,5 +194,5 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole_point(tmp_path):
         assert all(name.startswith("step_") for name in names(tmp_path))
         assert len(names(tmp_path)) <= 3  # a kill may fall between a new point and the removal of the oldest
         first = step + 1
-    assert first > 35
+    assert first >= 30  # each of the other kills had a point of its own before it
     assert torn  # or the test has not hit what it is for
