@@ -210,8 +210,12 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
 
 def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:
     fields: dict[str, Any] = {}
-    for key in values.keys() - settings_of(declaration).keys():  # came in by an interpolation of a whole section
-        context.problems.add(f"{prefix}{key} is not a setting of {declaration.__name__}; leave it out")
+    foreign = sorted(values.keys() - settings_of(declaration).keys())
+    if foreign:  # it came in by an interpolation of a whole section
+        context.problems.add(
+            f"{prefix.rstrip('.')}: {', '.join(foreign)} are no settings of {declaration.__name__}; take another section"
+        )
+        return None
     for name, entry in settings_of(declaration).items():
         path = prefix + name
         try:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.build import build_config, real_path, unknown_key, without_aliases
 from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
 from areno.config.experiment.help import render_help
 from areno.config.experiment.settings import paths_of
-from areno.config.experiment.tree import Override, Tree, apply_override, parse_override, read_yaml
+from areno.config.experiment.tree import Override, Tree, apply_override, copied, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
@@ -112,9 +113,49 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
     Raises:
         UsageError: what is wrong with it, all problems at once.
     """
-    config = build_config(tree, config_cls)
+    config = build_config(allocated(tree), config_cls)
     check_config(config)
     return config
+
+
+def allocated(tree: Tree) -> Tree:
+    """Give each role the backend that ``allocation_mode`` names for it; the tree is copied.
+
+    Raises:
+        UsageError: the text is not in the grammar, names a role that the tree lacks, or contradicts a backend.
+    """
+    text = tree.get("allocation_mode")
+    if not isinstance(text, str) or text in ("", "???"):
+        return tree
+    tree = copied(tree)
+    try:
+        mode = AllocationMode.from_str(text)
+        backends, shared = mode.backends(), mode.colocated()
+    except UsageError as error:
+        raise UsageError(f"allocation_mode {error}") from None
+    for role, backend in backends.items():
+        section = tree.setdefault(role, {}) if role in ("rollout", "actor") else tree.get(role)
+        if not isinstance(section, dict):
+            raise UsageError(
+                f"allocation_mode {text!r} gives {backend} to {role}, and there is no section {role}; name rollout, actor, "
+                "or a section that is there"
+            )
+        own = section.get("backend") or backend
+        if own != backend and _spec(own) != backend:
+            raise UsageError(
+                f"{role}.backend {own} differs from {backend} of allocation_mode {text}; leave one of the two out"
+            )
+        section["backend"] = backend
+        if role in shared:
+            section.setdefault("scheduling_strategy", {"type": "colocation", "target": shared[role]})
+    return tree
+
+
+def _spec(backend: str) -> str:
+    try:
+        return ModelAllocation.from_str(backend).spec
+    except UsageError:
+        return backend
 
 
 def to_structured_cfg(tree: Tree, config_cls: type[Config]) -> Config:

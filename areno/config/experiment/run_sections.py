@@ -38,7 +38,7 @@ class ValidDatasetConfig(TrainDatasetConfig):
 
 
 @dataclass
-class _Frequency:
+class FrequencyConfig:
     """When something happens: whichever of the three comes first, each counted on its own."""
 
     experiment_name: str = setting("", inherits="experiment_name", help="Written once, at the top.")
@@ -50,7 +50,7 @@ class _Frequency:
 
 
 @dataclass
-class SaverConfig(_Frequency):
+class SaverConfig(FrequencyConfig):
     """Checkpoints to keep, in Hugging Face format."""
 
     mode: str = setting(
@@ -61,14 +61,14 @@ class SaverConfig(_Frequency):
 
 
 @dataclass
-class EvaluatorConfig(_Frequency):
+class EvaluatorConfig(FrequencyConfig):
     """Evaluation on the held-out rows."""
 
     eval_before_train: bool = setting(False, help="Evaluate once before the first step.")
 
 
 @dataclass
-class RecoverConfig(_Frequency):
+class RecoverConfig(FrequencyConfig):
     """Restart points: everything that an interrupted run needs to go on."""
 
     mode: str = setting(

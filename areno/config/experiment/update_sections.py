@@ -103,7 +103,11 @@ class RejectionSamplingConfig:
         help="How a sequence's tokens become one number; for ratio in log space, so that mean is the geometric mean.",
     )
     upper: float = setting(5.0, help="Upper bound.")
-    lower: float | None = setting(None, help="Lower bound; null sets none.")
+    lower: float | None = setting(None, help="Lower bound; null sets none, and is 0 with clamp.")
+
+    def __post_init__(self) -> None:
+        if self.action == "clamp" and self.lower is None:
+            self.lower = 0.0
 
 
 @dataclass
