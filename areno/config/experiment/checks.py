@@ -239,7 +239,7 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
             yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
     if found and config.allocation_mode:
-        parts = "; ".join(missing for _, missing, _ in found)
+        parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
         named = AllocationMode.from_str(config.allocation_mode).engines
         better = "+".join(_replacement(engine) for engine in named[:2])
         yield f"allocation_mode {config.allocation_mode}: {parts}; on this machine write allocation_mode={better}"
