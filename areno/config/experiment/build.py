@@ -104,10 +104,19 @@ def unknown_keys(
             yield from unknown_keys(value, entry.kind, path + ".", root)
         elif entry.shape == "section" and value is not None and "${" not in str(value) and value != _MISSING:
             yield f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}"
-        elif entry.shape == "sections" and isinstance(value, list):
-            for index, item in enumerate(value):
+        elif entry.shape == "sections":
+            for index, item in enumerate(_items(value)):
                 if isinstance(item, Mapping):
                     yield from unknown_keys(item, entry.kind, f"{path}.{index}.", root)
+
+
+def _items(value: Any) -> Any:
+    """The items of a list of sections: of a list, of one section alone, or of overrides by number; else the value."""
+    if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+        return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
+    if isinstance(value, Mapping):
+        return [value]
+    return value if isinstance(value, list) else []
 
 
 def unknown_key(path: str, root: type) -> str:
@@ -179,16 +188,13 @@ def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> A
 
 
 def _sections_tree(value: Any, entry: Setting, context: _Context, path: str) -> Any:
-    items = value
     if value is None or value == _MISSING:
-        items = [{} for _ in entry.default or ()]
-    if isinstance(items, dict):
-        items = [items]
-    if not isinstance(items, list):
-        return items
+        value = [{} for _ in entry.default or ()]
+    if not isinstance(value, list | dict):
+        return value
     return [
         _with_defaults(item, entry.kind, context, f"{path}.{index}.") if isinstance(item, dict) else item
-        for index, item in enumerate(items)
+        for index, item in enumerate(_items(value))
     ]
 
 
@@ -199,7 +205,10 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
         wanted = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
         near = nearest_path(wanted, [path for path, _ in leaves(full)])
         hint = f" (did you mean {near}?)" if near else ""
-        where = next((path for path, value in known.items() if f"${{{wanted}}}" in str(value)), error.full_key)
+        where = next(
+            (path for path, value in known.items() if not isinstance(value, dict) and f"${{{wanted}}}" in str(value)),
+            error.full_key,
+        )
         raise UsageError(f"{where}: ${{{wanted}}} names no setting{hint}; correct the name") from error
     except OmegaConfBaseException as error:
         text = str(error.msg or error).splitlines()[0]

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from areno.config.experiment.settings import section, setting
+from areno.config.experiment.settings import section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
+from areno.errors import UsageError
 
 ADMIN_KEY = "one of its own per run"
 """What help says about keys: there is no default one that everybody knows."""
+
+
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+_OPENAI_NAMES = {
+    "completions": _SAMPLING
+    | {
+        "n_samples": "n",
+        "max_new_tokens": "max_completion_tokens",
+        "stop": "stop",
+        "frequency_penalty": "frequency_penalty",
+    },
+    "responses": _SAMPLING | {"max_new_tokens": "max_output_tokens"},
+    "openai-agents": _SAMPLING | {"max_new_tokens": "max_tokens", "frequency_penalty": "frequency_penalty"},
+}
 
 
 @dataclass
@@ -32,6 +50,39 @@ class GenerationHyperparameters:
     )
     lora_name: str = setting("default_lora", help="Name under which the adapter is served.")
     use_beam_search: bool = setting(False, help="Search with beams instead of sampling.")
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Return a copy with some values changed."""
+        return replace(self, **changes)
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """Return a copy that also stops at the tokenizer's end-of-sequence and padding tokens."""
+        special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+        added = [token for token in special if token is not None and token not in self.stop_token_ids]
+        return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(added)])
+
+    def to_openai_args_dict(self, exclude_args: Sequence[str] = (), api_format: str = "completions") -> dict[str, Any]:
+        """Return the values as keyword arguments of an OpenAI client; what it has no name for is named in a warning.
+
+        Args:
+            exclude_args: settings to leave out.
+            api_format: ``completions``, ``responses`` or ``openai-agents``.
+
+        Raises:
+            UsageError: the format is unknown.
+        """
+        if api_format not in _OPENAI_NAMES:
+            raise UsageError(f"api_format {api_format!r} is unknown; choose {', '.join(_OPENAI_NAMES)}")
+        names = _OPENAI_NAMES[api_format]
+        values = {name: getattr(self, name) for name in settings_of(type(self)) if name not in exclude_args}
+        if values.pop("greedy", False):
+            values["temperature"] = 0.0
+        defaults = {name: entry.default for name, entry in settings_of(type(self)).items()}
+        lost = [name for name, value in values.items() if name not in names and value != defaults[name]]
+        if lost:
+            warnings.warn(f"OpenAI's {api_format} have no {', '.join(lost)}; left out", stacklevel=2)
+        given = {names[name]: value for name, value in values.items() if name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass

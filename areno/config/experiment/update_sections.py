@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from areno.config.experiment.settings import section, setting
 
@@ -54,6 +55,10 @@ class MicroBatchSpec:
         choices=("ffd", "kk"),
         help="ffd (first fit, longest first) makes few micro-batches; kk (Karmarkar-Karp) makes equally heavy ones.",
     )
+
+    def new(self, **changes: Any) -> MicroBatchSpec:
+        """Return a copy with some values changed."""
+        return replace(self, **changes)
 
 
 @dataclass
