@@ -15,8 +15,6 @@ from areno.config.experiment import (
     RWConfig,
     SFTConfig,
     config_from,
-    load_expr_config,
-    save_config,
 )
 from areno.config.experiment.effect_table import EFFECTS, PENDING, REFUSED, REFUSED_VALUES
 from areno.config.experiment.effects import Effect, Pending, Refused, entry_of, pending

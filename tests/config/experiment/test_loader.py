@@ -125,6 +125,19 @@ def test_interpolation_reaches_defaults_sections_lists_and_the_environment(tmp_p
     assert config.rollout.agent.turn_discount == 1.0
 
 
+def test_names_may_be_repeated_by_interpolation(tmp_path):
+    named = {"experiment_name": "${experiment_name}", "trial_name": "${trial_name}"}
+    placed = named | {"fileroot": "${cluster.fileroot}"}
+    tree = {
+        **{name: value | named for name, value in RL.items() if name in ("rollout", "actor")},
+        **dict.fromkeys(("saver", "recover", "evaluator", "stats_logger", "perf_tracer"), placed),
+    }
+    config = load(tmp_path, "trial_name=trial7", tree=RL | tree)
+    plain = load(tmp_path, "trial_name=trial7", "perf_tracer={}")
+    assert config == plain
+    assert config.saver.trial_name == "trial7"
+
+
 @pytest.mark.parametrize(
     ("text", "path", "value"),
     [
