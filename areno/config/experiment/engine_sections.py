@@ -201,7 +201,9 @@ class TeacherConfig:
         "rollout", choices=("rollout", "train"), help="Whether an inference or a training engine scores."
     )
     rollout: InferenceEngineConfig | None = section(
-        None, inner={"backend": "rollout.backend"}, help="The engine of engine_type rollout."
+        None,
+        inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
+        help="The engine of engine_type rollout.",
     )
     train: PPOActorConfig | None = section(
         None, inner={"path": "teacher.path"}, help="The engine of engine_type train."

@@ -32,7 +32,8 @@ class SettingInfo(OptionInfo):
 
     Attributes:
         inherits: dotted path from the root whose value an unset or empty setting takes, where there is such a path.
-        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves.
+        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
+            an empty path inherits nothing.
         required: must be given, or inherited.
         shown: default as help and docs show it; empty shows the value itself.
     """

@@ -204,7 +204,7 @@ def test_when_a_forward_pass_is_needed_before_the_update():
         (False, True, "loglinear"): False,
     }
     for (recompute, decoupled, method), expected in wanted.items():
-        changes = {"actor.recompute_logprob": recompute}
+        changes: dict = {"actor.recompute_logprob": recompute}
         if decoupled:
             changes |= DECOUPLED | {"actor.prox_logp_method": method}
         assert accepted(changes).actor.should_compute_prox_logp() is expected

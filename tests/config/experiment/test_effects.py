@@ -26,7 +26,7 @@ from tests.config.experiment.samples import SAMPLES, changed
 REPO = Path(__file__).parents[3]
 CLASSES = [GRPOConfig, DPOConfig, RWConfig, SFTConfig]
 # What else must be given so that a setting makes sense; by the end of its path.
-COMPANIONS = {
+COMPANIONS: dict[str, dict] = {
     "valid_dataset": {"valid_dataset.path": "x", "valid_dataset.type": "rl", "evaluator.freq_steps": 1},
     "teacher": {"teacher.path": "x", "teacher.rollout": {}},
     "teacher.engine_type": {"teacher.train": {}, "teacher.rollout": None},
@@ -102,7 +102,7 @@ def one_path_per_field():
 
     Sections that are always there are left out: what is in them is tested.
     """
-    found = {}
+    found: dict = {}
     for cls in CLASSES:
         paths = sorted(paths_of(cls), key=lambda path: (path.count("."), not path.startswith("actor")))
         for path in paths:
@@ -152,7 +152,7 @@ def _number(default, info, kind):
 
 
 def companions(path, cls):
-    given = {}
+    given: dict = {}
     parts = path.split(".")
     for length in range(1, len(parts) + 1):
         given |= COMPANIONS.get(".".join(parts[:length]), {})
@@ -198,8 +198,9 @@ def test_every_refused_field_is_refused_in_the_words_of_the_table():
     problems = str(caught.value).splitlines()
     for _, path, entry in fields:
         section, _, name = path.rpartition(".")
-        words = entry_of(entry).words
-        said = [line for line in problems if words in line and (f" {section}: " in line or not section)]
+        row = entry_of(entry)
+        assert isinstance(row, Refused)
+        said = [line for line in problems if row.words in line and (f" {section}: " in line or not section)]
         assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
 
 

@@ -85,15 +85,26 @@ def test_an_unset_setting_takes_what_it_inherits():
         config.critic.path == config.ref.path == config.tokenizer_path == config.rollout.tokenizer_path == "some/model"
     )
     assert config.ref.dtype == "bfloat16"
-    assert rl(ref={"backend": "", "path": None}).ref.backend == "fsdp:d1"
+    empty = rl(ref={"backend": "", "path": None}).ref
+    assert empty is not None
+    assert (empty.backend, empty.path) == ("fsdp:d1", "some/model")
     assert config.rollout.max_concurrent_rollouts == config.rollout.consumer_batch_size == 8
     assert config.actor.max_new_tokens == 64
     own = rl(ref__path="another/model", tokenizer_path="a/tokenizer", rollout__max_concurrent_rollouts=3)
+    assert own.ref is not None
     assert (own.ref.path, own.tokenizer_path, own.rollout.max_concurrent_rollouts) == (
         "another/model",
         "a/tokenizer",
         3,
     )
+
+
+def test_a_teacher_has_no_adapter_of_the_actor():
+    config = rl(actor__use_lora=True, teacher={"path": "a/teacher", "rollout": {}})
+    assert config.teacher is not None
+    assert config.teacher.rollout is not None
+    assert (config.rollout.use_lora, config.teacher.rollout.use_lora) == (True, False)
+    assert config.teacher.rollout.backend == "areno:d1"
 
 
 def test_kl_is_off_without_a_reference_and_on_with_one():
@@ -200,7 +211,7 @@ def test_the_short_spelling_of_the_learning_rate(tmp_path):
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text("ab ", max_size=4), st.lists, max_leaves=5))
 def test_an_override_sets_what_was_written(value):
     written = f"a.b={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
-    tree = {}
+    tree: dict = {}
     apply_override(tree, parse_override(written))
     assert tree == {"a": {"b": value}}
 

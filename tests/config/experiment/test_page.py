@@ -41,4 +41,5 @@ def test_every_class_is_in_one_group_and_every_field_on_the_page(page):
 def test_the_file_on_the_page_is_accepted(page):
     block = page.render().split("```yaml\n")[1].split("```")[0]
     config = config_from(yaml.safe_load(block), GRPOConfig)
+    assert config.actor.optimizer is not None
     assert config.actor.optimizer.lr == 1e-5
