@@ -33,6 +33,7 @@ REQUIRED = {
     "datasets": "4.0",
     "jinja2": "3.1",
     "numpy": "1.26",
+    "omegaconf": "2.4",
     "pyyaml": "6.0",
     "rich": "13.7",
     "tensorboard": "2.16",

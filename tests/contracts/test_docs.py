@@ -39,6 +39,7 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py"),
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
+    **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
     "--positive-weight": "the algorithm in CONTRIBUTING.md",

@@ -1,0 +1,62 @@
+"""Experiments as YAML: sections as dataclasses, ``key=value`` overrides, checks, and what is not there yet. No torch."""
+
+from areno.config.experiment.engine_sections import (
+    DPOEngineConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TeacherConfig,
+    TrainEngineConfig,
+)
+from areno.config.experiment.experiments import (
+    EXPERIMENTS,
+    BaseExperimentConfig,
+    DPOConfig,
+    GRPOConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+)
+from areno.config.experiment.generation_sections import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
+from areno.config.experiment.loader import (
+    config_from,
+    experiment_class,
+    load_expr_config,
+    parse_cli_args,
+    to_structured_cfg,
+)
+from areno.config.experiment.saving import conf_as_dict, save_config
+from areno.config.experiment.update_sections import (
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    RejectionSamplingConfig,
+)
+
+__all__ = [
+    "EXPERIMENTS",
+    "AgentConfig",
+    "BaseExperimentConfig",
+    "DPOConfig",
+    "DPOEngineConfig",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngineConfig",
+    "MicroBatchSpec",
+    "NormConfig",
+    "OptimizerConfig",
+    "PPOActorConfig",
+    "PPOConfig",
+    "PPOCriticConfig",
+    "RWConfig",
+    "RejectionSamplingConfig",
+    "SFTConfig",
+    "TeacherConfig",
+    "TrainEngineConfig",
+    "conf_as_dict",
+    "config_from",
+    "experiment_class",
+    "load_expr_config",
+    "parse_cli_args",
+    "save_config",
+    "to_structured_cfg",
+]

@@ -1,0 +1,306 @@
+"""From a tree of raw values to a configuration: defaults, inheritance and interpolation, then types and bounds.
+
+Every value that is not given is put into the tree first: its default, or ``${path}`` of the setting that it inherits. So
+one pass of OmegaConf resolves what the user wrote and what areno adds, and an interpolation may name any setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.settings import Setting, paths_of, settings_of
+from areno.config.experiment.tree import Override, Tree, apply_override, copied, leaves
+from areno.config.options import convert
+from areno.config.parser import Problems
+from areno.errors import UsageError
+
+Config = TypeVar("Config", bound=BaseExperimentConfig)
+
+ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
+"""Short spellings, with what they stand for."""
+
+MOVED = {
+    "behave_imp_weight_cap": "is now rejection_sampling.upper",
+    "behave_imp_weight_mode": (
+        "is now rejection_sampling: token_mask is level: token with action: mask, token_truncate is level: token with "
+        "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
+    ),
+    "recompute_logprobs": "is spelt recompute_logprob",
+}
+"""Keys of earlier versions of the format, by last name, with what became of them."""
+
+_MISSING = "???"
+
+
+def build_config(given: Tree, config_cls: type[Config]) -> Config:
+    """Make a configuration of raw values; combinations are not checked (see `areno.config.experiment.checks`).
+
+    Args:
+        given: nested dicts, as YAML gives them; not changed.
+        config_cls: the class of the experiment.
+
+    Raises:
+        UsageError: unknown, missing, ill-typed or out-of-bounds settings, all of them at once; an interpolation that
+            leads nowhere.
+    """
+    problems = Problems()
+    given = without_aliases(given)
+    for problem in unknown_keys(given, config_cls):
+        problems.add(problem)
+    problems.raise_if_any()
+    known = dict(leaves(given))
+    extra = {path: value for path, value in config_cls.dependent_defaults(known).items() if path not in known}
+    context = _Context(extra, frozenset(paths_of(config_cls)), problems)
+    resolved = _resolve(_with_defaults(given, config_cls, context), known)
+    config = _typed(resolved, config_cls, "", context)
+    problems.raise_if_any()
+    return config
+
+
+def without_aliases(given: Tree) -> Tree:
+    """Return a copy in which aliases are replaced by what they stand for.
+
+    Raises:
+        UsageError: both are given.
+    """
+    tree = copied(given)
+    for alias, path in ALIASES.items():
+        known = dict(leaves(tree))
+        if alias in known:
+            if path in known:
+                raise UsageError(
+                    f"{alias} and {path} are both given, and are the same setting; leave one of the two out"
+                )
+            apply_override(tree, Override(alias, delete=True))
+            apply_override(tree, Override(path, known[alias]))
+    return tree
+
+
+def real_path(path: str) -> str:
+    """The dotted path that a path given by the user stands for."""
+    return ALIASES.get(path, path)
+
+
+def unknown_keys(
+    given: Mapping[str, Any], declaration: type, prefix: str = "", root: type | None = None
+) -> Iterator[str]:
+    """Say which keys of a tree are no settings, each with the nearest name."""
+    root = root or declaration
+    known = settings_of(declaration)
+    for key, value in given.items():
+        path = f"{prefix}{key}"
+        entry = known.get(str(key))
+        if entry is None:
+            yield unknown_key(path, root)
+        elif entry.shape == "section" and isinstance(value, Mapping):
+            yield from unknown_keys(value, entry.kind, path + ".", root)
+        elif entry.shape == "section" and value is not None and "${" not in str(value) and value != _MISSING:
+            yield f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}"
+        elif entry.shape == "sections":
+            for index, item in enumerate(_items(value)):
+                if isinstance(item, Mapping):
+                    yield from unknown_keys(item, entry.kind, f"{path}.{index}.", root)
+
+
+def _items(value: Any) -> Any:
+    """The items of a list of sections: of a list, of one section alone, or of overrides by number; else the value."""
+    if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+        return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
+    if isinstance(value, Mapping):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def unknown_key(path: str, root: type) -> str:
+    """The message for a key that is no setting: what became of it, or the nearest name."""
+    last = path.rpartition(".")[2]
+    if last in MOVED:
+        return f"{path} {MOVED[last]}; change the file"
+    near = nearest_path(path, list(paths_of(root)))
+    hint = f" (did you mean {near}?)" if near else ""
+    return f"{path} is not a setting of {root.__name__}{hint}; see --help"
+
+
+def nearest_path(path: str, known: list[str]) -> str:
+    """The known dotted path that is most like ``path``, else the shortest one with the same last name, else nothing."""
+    last = path.rpartition(".")[2]
+    close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    same = [one for one in known if one.rpartition(".")[2] == last]
+    same.sort(key=lambda one: (one.count("."), not one.startswith(("actor.", "train_dataset.")), len(one)))
+    if same and (not close or "." not in path):
+        return same[0]
+    return (close or difflib.get_close_matches(path, known, n=1, cutoff=0.6) or [""])[0]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a build knows: defaults by path that win over declared ones, all paths, problems, and what was inherited."""
+
+    extra: Mapping[str, Any]
+    paths: frozenset[str]
+    problems: Problems
+    inherited: set[str] = field(default_factory=set)
+
+    def note(self, path: str, problem: str) -> None:
+        """Note a problem, unless the value was inherited: then it is that of the setting where it comes from."""
+        if path not in self.inherited:
+            self.problems.add(problem)
+
+
+def _with_defaults(given: Any, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
+    full: Tree = {}
+    for name, entry in settings_of(declaration).items():
+        path = prefix + name
+        inherits = (inner or {}).get(name, entry.info.inherits)
+        value = given.get(name, _MISSING)
+        if entry.shape == "section":
+            full[name] = _section_tree(value, entry, context, path)
+        elif entry.shape == "sections":
+            full[name] = _sections_tree(value, entry, context, path)
+        elif _is_unset(value, entry) and inherits in context.paths and inherits != path:
+            full[name] = "${" + inherits + "}"
+            context.inherited.add(path)
+        else:
+            full[name] = context.extra.get(path, entry.default) if value == _MISSING else value
+    return full
+
+
+def _is_unset(value: Any, entry: Setting) -> bool:
+    return (isinstance(value, str) and value in ("", _MISSING)) or (value is None and entry.default in (None, "", 0))
+
+
+def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> Any:
+    if value == _MISSING or (value is None and not entry.nullable):
+        if entry.default is None:
+            return None
+        value = {}
+    if not isinstance(value, dict):
+        return value  # null, an interpolation, or a wrong type, which `_typed` reports
+    return _with_defaults(value, entry.kind, context, path + ".", entry.info.inner)
+
+
+def _sections_tree(value: Any, entry: Setting, context: _Context, path: str) -> Any:
+    if value is None or value == _MISSING:
+        value = [{} for _ in entry.default or ()]
+    if not isinstance(value, list | dict):
+        return value
+    return [
+        _with_defaults(item, entry.kind, context, f"{path}.{index}.") if isinstance(item, dict) else item
+        for index, item in enumerate(_items(value))
+    ]
+
+
+def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(full), resolve=True)
+    except InterpolationKeyError as error:
+        wanted = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
+        near = nearest_path(wanted, [path for path, _ in leaves(full)])
+        hint = f" (did you mean {near}?)" if near else ""
+        where = next(
+            (path for path, value in known.items() if not isinstance(value, dict) and f"${{{wanted}}}" in str(value)),
+            error.full_key,
+        )
+        raise UsageError(f"{where}: ${{{wanted}}} names no setting{hint}; correct the name") from error
+    except OmegaConfBaseException as error:
+        text = str(error.msg or error).splitlines()[0]
+        raise UsageError(f"{error.full_key}: the interpolation cannot be resolved: {text}; correct it") from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:
+    fields: dict[str, Any] = {}
+    foreign = sorted(values.keys() - settings_of(declaration).keys())
+    if foreign:  # it came in by an interpolation of a whole section
+        context.problems.add(
+            f"{prefix.rstrip('.')}: {', '.join(foreign)} are no settings of {declaration.__name__}; take another section"
+        )
+        return None
+    for name, entry in settings_of(declaration).items():
+        path = prefix + name
+        try:
+            fields[name] = _value(values.get(name, entry.default), entry, path, context)
+        except UsageError as error:
+            context.note(path, str(error))
+    if len(fields) < len(settings_of(declaration)) or (context.problems.found and not prefix):
+        return None
+    try:
+        return declaration(**fields)
+    except ValueError as error:  # a check of a user's own class
+        context.problems.add(f"{prefix.rstrip('.') or declaration.__name__}: {error}")
+        return None
+
+
+def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
+    if value == _MISSING or (entry.info.required and value in ("", None)):
+        raise UsageError(f"{path} is required; {entry.info.help[0].lower()}{entry.info.help[1:]}")
+    if value is None:
+        if entry.nullable:
+            return None
+        raise UsageError(f"{path} must not be null; give {_article(entry)}, or leave it out")
+    if entry.shape == "section":
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{path} {value!r}: expected a mapping of {entry.kind.__name__}'s settings")
+        return _typed(value, entry.kind, path + ".", context)
+    if entry.shape == "sections":
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise UsageError(f"{path} {value!r}: expected a list of mappings of {entry.kind.__name__}'s settings")
+        return [_typed(item, entry.kind, f"{path}.{index}.", context) for index, item in enumerate(value)]
+    if entry.shape == "dict":
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{path} {value!r}: expected a mapping, such as {{key: value}}")
+        return {str(key): item for key, item in value.items()}
+    return _plain(value, entry, path)
+
+
+def _article(entry: Setting) -> str:
+    return {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}.get(entry.shape, "it")
+
+
+def _plain(value: Any, entry: Setting, path: str) -> Any:
+    """Convert a scalar or a list of scalars, and check choices and bounds."""
+    if entry.nullable and entry.info.choices and str(value).lower() in ("none", "null"):
+        return None
+    option = entry.as_option
+    if isinstance(value, bool) and entry.kind is str:
+        value = _switch(value, entry, path)
+    if isinstance(value, bool) and entry.kind is not bool:
+        raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
+    if isinstance(value, list | dict) and entry.shape == "scalar":
+        raise UsageError(f"{path} {value!r}: expected one value ({entry.type_text})")
+    converted = convert(option, value, path)
+    for one in converted if entry.shape == "list" else (converted,):
+        if entry.info.choices and one not in entry.info.choices:
+            raise UsageError(f"{path} {one!r} is unknown{_near_choice(one, entry)}; choose {_choices(entry)}")
+        if entry.kind in (int, float):
+            if one != one or one in (float("inf"), float("-inf")):
+                raise UsageError(f"{path} {one} is not a finite number; {option.bounds_remedy}")
+            if problem := option.bounds_problem(one):
+                raise UsageError(f"{path} {problem}, got {one}; {option.bounds_remedy}")
+    return list(converted) if entry.shape == "list" else converted
+
+
+def _switch(value: bool, entry: Setting, path: str) -> str:
+    """YAML reads on and off as true and false; a mode may mean either by them."""
+    for text in ("on", "online") if value else ("off", "disabled"):
+        if text in entry.info.choices:
+            return text
+    raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
+
+
+def _near_choice(value: Any, entry: Setting) -> str:
+    close = difflib.get_close_matches(str(value), entry.info.choices, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _choices(entry: Setting) -> str:
+    return ", ".join((*entry.info.choices, *(["null"] if entry.nullable else [])))

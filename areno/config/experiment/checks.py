@@ -1,0 +1,273 @@
+"""Checks of a whole experiment: sections against each other, and what is asked for that is not there yet.
+
+Everything that would be silently wrong is loud here: a KL without a reference, a decoupled loss without its weight, groups
+that are not the answers to one prompt, settings that nothing reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from areno.config.experiment.allocation import AllocationMode, ModelAllocation
+from areno.config.experiment.effects import refusals
+from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.experiments import (
+    EXPERIMENTS,
+    BaseExperimentConfig,
+    PPOConfig,
+    RWConfig,
+)
+from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
+from areno.config.experiment.settings import settings_of, walk
+from areno.config.options import nearest
+from areno.config.packages import missing_lora_packages
+from areno.config.parser import Problems
+from areno.errors import UsageError
+
+SECTIONS_WITH_FILES = ("saver", "recover")
+"""Sections whose files may lie under a root of their own; everything else is in the run directory."""
+
+
+def check_config(config: BaseExperimentConfig) -> None:
+    """Check that the settings make an experiment that can work.
+
+    Raises:
+        UsageError: every problem, with its setting, value and remedy; numbered if there are several.
+    """
+    problems = Problems()
+    for text in (*_names(config), *_sections(config), *_experiment(config), *refusals(config), *_backends(config)):
+        problems.add(text)
+    problems.raise_if_any()
+
+
+def _names(config: BaseExperimentConfig) -> Iterator[str]:
+    for name, forbidden in (("experiment_name", "_/"), ("trial_name", "-/")):
+        value = getattr(config, name)
+        wrong = [letter for letter in forbidden if letter in value]
+        if wrong:
+            better = value.translate(str.maketrans(dict.fromkeys(forbidden, "-" if name == "experiment_name" else "_")))
+            yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
+    for path, _, value in walk(config):
+        section, _, name = path.rpartition(".")
+        if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
+            yield (
+                f"{path} {value!r} differs from {name} {getattr(config, name)!r}: an experiment has one name, by which "
+                f"recovery finds it; leave {path} out"
+            )
+        root = config.cluster.fileroot
+        if name == "fileroot" and section not in ("cluster", *SECTIONS_WITH_FILES) and value != root:
+            yield (
+                f"{path} {value!r} differs from cluster.fileroot {root!r}: only checkpoints may lie elsewhere "
+                f"(saver.fileroot, recover.fileroot); leave {path} out"
+            )
+
+
+def _sections(config: BaseExperimentConfig) -> Iterator[str]:
+    for path, entry, value in walk(config):
+        if entry.shape == "section" and value is not None:
+            for base, check in CHECKS.items():
+                if isinstance(value, base):
+                    yield from (f"{path}.{name} {problem}" for name, problem in check(value))
+
+
+def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
+    yield from _data(config)
+    yield from _kinds(config)
+    actor = getattr(config, "actor", None)
+    if isinstance(actor, TrainEngineConfig):
+        if actor.optimizer is None:
+            yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
+        if actor.use_lora and (missing := missing_lora_packages(four_bit=False)):
+            yield f"actor.use_lora needs the packages {', '.join(missing)}; install them: pip install 'areno[lora]'"
+    if isinstance(config, PPOConfig):
+        yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
+        yield from _reference(config)
+        yield from _sampling(config)
+        yield from _groups(config)
+        yield from _rollout(config)
+    elif isinstance(actor, TrainEngineConfig):
+        because = "in an experiment that generates nothing; leave it out"
+        yield from (f"actor.{name} {text}" for name, text in idle(actor, ("weight_update_mode",), because))
+    ref = getattr(config, "ref", None)
+    if isinstance(ref, TrainEngineConfig):
+        yield from _copied(ref, config)
+
+
+def _data(config: BaseExperimentConfig) -> Iterator[str]:
+    kind = config.train_dataset.type
+    known = EXPERIMENTS.get(kind)
+    if known is None:
+        yield f"train_dataset.type {kind!r} is unknown{nearest(kind, EXPERIMENTS)}; choose {', '.join(EXPERIMENTS)}"
+    elif not isinstance(config, PPOConfig if kind == "rl" else known) and isinstance(
+        config, tuple(EXPERIMENTS.values())
+    ):
+        yield f"train_dataset.type {kind!r} is for {known.__name__}, and this is {type(config).__name__}; correct one of them"
+    valid, evaluator = config.valid_dataset, config.evaluator
+    frequencies = (evaluator.freq_epochs, evaluator.freq_steps, evaluator.freq_secs)
+    evaluates = evaluator.eval_before_train or any(value is not None for value in frequencies)
+    if valid is None and evaluates:
+        yield "evaluator has nothing to evaluate on; give valid_dataset, or leave the evaluator's frequencies out"
+    if valid is not None and not evaluates:
+        yield "valid_dataset is never evaluated on; set evaluator.freq_epochs, freq_steps, freq_secs or eval_before_train"
+    if valid is not None and valid.type != kind:
+        yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
+
+
+def _kinds(config: BaseExperimentConfig) -> Iterator[str]:
+    wanted = {"actor": isinstance(config, RWConfig), "ref": False, "critic": True}
+    for role, is_critic in wanted.items():
+        engine = getattr(config, role, None)
+        if isinstance(engine, TrainEngineConfig) and engine.is_critic != is_critic:
+            what = (
+                "a model that gives numbers (reward model, critic)" if is_critic else "a policy, which gives log-probs"
+            )
+            yield f"{role}.is_critic {shown(engine.is_critic)}: {role} is {what} here; set {role}.is_critic={shown(is_critic)}"
+
+
+def _reference(config: PPOConfig) -> Iterator[str]:
+    if config.actor.kl_ctl > 0 and config.ref is None:
+        yield (
+            f"actor.kl_ctl {config.actor.kl_ctl} needs a reference to take the KL to, and there is no ref; add a section "
+            "ref, or set actor.kl_ctl=0"
+        )
+    critic = config.critic
+    if critic is not None and critic.optimizer is None:
+        yield "critic.optimizer is missing, so the critic would not learn; give it, such as critic.optimizer.lr=1e-5"
+    if critic is not None and critic.mask_no_eos_with_zero != config.actor.mask_no_eos_with_zero:
+        yield "critic.mask_no_eos_with_zero differs from the actor's, but both learn from one reward; leave it out"
+
+
+def _copied(ref: Any, config: Any) -> Iterator[str]:
+    """A reference only scores: what it says about training must be unsaid, or a copy of the actor's section."""
+    scored = set(settings_of(TrainEngineConfig)) - {"optimizer", "weight_update_mode", "use_lora"}
+    for name, entry in settings_of(type(ref)).items():
+        value = getattr(ref, name)
+        if name not in scored and value not in (entry.default, getattr(config.actor, name)):
+            yield f"ref.{name} {shown(value)} has no effect: a reference is not trained; leave it out".replace(
+                "  ", " "
+            )
+
+
+def _sampling(config: PPOConfig) -> Iterator[str]:
+    """What several sections repeat must be equal: the policy that is trained is the one that sampled."""
+    sampled = config.gconfig
+    same = {"temperature": sampled.temperature, "max_new_tokens": sampled.max_new_tokens}
+    for role in ("actor", "ref", "critic"):
+        engine = getattr(config, role)
+        for name, value in same.items():
+            own = getattr(engine, name, value) if engine is not None else value
+            if own != value:
+                yield f"{role}.{name} {own} differs from gconfig.{name} {value}, with which was sampled; leave it out"
+    rollout, batch = config.rollout, config.train_dataset.batch_size
+    if rollout.consumer_batch_size != batch:
+        yield (
+            f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
+            "prompts of a step; leave it out"
+        )
+    if rollout.use_lora != config.actor.use_lora:
+        yield "rollout.use_lora differs from actor.use_lora: rollout generates with what is trained; leave it out"
+    if rollout.lora_name != sampled.lora_name:
+        yield f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; leave it out"
+    if config.eval_gconfig is not None and config.valid_dataset is None:
+        yield "eval_gconfig has no effect without valid_dataset; give that too"
+
+
+def _groups(config: PPOConfig) -> Iterator[str]:
+    samples = config.gconfig.n_samples
+    for name in ("reward_norm", "adv_norm"):
+        norm = getattr(config.actor, name)
+        if norm is None or "group" not in (norm.mean_level, norm.std_level):
+            continue
+        if norm.group_size != samples:
+            yield (
+                f"actor.{name}.group_size {norm.group_size} is not gconfig.n_samples {samples}, so that groups would mix "
+                "prompts; leave it out"
+            )
+        if samples == 1 and norm.mean_level == "group":
+            yield (
+                f"actor.{name}.mean_level group compares the answers to one prompt, and gconfig.n_samples is 1; give at "
+                "least 2, or use mean_level batch"
+            )
+    rows = samples * config.train_dataset.batch_size
+    for role in ("actor", "critic"):
+        engine = getattr(config, role)
+        if engine is not None and engine.ppo_n_minibatches > rows:
+            yield (
+                f"{role}.ppo_n_minibatches {engine.ppo_n_minibatches} is more than the {rows} rows of a step "
+                f"(train_dataset.batch_size x gconfig.n_samples); give at most {rows}"
+            )
+    low, high = config.success_rate_lb, config.success_rate_ub
+    if low is not None and high is not None and low > high:
+        yield f"success_rate_lb {low} is above success_rate_ub {high}, which would leave out every prompt; exchange them"
+
+
+def _rollout(config: PPOConfig) -> Iterator[str]:
+    agent, path = config.rollout.agent, config.workflow.path
+    if agent.agent_cls_path and path not in ("agent", settings_of(type(config.workflow))["path"].default):
+        yield (
+            f"rollout.agent.agent_cls_path {agent.agent_cls_path!r} and workflow.path {path!r} both say what makes a "
+            "trajectory; leave one of the two out"
+        )
+    if path == "agent" and not agent.agent_cls_path:
+        yield "workflow.path agent needs rollout.agent.agent_cls_path; give the agent as file.py:NAME or module.NAME"
+    if (
+        config.actor.weight_update_mode not in (AUTO, "disk")
+        and config.rollout.scheduling_strategy.type == "colocation"
+    ):
+        yield (
+            f"actor.weight_update_mode {config.actor.weight_update_mode} needs devices of their own for rollout and "
+            "training; use disk, or rollout.scheduling_strategy.type=separation"
+        )
+
+
+def _backends(config: BaseExperimentConfig) -> Iterator[str]:
+    """Parse each role's backend, and say what cannot run here; in the words of allocation_mode where that was given."""
+    found: list[tuple[str, str, str]] = []
+    for role, spec in roles(config).items():
+        try:
+            allocation = ModelAllocation.from_str(spec)
+        except UsageError as error:
+            yield f"{role}.backend {error}"
+            continue
+        generates = role.endswith("rollout")
+        if allocation.is_inference != generates:
+            does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
+            yield f"{role}.backend {spec} {does}; give one such as {other}"
+        elif missing := _not_there(allocation):
+            found.append((f"{role}.backend {spec}", missing, _replacement(allocation)))
+        elif role in ("ref", "critic") and spec != roles(config)["actor"]:
+            yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
+    if found and config.allocation_mode:
+        parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
+        named = AllocationMode.from_str(config.allocation_mode).engines
+        better = "+".join(_replacement(engine) for engine in named[:2])
+        yield f"allocation_mode {config.allocation_mode}: {parts}; on this machine write allocation_mode={better}"
+    else:
+        yield from (f"{what}: {missing}; use {better}" for what, missing, better in found)
+
+
+def roles(config: BaseExperimentConfig) -> dict[str, str]:
+    """The ``backend`` of every engine of an experiment, by its section's path."""
+    return {
+        path.removesuffix(".backend"): value
+        for path, _, value in walk(config)
+        if path.endswith(".backend") and isinstance(value, str)
+    }
+
+
+def _not_there(allocation: ModelAllocation) -> str:
+    products = {"sglang": "SGLang", "vllm": "vLLM", "megatron": "the backend megatron", "archon": "the backend archon"}
+    parallel = allocation.parallel
+    sizes = {"pipeline": parallel.pipeline, "context": parallel.context, "expert": parallel.expert}
+    missing = [f"{name} parallelism of {size}" for name, size in sizes.items() if size > 1]
+    if allocation.backend in products:
+        missing.insert(0, products[allocation.backend])
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there yet" if missing else ""
+
+
+def _replacement(allocation: ModelAllocation) -> str:
+    """What does the same work on as many devices."""
+    tensor = allocation.parallel.tensor
+    data = allocation.world_size // tensor
+    return f"{'areno' if allocation.is_inference else 'fsdp'}:d{data}" + (f"t{tensor}" if tensor > 1 else "")

@@ -1,0 +1,214 @@
+"""Sections of software that areno does not drive yet: SGLang, vLLM, Archon, Megatron, 8-bit training.
+
+They parse and keep their documented defaults, so that existing files load; a value that differs from its default is refused
+(see `areno.config.experiment.effect_table`), because nothing reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from areno.config.experiment.settings import section, setting
+
+_SGLANG = "Option of SGLang's server with this name."
+_sglang = partial(setting, help=_SGLANG)
+_VLLM = "Option of vLLM's server with this name."
+_vllm = partial(setting, help=_VLLM)
+_ARCHON = "Setting of Archon with this name."
+_archon = partial(setting, help=_ARCHON)
+_MEGATRON = "Setting of Megatron-Core with this name."
+_megatron = partial(setting, help=_MEGATRON)
+_FP8 = "Setting of Transformer Engine's FP8 with this name."
+_fp8 = partial(setting, help=_FP8)
+
+
+@dataclass
+class SGLangConfig:
+    """SGLang servers: options of its command line, passed on as they are."""
+
+    model_path: str = _sglang("")
+    random_seed: int = _sglang(1)
+    skip_tokenizer_init: bool = _sglang(False)
+    disable_cuda_graph: bool = _sglang(False)
+    disable_radix_cache: bool = _sglang(True)
+    disable_cuda_graph_padding: bool = _sglang(False)
+    enable_nccl_nvls: bool = _sglang(False)
+    disable_outlines_disk_cache: bool = _sglang(False)
+    disable_custom_all_reduce: bool = _sglang(False)
+    disable_overlap_schedule: bool = _sglang(False)
+    enable_mixed_chunk: bool = _sglang(False)
+    enable_dp_attention: bool = _sglang(False)
+    enable_ep_moe: bool = _sglang(False)
+    enable_torch_compile: bool = _sglang(False)
+    torch_compile_max_bs: int = _sglang(32)
+    cuda_graph_max_bs: int | None = _sglang(None)
+    cuda_graph_bs: list[int] | None = setting(None, help=_SGLANG)
+    torchao_config: str = _sglang("")
+    enable_nan_detection: bool = _sglang(False)
+    enable_p2p_check: bool = _sglang(False)
+    triton_attention_reduce_in_fp32: bool = _sglang(False)
+    triton_attention_num_kv_splits: int = _sglang(8)
+    num_continuous_decode_steps: int = _sglang(1)
+    enable_memory_saver: bool = _sglang(False)
+    allow_auto_truncate: bool = _sglang(False)
+    attention_backend: str | None = _sglang("fa3")
+    enable_multimodal: bool = _sglang(False)
+    sampling_backend: str | None = _sglang(None)
+    context_length: int | None = _sglang(32768)
+    mem_fraction_static: float | None = _sglang(0.9)
+    max_running_requests: int | None = _sglang(None)
+    chunked_prefill_size: int | None = _sglang(-1)
+    max_prefill_tokens: int = _sglang(32768)
+    schedule_policy: str = _sglang("lpm")
+    schedule_conservativeness: float = _sglang(1.0)
+    cpu_offload_gb: int = _sglang(0)
+    dtype: str = _sglang("bfloat16")
+    kv_cache_dtype: str = _sglang("auto")
+    dp_size: int = _sglang(1)
+    ep_size: int = _sglang(1)
+    enable_lora: bool | None = _sglang(None)
+    max_lora_rank: int | None = _sglang(None)
+    max_loaded_loras: int = _sglang(8)
+    lora_paths: list[str] | None = setting(None, help=_SGLANG)
+    lora_backend: str = _sglang("triton")
+    log_level: str = _sglang("warning")
+    log_level_http: str | None = _sglang("warning")
+    log_requests: bool = _sglang(False)
+    log_requests_level: int = _sglang(0)
+    show_time_cost: bool = _sglang(False)
+    enable_metrics: bool = _sglang(True)
+    decode_log_interval: int = _sglang(1)
+    enable_multithread_load: bool = _sglang(False)
+    enable_return_routed_experts: bool = _sglang(False)
+
+
+@dataclass
+class vLLMConfig:  # noqa: N801
+    """vLLM servers: options of its command line, passed on as they are."""
+
+    model: str = _vllm("")
+    seed: int = _vllm(1)
+    skip_tokenizer_init: bool = _vllm(False)
+    enforce_eager: bool = _vllm(False)
+    dtype: str = _vllm("bfloat16")
+    distributed_executor_backend: str = _vllm("mp")
+    max_num_seqs: int = _vllm(256)
+    block_size: int = _vllm(16)
+    cpu_offload_gb: float = _vllm(0.0)
+    disable_sliding_window: bool = _vllm(True)
+    max_model_len: int | None = _vllm(32768)
+    no_enable_chunked_prefill: bool = _vllm(False)
+    no_enable_prefix_caching: bool = _vllm(True)
+    gpu_memory_utilization: float = _vllm(0.9)
+    worker_extension_cls: str = _vllm("")
+    enable_sleep_mode: bool = _vllm(False)
+    uvicorn_log_level: str = _vllm("warning")
+    gdn_prefill_backend: str | None = _vllm(None, choices=("triton", "flashinfer"))
+    enable_lora: bool = _vllm(False)
+    max_lora_rank: int = _vllm(16)
+    max_loras: int = _vllm(8)
+    lora_modules: list[str] | None = setting(None, help=_VLLM)
+
+
+@dataclass
+class ArchonFP8Config:
+    """8-bit training of the backend archon."""
+
+    mode: str = _archon("disabled", choices=("disabled", "blockwise"))
+    exclude_modules: list[str] = setting(["output", "router", "score"], help=_ARCHON)
+    include_experts: bool = _archon(False)
+    use_triton: bool = _archon(True)
+
+
+@dataclass
+class ArchonEngineConfig:
+    """Settings of the backend archon."""
+
+    attn_type: str = _archon("varlen", choices=("varlen", "sdpa", "tree"))
+    offload_params: bool = _archon(False)
+    enable_compile: bool = _archon(False)
+    ac_mode: str = _archon("selective", choices=("none", "full", "selective", "memory_budget"))
+    selective_ac_option: str = _archon("op")
+    ac_memory_budget: float = _archon(0.5)
+    ac_preserve_rng_state: bool = _archon(False)
+    ac_debug: bool = _archon(False)
+    pp_schedule: str = _archon(
+        "Interleaved1F1B", choices=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    )
+    pp_layers_per_stage: int | None = _archon(None, minimum=1)
+    pp_first_stage_less_layers: int = _archon(1, minimum=0)
+    pp_last_stage_less_layers: int = _archon(1, minimum=0)
+    reshard_after_forward_policy: str = _archon("default", choices=("default", "always", "never"))
+    fp8_config: ArchonFP8Config = section(ArchonFP8Config, help="8-bit training.")
+    use_deterministic_algorithms: bool = _archon(False)
+    moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """Megatron's data parallelism."""
+
+    grad_reduce_in_fp32: bool = _megatron(True)
+    overlap_grad_reduce: bool = _megatron(False)
+    overlap_param_gather: bool = _megatron(False)
+    align_param_gather: bool = _megatron(False)
+    use_distributed_optimizer: bool = _megatron(True)
+    check_for_nan_in_grad: bool = _megatron(False)
+    bucket_size: int | None = _megatron(None)
+    average_in_collective: bool = _megatron(False)
+    fp8_param_gather: bool = _megatron(False)
+
+
+@dataclass
+class FP8EngineConfig:
+    """8-bit training by Transformer Engine."""
+
+    mode: str = _fp8("e4m3")
+    recipe: str = _fp8("delayed")
+    param: bool = _fp8(False)
+    margin: int = _fp8(0)
+    amax_history_len: int = _fp8(1)
+    amax_compute_algo: str = _fp8("most_recent")
+    wgrad: bool = _fp8(True)
+    dot_product_attention: bool = _fp8(False)
+    multi_head_attention: bool = _fp8(False)
+    tp_only_amax_red: bool = _fp8(False)
+    first_last_layers_bf16: bool = _fp8(False)
+    num_layers_at_start_in_bf16: int = _fp8(1)
+    num_layers_at_end_in_bf16: int = _fp8(1)
+    direct_convert: bool = _fp8(True)
+
+
+@dataclass
+class MegatronEngineConfig:
+    """Settings of the backend megatron."""
+
+    wrap_with_ddp: bool = _megatron(True)
+    use_torch_fsdp2: bool = _megatron(False)
+    use_custom_fsdp: bool = _megatron(False)
+    ddp: DistributedDataParallelConfig = section(DistributedDataParallelConfig, help="Data parallelism.")
+    virtual_pipeline_parallel_size: int = _megatron(1)
+    overlap_param_gather_with_optimizer_step: bool = _megatron(False)
+    use_precision_aware_optimizer: bool = _megatron(False)
+    main_grads_dtype: str = _megatron("float32")
+    main_params_dtype: str = _megatron("float32")
+    exp_avg_dtype: str = _megatron("float32")
+    exp_avg_sq_dtype: str = _megatron("float32")
+    async_save: bool = _megatron(False)
+    use_checkpoint_opt_param_scheduler: bool = _megatron(True)
+    use_deterministic_algorithms: bool = _megatron(False)
+    recompute_granularity: str | None = _megatron("full")
+    recompute_method: str | None = _megatron("uniform")
+    recompute_num_layers: int | None = _megatron(1)
+    distribute_saved_activations: bool | None = _megatron(None)
+    recompute_modules: list[str] | None = setting(None, help=_MEGATRON)
+    moe_router_dtype: str | None = _megatron("fp32")
+    moe_shared_expert_overlap: bool = _megatron(False)
+    moe_enable_deepep: bool = _megatron(False)
+    moe_token_dispatcher_type: str = _megatron("alltoall")
+    moe_permute_fusion: bool = _megatron(False)
+    fp8_config: FP8EngineConfig | None = section(None, help="8-bit training; null is off.")
+    bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
+    use_mbridge_save: bool = _megatron(False)
+    use_bridge_for_update_weights: bool = _megatron(False)

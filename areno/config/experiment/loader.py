@@ -1,0 +1,199 @@
+"""Reads an experiment: the command line, its YAML file, overrides, checks.
+
+    config, file = load_expr_config(sys.argv[1:], GRPOConfig)
+
+A configuration file is any subset of the settings; names and paths that several sections share are written once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from areno.config.experiment.allocation import AllocationMode, ModelAllocation
+from areno.config.experiment.build import build_config, real_path, unknown_key, without_aliases
+from areno.config.experiment.checks import check_config
+from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
+from areno.config.experiment.help import render_help
+from areno.config.experiment.settings import paths_of
+from areno.config.experiment.tree import Override, Tree, apply_override, copied, parse_override, read_yaml
+from areno.config.options import nearest
+from areno.config.parser import Problems
+from areno.errors import UsageError
+
+Config = TypeVar("Config", bound=BaseExperimentConfig)
+
+
+@dataclass(frozen=True)
+class CliArgs:
+    """The command line of an experiment: the YAML file, overrides as they were written, and whether help is wanted."""
+
+    config_file: str
+    overrides: tuple[str, ...]
+    help: bool = False
+
+
+def parse_cli_args(argv: Sequence[str]) -> CliArgs:
+    """Take the command line apart; a leading ``*.py`` is ignored.
+
+    Raises:
+        UsageError: ``--config`` has no value, or an option is unknown.
+    """
+    words = list(argv[1:] if argv and argv[0].endswith(".py") else argv)
+    file, overrides, wants_help = "", [], False
+    while words:
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            wants_help = True
+        elif word == "--config" or word.startswith("--config="):
+            if word == "--config" and not words:
+                raise UsageError("--config needs a value; write --config FILE.yaml")
+            file = word.partition("=")[2] if "=" in word else words.pop(0)
+        elif word.startswith("-"):
+            name = word.partition("=")[0]
+            near = nearest(name, ["--config", "--help"])
+            raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
+        else:
+            overrides.append(word)
+    return CliArgs(file, tuple(overrides), wants_help)
+
+
+def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Config, str]:
+    """Read the configuration of an experiment from its command line.
+
+    Args:
+        argv: arguments, with or without the program's own name.
+        config_cls: class of the experiment, such as GRPOConfig or a subclass of the user's.
+
+    Returns:
+        The checked configuration, and the path of its file.
+
+    Raises:
+        UsageError: what is wrong with it, all problems at once.
+        SystemExit: after ``--help``, with code 0.
+    """
+    args = parse_cli_args(argv)
+    if args.help:
+        sys.stdout.write(render_help(config_cls))
+        raise SystemExit(0)
+    config = config_from(read_tree(args, config_cls), config_cls)
+    return config, args.config_file
+
+
+def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
+    """Find the class of an experiment from what its file says it is: ``train_dataset.type``.
+
+    Raises:
+        UsageError: the file cannot be read, or names no known type.
+    """
+    args = parse_cli_args(argv)
+    tree = _overridden(_file(args), args, BaseExperimentConfig, check=False)
+    dataset = tree.get("train_dataset")
+    kind = dataset.get("type") if isinstance(dataset, dict) else None
+    if kind not in EXPERIMENTS:
+        raise UsageError(f"train_dataset.type {kind!r} names no kind of experiment; choose {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[kind]
+
+
+def read_tree(args: CliArgs, config_cls: type[BaseExperimentConfig]) -> Tree:
+    """Read the YAML file and put the overrides in.
+
+    Raises:
+        UsageError: no file is named or it cannot be read; an override is malformed or names no setting.
+    """
+    return _overridden(without_aliases(_file(args)), args, config_cls)
+
+
+def config_from(tree: Tree, config_cls: type[Config]) -> Config:
+    """Build a configuration of raw values and check it.
+
+    Raises:
+        UsageError: what is wrong with it, all problems at once.
+    """
+    config = build_config(allocated(tree), config_cls)
+    check_config(config)
+    return config
+
+
+def allocated(tree: Tree) -> Tree:
+    """Give each role the backend that ``allocation_mode`` names for it; the tree is copied.
+
+    Raises:
+        UsageError: the text is not in the grammar, names a role that the tree lacks, or contradicts a backend.
+    """
+    text = tree.get("allocation_mode")
+    if not isinstance(text, str) or text in ("", "???"):
+        return tree
+    tree = copied(tree)
+    try:
+        mode = AllocationMode.from_str(text)
+        backends, shared = mode.backends(), mode.colocated()
+    except UsageError as error:
+        raise UsageError(f"allocation_mode {error}") from None
+    for role, backend in backends.items():
+        section = tree.setdefault(role, {}) if role in ("rollout", "actor") else tree.get(role)
+        if not isinstance(section, dict):
+            raise UsageError(
+                f"allocation_mode {text!r} gives {backend} to {role}, and there is no section {role}; name rollout, actor, "
+                "or a section that is there"
+            )
+        own = section.get("backend") or backend
+        if own != backend and _spec(own) != backend:
+            raise UsageError(
+                f"{role}.backend {own} differs from {backend} of allocation_mode {text}; leave one of the two out"
+            )
+        section["backend"] = backend
+        if role in shared:
+            section.setdefault("scheduling_strategy", {"type": "colocation", "target": shared[role]})
+    return tree
+
+
+def _spec(backend: str) -> str:
+    try:
+        return ModelAllocation.from_str(backend).spec
+    except UsageError:
+        return backend
+
+
+def to_structured_cfg(tree: Tree, config_cls: type[Config]) -> Config:
+    """`config_from` under its documented name."""
+    return config_from(tree, config_cls)
+
+
+def _file(args: CliArgs) -> Tree:
+    if not args.config_file:
+        raise UsageError("--config is required; give the experiment's YAML file as --config FILE.yaml")
+    return read_yaml(Path(args.config_file))
+
+
+def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig], *, check: bool = True) -> Tree:
+    problems = Problems()
+    for text in args.overrides:
+        try:
+            override = parse_override(text)
+            override = Override(real_path(override.path), override.value, override.delete)
+            if check:
+                problem = _unknown(override.path, config_cls)
+                problems.add(problem)
+                if problem:
+                    continue
+            apply_override(tree, override)
+        except UsageError as error:
+            problems.add(str(error))
+    problems.raise_if_any()
+    return tree
+
+
+def _unknown(path: str, config_cls: type[BaseExperimentConfig]) -> str:
+    known = paths_of(config_cls)
+    shape = ".".join("0" if part.isdigit() else part for part in path.split("."))
+    while shape and shape not in known:
+        shape, _, last = shape.rpartition(".")
+        if shape in known and (
+            known[shape].shape in ("dict", "list") or (known[shape].shape == "sections" and last == "0")
+        ):
+            return ""
+    return "" if shape else unknown_key(path, config_cls)

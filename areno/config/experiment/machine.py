@@ -1,0 +1,108 @@
+"""Settings whose default is what the machine has: filled in once, and said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.checks import roles
+from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.settings import walk
+from areno.config.parser import Problems
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has; the caller finds it out, because this package imports no torch.
+
+    Attributes:
+        gpus: CUDA devices; 0 computes on the CPU.
+        cores: CPU cores that the run may use.
+        flash_attention: the package flash-attn is installed.
+    """
+
+    gpus: int = 0
+    cores: int = 1
+    flash_attention: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind of device, for messages."""
+        return "GPU" if self.gpus else "CPU"
+
+
+def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
+    """Replace ``auto`` and unset sizes by what the machine has; the configuration is changed in place.
+
+    Args:
+        config: a checked configuration.
+        machine: the machine that it is to run on.
+
+    Returns:
+        One line per setting that was filled in, to be printed once.
+
+    Raises:
+        UsageError: a setting that was given is impossible on this machine.
+    """
+    problems = Problems()
+    needed = devices_needed(config)
+    for text in (*_attention(config, machine), *_devices(config, machine, needed)):
+        problems.add(text)
+    problems.raise_if_any()
+    lines = []
+    for path, section, name, value in _choices(config, machine, needed):
+        setattr(section, name, value)
+        lines.append(f"{path}.{name} = {value} ({machine.name})")
+    return lines
+
+
+def devices_needed(config: BaseExperimentConfig) -> int:
+    """Devices that rollout and training take together; a role that shares another one's takes none."""
+    engines = [getattr(config, role, None) for role in ("rollout", "actor")]
+    return sum(
+        ModelAllocation.from_str(engine.backend).world_size
+        for engine in engines
+        if engine is not None and engine.scheduling_strategy.type == "separation"
+    )
+
+
+def _attention(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+    for path, entry, value in walk(config):
+        if entry.name == "attn_impl" and machine.gpus == 0 and str(value).startswith("flash_attention"):
+            yield f"{path} {value} needs a GPU, and there is none; leave it out, or use sdpa"
+
+
+def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[str]:
+    given = config.cluster.n_gpus_per_node
+    if machine.gpus and given is not None and given > machine.gpus:
+        yield f"cluster.n_gpus_per_node {given} is more than the {machine.gpus} GPUs of this machine; leave it out"
+        return
+    limit = given or machine.gpus
+    if limit and needed > limit:
+        parts = ", ".join(
+            f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")
+        )
+        what = f"cluster.n_gpus_per_node {given}" if given else f"the {machine.gpus} GPUs of this machine"
+        yield f"{parts} need {needed} devices, more than {what}; give smaller sizes"
+
+
+def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:
+    if config.cluster.n_gpus_per_node is None:
+        yield "cluster", config.cluster, "n_gpus_per_node", machine.gpus or max(needed, 1)
+    on_gpu = {"dtype": "bfloat16", "attn_impl": "flash_attention_2" if machine.flash_attention else "sdpa"}
+    chosen = on_gpu if machine.gpus else {"dtype": "float32", "attn_impl": "sdpa"}
+    for path, entry, value in walk(config):
+        if entry.shape == "section" and isinstance(value, TrainEngineConfig):
+            for name, choice in chosen.items():
+                if getattr(value, name) == AUTO:
+                    yield path, value, name, choice
+        if entry.shape == "sections" and value and path in ("rollout.scheduling_spec", "actor.scheduling_spec"):
+            for index, spec in enumerate(value):
+                if spec.cpu is None:
+                    yield f"{path}.{index}", spec, "cpu", max(machine.cores // max(needed, 1), 1)
+    if isinstance(config, PPOConfig) and config.actor.weight_update_mode == AUTO:
+        apart = config.rollout.scheduling_strategy.type == config.actor.scheduling_strategy.type == "separation"
+        yield "actor", config.actor, "weight_update_mode", ("xccl" if machine.gpus and apart else "shm")

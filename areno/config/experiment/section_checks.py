@@ -1,0 +1,230 @@
+"""Checks of single sections: settings of one section that contradict each other, or that another one makes idle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from areno.config.experiment.engine_sections import (
+    ATTENTION,
+    PPOActorConfig,
+    TeacherConfig,
+    TrainEngineConfig,
+)
+from areno.config.experiment.generation_sections import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
+from areno.config.experiment.settings import settings_of
+from areno.config.experiment.update_sections import (
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    RejectionSamplingConfig,
+)
+from areno.config.experiment.worker_sections import SchedulingStrategy
+from areno.config.options import nearest
+
+_HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
+
+Problems = Iterator[tuple[str, str]]
+"""Pairs of a setting's name inside the section and what is wrong with it."""
+
+
+def idle(config: Any, names: tuple[str, ...], because: str) -> Problems:
+    """Settings that nothing reads, where they differ from their defaults."""
+    for name in names:
+        if getattr(config, name) != settings_of(type(config))[name].default:
+            yield name, f"{shown(getattr(config, name))} has no effect {because}"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it; nothing for a section."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float | str) else ""
+
+
+def check_optimizer(config: OptimizerConfig) -> Problems:
+    """Settings of the optimizer and the schedule that were not chosen."""
+    if config.type == "sgd":
+        yield from idle(config, ("beta1", "beta2", "eps"), "with type sgd; leave it out, or use type adam")
+    if config.lr_scheduler_type == "constant":
+        yield from idle(config, ("min_lr_ratio",), "with lr_scheduler_type constant; use linear or cosine")
+
+
+def check_micro_batches(config: MicroBatchSpec) -> Problems:
+    """A number of micro-batches must be known, or follow from their size."""
+    if config.n_mbs is None and config.max_tokens_per_mb is None:
+        yield "n_mbs", "null leaves the number of micro-batches open; give it, or max_tokens_per_mb"
+
+
+def check_norm(config: NormConfig) -> Problems:
+    """Parts of a normalisation without the part that they belong to."""
+    if config.mean_level is None:
+        yield from idle(config, ("mean_leave1out",), "without a mean; set mean_level too")
+    if config.std_level is None:
+        yield from idle(config, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
+    if config.mean_level is None and config.std_level is None:
+        yield "mean_level", "and std_level are both null, which normalises nothing; set the section to null instead"
+
+
+def check_rejection(config: RejectionSamplingConfig) -> Problems:
+    """Bounds that the metric can have, and actions that it allows."""
+    lower, upper = config.lower, config.upper
+    if lower is not None and lower > upper:
+        yield "lower", f"{lower} is above upper {upper}, which would leave out everything; exchange them"
+    if config.metric == "ratio":
+        if upper <= 1:
+            yield "upper", f"{upper} would leave out an unchanged policy, whose ratio is 1; give more than 1, such as 5"
+        if lower is not None and lower <= 0 and config.action == "mask":
+            yield "lower", f"{lower} is no bound of a ratio, which is always positive; give e.g. 0.5, or null"
+    elif config.action == "clamp":
+        yield "action", f"clamp bounds a ratio, and metric is {config.metric}; use action mask, or metric ratio"
+    if config.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
+        yield (
+            "upper",
+            f"{upper} would leave out everything, because {config.metric} is never negative; give more than 0",
+        )
+    if config.level == "token":
+        yield from idle(config, ("agg",), "with level token, where nothing is aggregated; use level sequence")
+
+
+def check_generation(config: GenerationHyperparameters) -> Problems:
+    """Lengths that exclude each other, and sampling that greedy decoding does not do."""
+    if config.min_new_tokens > config.max_new_tokens:
+        yield "min_new_tokens", f"{config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}; lower it"
+    if config.greedy:
+        yield from idle(config, ("temperature", "top_p", "top_k"), "with greedy; leave one of the two out")
+        if config.n_samples > 1:
+            yield "greedy", f"with n_samples {config.n_samples} gives the same answer again and again; use n_samples 1"
+
+
+def check_train_engine(config: TrainEngineConfig) -> Problems:
+    """Attention by name, adapters, padding, workers."""
+    name = config.attn_impl
+    if name not in ATTENTION and not _HUB_KERNEL.fullmatch(name):
+        yield (
+            "attn_impl",
+            f"{name!r} is unknown{nearest(name, ATTENTION)}; choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]",
+        )
+    if not config.use_lora:
+        yield from idle(config, ("lora_rank", "lora_alpha", "target_modules"), "without an adapter; set use_lora too")
+    if config.pad_to_maximum and config.mb_spec.max_tokens_per_mb is None:
+        yield "pad_to_maximum", "pads to mb_spec.max_tokens_per_mb, which is null; give it"
+    if config.fsdp.memory_efficient_load and config.init_from_scratch:
+        yield "init_from_scratch", "reads no weights, so fsdp.memory_efficient_load has nothing to do; leave one out"
+    yield from _workers(config.scheduling_spec, (1, 2))
+
+
+def check_rollout(config: InferenceEngineConfig) -> Problems:
+    """Workers, and what to do with old trajectories if none is too old."""
+    yield from _workers(config.scheduling_spec, (1, 2))
+    if config.max_staleness is None:
+        yield from idle(config, ("on_stale",), "without an exact bound; set max_staleness too")
+
+
+def check_agent(config: AgentConfig) -> Problems:
+    """Exports that need certain tokens, and settings of processes that are not started."""
+    yield from _workers(config.scheduling_spec, (1,))
+    if config.export_style == "concat" and config.chat_template_type != "concat":
+        yield (
+            "export_style",
+            "concat joins the tokens of a conversation, which chat_template_type hf renders anew; set "
+            "chat_template_type to concat too",
+        )
+    if config.mode != "subproc":
+        yield from idle(config, ("subproc_max_workers",), "without processes; set mode to subproc too")
+
+
+def _workers(specs: list[Any], counts: tuple[int, ...]) -> Problems:
+    if len(specs) not in counts:
+        yield "scheduling_spec", f"has {len(specs)} entries; give {' or '.join(map(str, counts))}"
+
+
+def check_strategy(config: SchedulingStrategy) -> Problems:
+    """A target belongs to colocation."""
+    if config.type == "colocation" and not config.target:
+        yield "target", "is missing: name the role whose devices are shared, such as actor"
+    if config.type == "separation":
+        yield from idle(config, ("target",), "with type separation; use colocation")
+
+
+def check_actor(config: PPOActorConfig) -> Problems:
+    """Knobs of the loss that exclude each other or do nothing."""
+    if config.use_sapo_loss and config.use_cispo_loss:
+        yield "use_sapo_loss", "and use_cispo_loss are two losses; leave one of the two out"
+    if config.use_sapo_loss:
+        if config.use_decoupled_loss:
+            yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
+        yield from idle(config, ("eps_clip", "eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip")
+    else:
+        yield from idle(config, ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too")
+    if config.use_cispo_loss:
+        yield from idle(config, ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out")
+    yield from _overlong(config)
+    yield from _proximal(config)
+    if config.kl_ctl == 0:
+        yield from idle(config, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
+    if not config.log_agent_stats:
+        yield from idle(config, ("log_agent_stats_keys",), "without log_agent_stats; set it too")
+
+
+def _overlong(config: PPOActorConfig) -> Problems:
+    names = ("overlong_tokens", "overlong_penalty_factor")
+    if not config.overlong_reward_penalty:
+        yield from idle(config, names, "without the penalty; set overlong_reward_penalty too")
+        return
+    for name in names:
+        if getattr(config, name) is None:
+            yield name, "is missing: overlong_reward_penalty needs it"
+    if config.overlong_tokens is not None and config.overlong_tokens > config.max_new_tokens:
+        yield (
+            "overlong_tokens",
+            f"{config.overlong_tokens} is more than max_new_tokens {config.max_new_tokens}; lower it",
+        )
+
+
+def _proximal(config: PPOActorConfig) -> Problems:
+    if config.use_decoupled_loss:
+        if config.rejection_sampling is None:
+            yield (
+                "use_decoupled_loss",
+                "without rejection_sampling would have no weight for the policy that sampled, so it would not be the "
+                "decoupled loss; add the section (rejection_sampling: {upper: 5.0}), or set use_decoupled_loss to false",
+            )
+        if config.prox_logp_method == "loglinear" and config.recompute_logprob:
+            yield (
+                "recompute_logprob",
+                "has no effect with prox_logp_method loglinear, which interpolates; leave one out",
+            )
+    else:
+        yield from idle(config, ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too")
+    if config.m2_threshold is not None and not config.should_compute_prox_logp():
+        yield "m2_threshold", "compares log-probs before the update with those of rollout; set recompute_logprob too"
+
+
+def check_teacher(config: TeacherConfig) -> Problems:
+    """A teacher is a model, scored by the engine that is named."""
+    other = "train" if config.engine_type == "rollout" else "rollout"
+    if getattr(config, config.engine_type) is None:
+        yield config.engine_type, f"is missing: engine_type {config.engine_type} needs the section; {{}} takes defaults"
+    if getattr(config, other) is not None:
+        yield other, f"has no effect with engine_type {config.engine_type}; leave it out"
+    if not config.path:
+        yield "path", "is missing: give the teacher's model folder or repo id"
+    if config.rl_loss_weight == config.distill_loss_weight == 0:
+        yield "distill_loss_weight", "and rl_loss_weight are both 0, so nothing would be learned; give one a weight"
+
+
+CHECKS: dict[type, Callable[[Any], Problems]] = {
+    OptimizerConfig: check_optimizer,
+    MicroBatchSpec: check_micro_batches,
+    NormConfig: check_norm,
+    RejectionSamplingConfig: check_rejection,
+    GenerationHyperparameters: check_generation,
+    TrainEngineConfig: check_train_engine,
+    InferenceEngineConfig: check_rollout,
+    AgentConfig: check_agent,
+    SchedulingStrategy: check_strategy,
+    TeacherConfig: check_teacher,
+}
+"""The check of each kind of section; a section of a derived class goes through that of its base."""

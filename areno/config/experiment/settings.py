@@ -1,0 +1,220 @@
+"""How a field of an experiment is declared: one dataclass field made by ``setting(...)`` or ``section(...)``.
+
+YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` are made from it, as the flags of
+``areno train`` are from ``option(...)``. What is special here: sections nest, and a setting that is not given may take the
+value of another one (``inherits``). A plain dataclass field of a user's own class works too; it has no help.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from areno.config.options import Option, OptionInfo
+from areno.errors import UsageError
+
+_KEY = "areno.setting"
+_SCALARS = (int, float, str, bool)
+
+Shape = Literal["scalar", "list", "dict", "section", "sections"]
+"""What a setting holds: one value, several, a free mapping, the fields of a class, or several of those."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingInfo(OptionInfo):
+    """Everything about a setting that its name, type and default do not say; see `areno.config.options.OptionInfo`.
+
+    Attributes:
+        inherits: dotted path from the root whose value an unset or empty setting takes, where there is such a path.
+        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
+            an empty path inherits nothing.
+        required: must be given, or inherited.
+        shown: default as help and docs show it; empty shows the value itself.
+    """
+
+    inherits: str = ""
+    inner: Mapping[str, str] = field(default_factory=dict)
+    required: bool = False
+    shown: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A declared field, its type taken apart.
+
+    Attributes:
+        name: the field's name.
+        shape: what it holds.
+        kind: type of one value; the class of a section.
+        nullable: None is allowed.
+        info: the declaration.
+        owner: name of the class that declares it.
+    """
+
+    name: str
+    shape: Shape
+    kind: type
+    nullable: bool
+    info: SettingInfo
+    owner: str
+    _default: Any
+    _factory: Any
+
+    @property
+    def default(self) -> Any:
+        """A fresh default; a section's is an instance, or None."""
+        return copy.deepcopy(self._default) if self._factory is MISSING else self._factory()
+
+    @property
+    def as_option(self) -> Option:
+        """The setting as an option of ``areno.config.options``, whose conversion and bounds it shares."""
+        return Option(self.name, self.kind, self.shape == "list", None, self.info)
+
+    @property
+    def type_text(self) -> str:
+        """The type in words, as ``list of int or null``."""
+        names = {str: "text", int: "int", float: "float", bool: "bool", dict: "mapping"}
+        one = names.get(self.kind, self.kind.__name__)
+        text = f"list of {one}" if self.shape in ("list", "sections") else one
+        return text + (" or null" if self.nullable else "")
+
+    @property
+    def default_text(self) -> str:
+        """The default as help and docs show it; empty for sections that are always there."""
+        if self.info.shown:
+            return self.info.shown
+        if self.info.required:
+            return "required"
+        value = self.default
+        if (self.shape == "section" and value is not None) or self.shape == "sections":
+            return ""
+        if value is None or isinstance(value, bool):
+            return {None: "null", True: "true", False: "false"}[value]
+        return '""' if value == "" else f"{value}"
+
+
+def setting(default: Any, **info: Any) -> Any:
+    """Declare a setting as a dataclass field.
+
+    Args:
+        default: its value when it is not given; a list or dict is copied for each use.
+        **info: fields of `SettingInfo`; ``help`` is required.
+    """
+    metadata = {_KEY: SettingInfo(**info)}
+    if isinstance(default, list | dict):
+        return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(factory: Any, **info: Any) -> Any:
+    """Declare a section as a dataclass field.
+
+    Args:
+        factory: makes the section when it is not given: its class, or a function for a list of sections; None is absent.
+        **info: fields of `SettingInfo`; ``help`` is required.
+    """
+    metadata = {_KEY: SettingInfo(**info)}
+    if factory is None:
+        return field(default=None, metadata=metadata)
+    return field(default_factory=factory, metadata=metadata)
+
+
+def settings_of(declaration: type) -> dict[str, Setting]:
+    """List the settings of a section's class by name, in order of declaration.
+
+    Raises:
+        UsageError: a field has a type that YAML cannot carry, or a plain field has no default.
+    """
+    return _settings_of(declaration)
+
+
+@functools.cache
+def _settings_of(declaration: type) -> dict[str, Setting]:
+    hints = typing.get_type_hints(declaration)
+    found = {}
+    for entry in fields(declaration):
+        info = entry.metadata.get(_KEY) or SettingInfo(help=str(entry.metadata.get("help", "")))
+        where = f"{declaration.__name__}.{entry.name}"
+        if entry.default is MISSING and entry.default_factory is MISSING:
+            raise UsageError(f"{where} has no default; give it one")
+        shape, kind, nullable = _take_apart(hints[entry.name], where)
+        found[entry.name] = Setting(
+            entry.name,
+            shape,
+            kind,
+            nullable,
+            info,
+            _owner(declaration, entry.name),
+            entry.default,
+            entry.default_factory,
+        )
+    return found
+
+
+def _owner(declaration: type, name: str) -> str:
+    """The class that declares a field first; a redeclaration with another default is still the same setting."""
+    declaring = [base for base in declaration.__mro__ if name in inspect.get_annotations(base)]
+    return declaring[-1].__name__
+
+
+def _take_apart(hint: Any, where: str) -> tuple[Shape, type, bool]:
+    nullable = False
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        nullable = len(members) < len(typing.get_args(hint))
+        hint = members[0] if len(members) == 1 else hint
+    if typing.get_origin(hint) is Literal:
+        hint = str
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict or hint is dict:
+        return "dict", dict, nullable
+    if origin is list and arguments[0] in (int, str, float):
+        return "list", arguments[0], nullable
+    if origin is list and is_dataclass(arguments[0]):
+        return "sections", typing.cast(type, arguments[0]), nullable
+    if is_dataclass(hint):
+        return "section", typing.cast(type, hint), nullable
+    if hint in _SCALARS:
+        return "scalar", hint, nullable
+    raise UsageError(
+        f"{where} has type {hint}; use int, float, str, bool, list of these, dict, or a dataclass, each also | None"
+    )
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
+    """Give every setting of a configuration as (dotted path, declaration, value), sections before what is in them."""
+    for name, entry in settings_of(type(config)).items():
+        path, value = prefix + name, getattr(config, name)
+        yield path, entry, value
+        if entry.shape == "section" and value is not None:
+            yield from walk(value, path + ".")
+        if entry.shape == "sections":
+            for index, one in enumerate(value or ()):
+                yield from walk(one, f"{path}.{index}.")
+
+
+def paths_of(declaration: type) -> dict[str, Setting]:
+    """Every dotted path that a configuration class knows, sections that are absent by default included.
+
+    Fields of a list of sections stand under their number, as ``rollout.scheduling_spec.0.mem``.
+    """
+    return _paths_of(declaration, "")
+
+
+@functools.cache
+def _paths_of(declaration: type, prefix: str) -> dict[str, Setting]:
+    found = {}
+    for name, entry in settings_of(declaration).items():
+        path = prefix + name
+        found[path] = entry
+        if entry.shape == "section":
+            found |= _paths_of(entry.kind, path + ".")
+        elif entry.shape == "sections":
+            found |= _paths_of(entry.kind, path + ".0.")
+    return found

@@ -1,0 +1,165 @@
+"""A configuration before it has types: nested dicts as YAML gives them, and overrides by dotted path.
+
+Overrides follow the grammar of Hydra as far as a run needs it: ``key=value`` sets any field, ``+key=value`` and
+``++key=value`` the same, ``~key`` takes a key out of the file; values are YAML, so that lists, mappings, null and numbers
+need no quotes of their own. Keys of list items are their numbers: ``actor.scheduling_spec.0.cpu=4``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areno.errors import UsageError
+
+Tree = dict[str, Any]
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override: ``path`` is dotted, ``delete`` takes the key out, else ``value`` replaces what is there."""
+
+    path: str
+    value: Any = None
+    delete: bool = False
+
+
+def read_yaml(path: str | Path, option: str = "--config") -> Tree:
+    """Read a YAML file of nested settings; ``${...}`` stays as it is.
+
+    Raises:
+        UsageError: the file is missing or unreadable, is not YAML, gives a key twice, or is no mapping.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UsageError(f"{option} file does not exist: {path}; give a YAML file of settings")
+    try:
+        return tree_of(path.read_text(encoding="utf-8"), f"{option} {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path} cannot be read: {error}; give a YAML text file") from error
+
+
+def tree_of(text: str, where: str) -> Tree:
+    """Parse YAML text into nested dicts; see `read_yaml`."""
+    try:
+        loaded = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+        tree = OmegaConf.to_container(loaded, resolve=False)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UsageError(f"{where}: not valid YAML: {error}; fix the file") from error
+    if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
+        raise UsageError(f"{where}: expected a mapping of settings; write lines like seed: 1")
+    wrong = [key for key in tree if not isinstance(key, str)]
+    if wrong:
+        raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote it or remove it")
+    return {str(key): value for key, value in tree.items()}
+
+
+def parse_override(text: str) -> Override:
+    """Read one override from the command line.
+
+    Raises:
+        UsageError: it is not of the form ``key=value`` or ``~key``, or its value is not YAML.
+    """
+    delete = text.startswith("~")
+    key, equals, raw = text.removeprefix("~").lstrip("+").partition("=")
+    key = key.strip()
+    if not _KEY.fullmatch(key) or not (equals or delete):
+        raise UsageError(
+            f"argument {text!r} is not an override; write key=value, or ~key to take a key out of the file"
+        )
+    path = re.sub(r"\[(\d+)\]", r".\1", key)
+    return Override(path, delete=True) if delete else Override(path, _value(raw, key))
+
+
+def _value(raw: str, key: str) -> Any:
+    if not raw.strip():
+        return ""
+    if raw.strip().startswith("{"):
+        raw = re.sub(r"(?<=[\w\"']):(?=[^\s/:])", ": ", raw)  # {a:1} as Hydra writes it
+    try:
+        node = OmegaConf.create(f"value: {raw}")
+        loaded = OmegaConf.to_container(node, resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+        if raw.strip()[0] in "[{\"'":
+            raise UsageError(f"{key}={raw}: the value is not valid YAML; check its brackets and quotes") from None
+        return raw  # a text such as "@handle" or "a: b"
+    return loaded["value"] if isinstance(loaded, dict) else raw
+
+
+def apply_override(tree: Tree, override: Override) -> None:
+    """Change the tree in place.
+
+    Raises:
+        UsageError: the key to take out is not there, or a key on the way holds a single value.
+    """
+    *way, last = override.path.split(".")
+    node: Any = tree
+    for depth, key in enumerate(way):
+        done = ".".join(way[: depth + 1])
+        child = _child(node, key, override.path)
+        if child is None or child == "???":
+            child = {}
+            _assign(node, key, child, override.path)
+        if not isinstance(child, dict | list):
+            raise UsageError(
+                f"{override.path}: {done} is {child!r}, so a key inside it cannot be set; give {done} as a mapping first"
+            )
+        node = child
+    if override.delete:
+        _delete(node, last, override.path)
+    else:
+        _assign(node, last, override.value, override.path)
+
+
+def _child(node: Any, key: str, path: str) -> Any:
+    return node[_index(node, key, path)] if isinstance(node, list) else node.get(key)
+
+
+def _assign(node: Any, key: str, value: Any, path: str) -> None:
+    if isinstance(node, list):
+        node[_index(node, key, path)] = value
+    else:
+        node[key] = value
+
+
+def _delete(node: Any, key: str, path: str) -> None:
+    if isinstance(node, list):
+        del node[_index(node, key, path)]
+    elif key in node:
+        del node[key]
+    else:
+        raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to take out; leave it out")
+
+
+def _index(node: list[Any], key: str, path: str) -> int:
+    if not key.isdigit() or int(key) >= len(node):
+        raise UsageError(f"{path}: {key} is no item of a list of {len(node)}; count from 0, or give the whole list")
+    return int(key)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give (dotted path, value) of everything in a tree, mappings before what is in them."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        yield path, value
+        if isinstance(value, dict):
+            yield from leaves(value, path + ".")
+
+
+def copied(tree: Any) -> Any:
+    """Copy nested dicts and lists."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return [copied(value) for value in tree] if isinstance(tree, list) else tree

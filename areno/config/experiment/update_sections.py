@@ -1,0 +1,142 @@
+"""Sections of an optimizer step: optimizer, micro-batches, normalisation, rejection, sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areno.config.experiment.settings import section, setting
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule and gradient clipping."""
+
+    type: str = setting(
+        "adam",
+        choices=("adam", "sgd", "adam_bf16"),
+        help="adam is AdamW with fp32 moments; adam_bf16 keeps moments in bf16 with Kahan summation; sgd has none.",
+    )
+    lr: float = setting(0.001, above=0, help="Peak learning rate.")
+    weight_decay: float = setting(0.01, minimum=0, help="Decoupled weight decay.")
+    beta1: float = setting(0.9, minimum=0, below=1, help="Decay of the first moment; adam and adam_bf16.")
+    beta2: float = setting(0.999, minimum=0, below=1, help="Decay of the second moment; adam and adam_bf16.")
+    eps: float = setting(1e-08, above=0, help="Added to the root of the second moment; adam and adam_bf16.")
+    min_lr_ratio: float = setting(
+        0.0, minimum=0, maximum=1, help="Where a linear or cosine schedule ends, as a share of lr."
+    )
+    lr_scheduler_type: str = setting(
+        "constant", choices=("linear", "cosine", "constant"), help="Shape of the schedule after warm-up."
+    )
+    warmup_steps_proportion: float = setting(
+        0.001, minimum=0, maximum=1, help="Share of all steps in which the rate rises linearly from 0 to lr."
+    )
+    initial_loss_scale: float = setting(float(2**32), above=0, help="First loss scale of fp16 training.")
+    min_loss_scale: float = setting(1.0, above=0, help="Least loss scale of fp16 training.")
+    loss_scale_window: float = setting(5.0, above=0, help="Steps without overflow before the fp16 loss scale grows.")
+    hysteresis: int = setting(2, minimum=1, help="Overflows before the fp16 loss scale shrinks.")
+    gradient_clipping: float = setting(1.0, above=0, help="Gradients are scaled down to at most this global norm.")
+
+
+@dataclass
+class MicroBatchSpec:
+    """How the rows of an optimizer step are cut into forward and backward passes; results do not depend on it."""
+
+    n_mbs: int | None = setting(
+        1, minimum=1, help="Number of micro-batches per device; the least number when max_tokens_per_mb is set."
+    )
+    granularity: int = setting(1, minimum=1, help="Adjacent rows that always stay in one micro-batch, such as pairs.")
+    max_tokens_per_mb: int | None = setting(
+        None, minimum=1, help="Most tokens of a micro-batch. Set it to what fits into memory; longer rows stand alone."
+    )
+    n_mbs_divisor: int = setting(1, minimum=1, help="The number of micro-batches becomes a multiple of this.")
+    packing_algorithm: str = setting(
+        "ffd",
+        choices=("ffd", "kk"),
+        help="ffd (first fit, longest first) makes few micro-batches; kk (Karmarkar-Karp) makes equally heavy ones.",
+    )
+
+    def new(self, **changes: Any) -> MicroBatchSpec:
+        """Return a copy with some values changed."""
+        return replace(self, **changes)
+
+
+@dataclass
+class NormConfig:
+    """Normalisation (x - mean) / (std + eps) of rewards or advantages."""
+
+    mean_level: str | None = setting(
+        "batch", choices=("batch", "group"), help="Over what the mean is taken; null subtracts nothing."
+    )
+    mean_leave1out: bool = setting(False, help="Compare each value with the mean of the others (leave-one-out).")
+    std_level: str | None = setting(
+        "batch", choices=("batch", "group"), help="Over what the standard deviation is taken; null divides by nothing."
+    )
+    std_unbiased: bool = setting(True, help="Divide the squared deviations by n - 1 instead of n.")
+    eps: float = setting(1e-05, minimum=0, help="Added to the standard deviation.")
+    group_size: int = setting(
+        1,
+        minimum=1,
+        inherits="gconfig.n_samples",
+        shown="gconfig.n_samples",
+        help="Consecutive rows of a group: the answers to one prompt.",
+    )
+
+
+@dataclass
+class RejectionSamplingConfig:
+    """Leaves out, or bounds, tokens whose proximal policy has moved away from the policy that sampled them.
+
+    With r = proximal / behaviour probability. Needs ``use_decoupled_loss``, whose importance weight it defines.
+    """
+
+    level: str = setting("token", choices=("token", "sequence"), help="Judge each token, or each sequence as a whole.")
+    action: str = setting(
+        "mask",
+        choices=("mask", "clamp"),
+        help="mask removes what is outside the bounds from the loss; clamp keeps it with a bounded weight (ratio only).",
+    )
+    metric: str = setting(
+        "ratio",
+        choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
+        help="What is compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
+        "divergences between the token's Bernoulli distributions.",
+    )
+    agg: str = setting(
+        "mean",
+        choices=("sum", "mean", "max"),
+        help="How a sequence's tokens become one number; for ratio in log space, so that mean is the geometric mean.",
+    )
+    upper: float = setting(5.0, help="Upper bound.")
+    lower: float | None = setting(None, help="Lower bound; null sets none, and is 0 with clamp.")
+
+    def __post_init__(self) -> None:
+        if self.action == "clamp" and self.lower is None:
+            self.lower = 0.0
+
+
+@dataclass
+class FSDPWrapPolicy:
+    """Which modules are sharded together."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = setting(
+        None, help="Class names of the layers; null takes the decoder layers that transformers names."
+    )
+
+
+@dataclass
+class FSDPEngineConfig:
+    """Settings of the ``fsdp`` training backend."""
+
+    wrap_policy: FSDPWrapPolicy | None = section(None, help="Which modules are sharded together.")
+    offload_params: bool = setting(False, help="Keep parameters in host memory between uses.")
+    memory_efficient_load: bool = setting(
+        False, help="Read weights on rank 0 only and send them to the others, instead of once per rank."
+    )
+    per_layer_optim_step: bool = setting(
+        False, help="Keep optimizer state in host memory and step layer by layer on the GPU."
+    )
+    optim_step_prefetch_layers: int = setting(
+        1, minimum=0, help="Layers whose optimizer state is fetched ahead with per_layer_optim_step."
+    )
+    shard_vision_across_sp: bool = setting(False, help="Spread the images of a vision model over the context ranks.")

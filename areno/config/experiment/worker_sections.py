@@ -1,0 +1,99 @@
+"""Sections that say where workers run and how they find each other: cluster, name resolving, scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.experiment.settings import section, setting
+
+
+@dataclass
+class NameResolveConfig:
+    """Where workers publish their addresses."""
+
+    type: str = setting(
+        "nfs",
+        choices=("nfs", "memory", "etcd3", "ray"),
+        help="nfs keeps one file per name; memory lives in one process.",
+    )
+    nfs_record_root: str = setting("/tmp/areno/name_resolve", help="Folder of the files of nfs, seen by all workers.")
+    etcd3_addr: str = setting("localhost:2379", help="Address of an etcd server.")
+    ray_actor_name: str = setting("ray_kv_store", help="Name of the Ray actor that holds the names.")
+
+
+@dataclass
+class ClusterSpecConfig:
+    """The machines, and the folder that they share."""
+
+    name_resolve: NameResolveConfig = section(NameResolveConfig, help="Where workers publish their addresses.")
+    cluster_name: str = setting("local", help="Name of the cluster, written into the run's description.")
+    fileroot: str = setting("/tmp/areno/", help="Root of logs and checkpoints; every machine must see it.")
+    n_nodes: int = setting(1, minimum=1, shown="this machine: 1 (cluster: 32)", help="Number of machines.")
+    n_gpus_per_node: int | None = setting(
+        None,
+        minimum=1,
+        shown="what this machine has (node: 8)",
+        help="Devices per machine; without a GPU, the processes that may share the CPU.",
+    )
+
+
+@dataclass
+class SchedulerConfig:
+    """Who starts the worker processes."""
+
+    type: str | None = setting(
+        None, choices=("local", "ray", "slurm"), help="local starts processes on this machine; null means local."
+    )
+    endpoint: str = setting("http://localhost:8081", help="Address of an external scheduling service.")
+    deploy_mode: str = setting("separation", help="How an external service places rollout and training.")
+    functioncall_service_domain: str = setting("http://localhost:8080", help="Address of an external reward service.")
+    reward_functioncall_config: dict[str, Any] = setting({}, help="Settings of an external reward service.")
+    reward_model_path: str = setting("", help="Model of an external reward service.")
+    reward_model_service_url: str = setting("http://localhost:30000/classify", help="Address of its classifier.")
+
+
+@dataclass
+class SchedulingSpec:
+    """What one worker of a role needs."""
+
+    cpu: int | None = setting(
+        None,
+        minimum=1,
+        shown="this machine's share (node: 8)",
+        help="CPU cores: the threads that the worker computes with.",
+    )
+    gpu: int = setting(0, minimum=0, help="GPUs of a pod.")
+    mem: int = setting(32, minimum=1, help="Memory in GB.")
+    port_count: int = setting(2, minimum=1, help="Ports that the worker may open.")
+    image: str = setting("", help="Container image.")
+    task_type: str = setting("worker", choices=("worker", "engine"), help="What the worker runs.")
+    env_vars: dict[str, Any] = setting({}, help="Environment variables of the worker.")
+    cmd: str | None = setting(None, help="Command to run instead of the worker's own.")
+    srun_additional_args: str = setting("--unbuffered --mpi=pmi2 -K --chdir $PWD", help="Further arguments of srun.")
+    additional_bash_cmds: list[str] | None = setting(None, help="Shell commands to run before the worker.")
+    container_type: str = setting("apptainer", choices=("apptainer", "none"), help="Container runtime under Slurm.")
+    mount: str = setting("/storage:/storage", help="Mounts of the container.")
+    nodelist: str | None = setting(None, help="Slurm nodes to use.")
+    exclude: str | None = setting(None, help="Slurm nodes not to use.")
+    ray_placement_strategy: str = setting(
+        "shared", choices=("shared", "separate", "deferred"), help="How Ray groups the workers of a role."
+    )
+
+
+@dataclass
+class SchedulingStrategy:
+    """Whether a role has devices of its own."""
+
+    type: str = setting(
+        "separation",
+        choices=("separation", "colocation"),
+        help="separation gives the role its own devices; colocation shares those of the target.",
+    )
+    target: str | None = setting(None, help="Role whose devices are shared, such as actor.")
+    fork: bool = setting(True, help="With colocation, run in a process of its own instead of the target's.")
+
+
+def one_spec() -> list[SchedulingSpec]:
+    """The default of a role: one spec, for the worker and the engine inside it."""
+    return [SchedulingSpec()]

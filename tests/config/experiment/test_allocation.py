@@ -1,0 +1,197 @@
+"""The grammar of backends: texts by hand, and any allocation through its text and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areno.config.experiment.allocation import (
+    AllocationMode,
+    AllocationType,
+    AllocationValidationError,
+    InvalidAllocationModeError,
+    ModelAllocation,
+    ParallelStrategy,
+    translate_legacy,
+)
+
+SIZES = st.integers(1, 6)
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "world"),
+    [
+        ("fsdp:d4", {"data": 4}, 4),
+        ("fsdp:d2t2c2", {"data": 2, "tensor": 2, "context": 2}, 8),
+        ("megatron:d4t2p2", {"data": 4, "tensor": 2, "pipeline": 2}, 16),
+        ("archon : d2 e2", {"data": 2, "expert": 2}, 2),
+        ("areno:d2t1", {"data": 2}, 2),
+        ("vllm:t4d2", {"data": 2, "tensor": 4}, 8),
+        ("sglang:d2d3", {"data": 3}, 3),  # the last one holds
+        (
+            "megatron:(attn:d4p2t2|ffn:d2p2e4)",
+            {"data": 4, "pipeline": 2, "tensor": 2, "expert": 4, "expert_tensor": 1},
+            16,
+        ),
+        ("megatron:attn:d4p2t2|ffn:p2e4", {"data": 4, "pipeline": 2, "tensor": 2, "expert": 4, "expert_tensor": 1}, 16),
+        ("megatron:(attn:c2d2|ffn:t2d2)", {"data": 2, "context": 2, "expert_tensor": 2}, 4),
+    ],
+)
+def test_sizes_and_world_size(text, sizes, world):
+    allocation = ModelAllocation.from_str(text)
+    assert allocation.parallel == ParallelStrategy(**sizes)
+    assert allocation.world_size == world
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "kind", "backends"),
+    [
+        ("sglang:d4+fsdp:d4", 8, AllocationType.DECOUPLED_TRAIN, {"rollout": "sglang:d4", "actor": "fsdp:d4"}),
+        (
+            "sglang[rollout]:d4|fsdp[actor]:d2t2",
+            4,
+            AllocationType.COLOCATE,
+            {"rollout": "sglang:d4", "actor": "fsdp:d2t2"},
+        ),
+        (
+            "areno[rollout]:d2 + fsdp[actor]:d2|fsdp[critic]:d2 + fsdp[ref]:d1",
+            5,
+            AllocationType.DECOUPLED_TRAIN,
+            {"rollout": "areno:d2", "actor": "fsdp:d2", "critic": "fsdp:d2", "ref": "fsdp:d1"},
+        ),
+        ("vllm:d2", 2, AllocationType.LLM_SERVER_ONLY, {"rollout": "vllm:d2"}),
+        (
+            "sglang[rollout]:d16|megatron[actor]:(attn:d4p2t2|ffn:d2p2e4)",
+            16,
+            AllocationType.COLOCATE,
+            {"rollout": "sglang:d16", "actor": "megatron:(attn:d4p2t2|ffn:d2p2e4)"},
+        ),
+    ],
+)
+def test_several_engines(text, world, kind, backends):
+    mode = AllocationMode.from_str(text)
+    assert (mode.world_size, mode.type, mode.backends()) == (world, kind, backends)
+    assert AllocationMode.from_str(str(mode)) == mode
+
+
+def test_shared_devices_are_those_of_the_first():
+    mode = AllocationMode.from_str("areno:d2|fsdp[actor]:d2")
+    assert mode.colocated() == {"actor": "rollout"}
+    assert AllocationMode.from_str("areno:d2+fsdp:d2").colocated() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "modern"),
+    [
+        ("sglang.d4p1m1+d2p2m1", "sglang:d4+megatron:d2p2"),
+        ("sglang.d2m2p1+d4m2p1", "sglang:d2t2+fsdp:d4t2"),
+        ("areno.d1+d1", "areno:d1+fsdp:d1"),
+        ("vllm.d3m1", "vllm:d3"),
+        ("sglang:d4+fsdp:d4", "sglang:d4+fsdp:d4"),
+    ],
+)
+def test_the_dotted_form_is_translated(text, modern):
+    assert translate_legacy(text) == modern
+    assert AllocationMode.from_str(text) == AllocationMode.from_str(modern)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the backend is empty"),
+        ("d4", "write fsdp:d4 to train or areno:d4 to generate"),
+        ("sglang", "write sglang:d1 for one device"),
+        ("fsdp:", "write fsdp:d1 for one device"),
+        ("fspd:d2", "did you mean fsdp?"),
+        ("fsdp:d0", "numbers from 1"),
+        ("fsdp:d2x", "numbers from 1"),
+        ("fsdp:x2", "fsdp has no size 'x'"),
+        ("sglang:c2", "sglang has no size 'c'; choose among d, t, p"),
+        ("sglang.d4", "for one engine use a colon, such as sglang:d4"),
+        ("sglang:d4+fsdp:d4", "names several engines where one is expected"),
+        ("fsdp:(attn:d2|ffn:d2)", "only megatron"),
+        ("megatron:(attn:d2)", "write both parts"),
+        ("megatron:(attn:d2e2|ffn:d2)", "attn has no size 'e'"),
+        ("megatron:(attn:d2|ffn:c2)", "ffn has no size 'c'"),
+        ("megatron:(attn:d4p2|ffn:d4)", "make them equal"),
+        ("megatron:(attn:d4|ffn:d2e4)", "attn takes 4 devices and ffn 8"),
+        ("megatron:(attn:d4|ffn:e3)", "make them equal"),
+    ],
+)
+def test_what_is_not_in_the_grammar_is_named(text, words):
+    with pytest.raises(InvalidAllocationModeError) as caught:
+        ModelAllocation.from_str(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sglang:d4|fsdp:d4", "shares devices and has no name"),
+        ("sglang:d4|fsdp[actor]:d2", "must have as many"),
+        ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
+        ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more parts must all be named"),
+        ("fsdp:d1++areno:d1", "the backend is empty"),
+    ],
+)
+def test_engines_that_contradict_each_other(text, words):
+    with pytest.raises(InvalidAllocationModeError) as caught:
+        AllocationMode.from_str(text)
+    assert words in str(caught.value)
+    assert isinstance(caught.value, ValueError) is False
+
+
+def test_two_unnamed_engines_of_a_kind_have_no_roles():
+    with pytest.raises(InvalidAllocationModeError, match="two engines for actor"):
+        AllocationMode.from_str("fsdp:d1+fsdp:d2").backends()
+
+
+@pytest.mark.parametrize("text", ["fsdp:d4p2", "fsdp:d4e2", "megatron:d4e8", "archon:t2e4"])
+def test_a_backend_that_cannot_be_divided_so(text):
+    with pytest.raises(AllocationValidationError):
+        ModelAllocation.from_str(text)
+
+
+@st.composite
+def allocations(draw, name=""):
+    backend = draw(st.sampled_from(["areno", "sglang", "vllm", "fsdp", "megatron", "archon"]))
+    sizes = {"data": draw(SIZES), "tensor": draw(SIZES)}
+    if backend in ("sglang", "vllm", "areno", "megatron", "archon"):
+        sizes["pipeline"] = draw(SIZES)
+    if backend in ("fsdp", "megatron", "archon"):
+        sizes["context"] = draw(SIZES)
+    if backend == "megatron":
+        world = sizes["data"] * sizes["tensor"] * sizes["context"]
+        sizes["expert_tensor"] = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+        rest = world // sizes["expert_tensor"]
+        sizes["expert"] = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
+    return ModelAllocation(backend, ParallelStrategy(**sizes), name)
+
+
+@given(allocations(), st.sampled_from(["", " "]))
+def test_an_allocation_survives_its_text(allocation, space):
+    text = str(allocation).replace(":", f"{space}:{space}")
+    again = ModelAllocation.from_str(text)
+    assert again == allocation
+    parallel = again.parallel
+    assert again.world_size == parallel.data * parallel.tensor * parallel.pipeline * parallel.context
+    assert parallel.expert_data * parallel.expert * parallel.expert_tensor * parallel.pipeline == again.world_size
+
+
+@given(st.data())
+def test_several_engines_survive_their_text(data):
+    names = data.draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
+    mode = AllocationMode(tuple((data.draw(allocations(name)),) for name in names))
+    again = AllocationMode.from_str(str(mode))
+    assert again == mode
+    assert again.world_size == sum(engine.world_size for engine in mode.engines)
+
+
+@given(SIZES, SIZES, SIZES, SIZES, st.permutations("dmp"))
+def test_the_dotted_form_keeps_the_number_of_devices(generate, tensor, train, stages, order):
+    sizes = {"d": generate, "m": tensor, "p": 1}
+    other = {"d": train, "m": 1, "p": stages}
+    text = "+".join("".join(f"{letter}{one[letter]}" for letter in order) for one in (sizes, other))
+    assert AllocationMode.from_str(f"sglang.{text}").world_size == generate * tensor + train * stages

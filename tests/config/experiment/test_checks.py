@@ -1,0 +1,329 @@
+"""What would be silently wrong is loud: combinations, groups, what is not there yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
+from areno.config.experiment.settings import paths_of
+from areno.errors import UsageError
+from tests.config.experiment.samples import DPO, RL, RW, SFT, changed, rl
+
+VALID = {"valid_dataset.path": "held.jsonl", "valid_dataset.type": "rl", "evaluator.freq_steps": 5}
+TEACHER = {"teacher.path": "a/teacher", "teacher.rollout": {}}
+DECOUPLED = {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}}
+
+
+def accepted(changes, tree=RL, cls=GRPOConfig):
+    return config_from(changed(tree, changes), cls)
+
+
+def refused(changes, tree=RL, cls=GRPOConfig):
+    with pytest.raises(UsageError) as caught:
+        accepted(changes, tree, cls)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "remedy"),
+    [
+        # names
+        ({"experiment_name": "a_b"}, "experiment_name 'a_b' must not contain '_'", {"experiment_name": "a-b"}),
+        ({"trial_name": "a-b"}, "write a_b", {"trial_name": "a_b"}),
+        ({"trial_name": "a/b"}, "must not contain '/'", {"trial_name": "a_b"}),
+        # traps of the loss
+        ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
+        ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
+        ({"actor.use_decoupled_loss": True}, "without rejection_sampling", DECOUPLED),
+        ({"actor.rejection_sampling": {}}, "without use_decoupled_loss", DECOUPLED),
+        (
+            DECOUPLED | {"actor.prox_logp_method": "loglinear", "actor.recompute_logprob": True},
+            "actor.recompute_logprob has no effect",
+            DECOUPLED | {"actor.prox_logp_method": "loglinear"},
+        ),
+        (
+            DECOUPLED | {"actor.use_sapo_loss": True},
+            "cannot be decoupled",
+            {"actor.use_sapo_loss": True, "actor.sapo_tau_pos": 2.0},
+        ),
+        ({"actor.sapo_tau_neg": 2.0}, "without SAPO", {"actor.sapo_tau_neg": 2.0, "actor.use_sapo_loss": True}),
+        ({"actor.use_sapo_loss": True, "actor.eps_clip": 0.3}, "does not clip", {"actor.use_sapo_loss": True}),
+        ({"actor.use_sapo_loss": True, "actor.use_cispo_loss": True}, "two losses", {"actor.use_cispo_loss": True}),
+        ({"actor.m2_threshold": 0.04}, "set recompute_logprob", {"actor.m2_threshold": 0.04} | DECOUPLED),
+        (
+            {"actor.overlong_reward_penalty": True},
+            "actor.overlong_tokens is missing",
+            {
+                "actor.overlong_reward_penalty": True,
+                "actor.overlong_tokens": 8,
+                "actor.overlong_penalty_factor": 1.0,
+            },
+        ),
+        ({"actor.overlong_tokens": 8}, "without the penalty", {}),
+        ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
+        # rejection sampling
+        (DECOUPLED | {"actor.rejection_sampling.lower": 6.0}, "is above upper", DECOUPLED),
+        (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "give more than 1", DECOUPLED),
+        (DECOUPLED | {"actor.rejection_sampling.lower": 0.0}, "always positive", DECOUPLED),
+        (
+            DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.0}},
+            "never negative",
+            DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k1", "upper": 0.0}},
+        ),
+        (
+            DECOUPLED | {"actor.rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
+            "use action mask",
+            DECOUPLED | {"actor.rejection_sampling": {"action": "clamp"}},
+        ),
+        (
+            DECOUPLED | {"actor.rejection_sampling.agg": "max"},
+            "use level sequence",
+            DECOUPLED | {"actor.rejection_sampling": {"agg": "max", "level": "sequence"}},
+        ),
+        # sampling
+        ({"gconfig.greedy": True}, "the same answer again", {"gconfig.greedy": True, "gconfig.n_samples": 1}),
+        (
+            {"eval_gconfig": {"greedy": True, "top_p": 0.5}} | VALID,
+            "with greedy",
+            {"eval_gconfig": {"greedy": True}} | VALID,
+        ),
+        ({"gconfig.min_new_tokens": 65}, "above max_new_tokens", {"gconfig.min_new_tokens": 64}),
+        (
+            {"rollout.on_stale": "regenerate"},
+            "set max_staleness",
+            {"rollout.on_stale": "regenerate", "rollout.max_staleness": 2},
+        ),
+        # evaluation
+        ({"evaluator.freq_steps": 5}, "nothing to evaluate on", VALID),
+        ({"eval_gconfig": {}}, "without valid_dataset", {"eval_gconfig": {}} | VALID),
+        (VALID | {"evaluator.freq_steps": None}, "never evaluated on", VALID | {"evaluator.eval_before_train": True}),
+        (VALID | {"valid_dataset.type": "sft"}, "make them equal", VALID),
+        # engines
+        ({"actor.optimizer": None}, "nothing would be trained", {}),
+        ({"critic": {}}, "the critic would not learn", {"critic.optimizer.lr": 1e-4}),
+        (
+            {"ref": {"optimizer": {"lr": 1.0}}},
+            "a reference is not trained",
+            {"ref": {"optimizer": "${actor.optimizer}"}},
+        ),
+        ({"ref": {"eps_clip": 0.3}}, "ref.eps_clip 0.3 has no effect", {"ref": "${actor}"}),
+        ({"actor.attn_impl": "sdp"}, "did you mean sdpa?", {"actor.attn_impl": "owner/kernel@main:entry"}),
+        ({"actor.lora_rank": 8}, "set use_lora", {}),
+        (
+            {"actor.pad_to_maximum": True},
+            "pads to mb_spec",
+            {"actor.pad_to_maximum": True, "actor.mb_spec.max_tokens_per_mb": 8},
+        ),
+        (
+            {"actor.mb_spec.n_mbs": None},
+            "leaves the number",
+            {"actor.mb_spec": {"n_mbs": None, "max_tokens_per_mb": 64}},
+        ),
+        (
+            {"actor.optimizer.min_lr_ratio": 0.1},
+            "use linear or cosine",
+            {"actor.optimizer": {"min_lr_ratio": 0.1, "lr_scheduler_type": "cosine"}},
+        ),
+        ({"actor.optimizer": {"type": "sgd", "beta1": 0.5}}, "with type sgd", {"actor.optimizer.type": "sgd"}),
+        ({"actor.scheduling_spec": []}, "has 0 entries; give 1 or 2", {"actor.scheduling_spec": [{}, {}]}),
+        ({"rollout.agent.scheduling_spec": [{}, {}]}, "has 2 entries; give 1", {}),
+        (
+            {"actor.scheduling_strategy.type": "colocation"},
+            "name the role",
+            {"actor.scheduling_strategy": {"type": "colocation", "target": "rollout"}},
+        ),
+        (
+            {"rollout.agent.export_style": "concat"},
+            "set chat_template_type",
+            {"rollout.agent": {"export_style": "concat", "chat_template_type": "concat"}},
+        ),
+        (
+            {"rollout.agent.subproc_max_workers": 2},
+            "set mode to subproc",
+            {"rollout.agent": {"mode": "subproc", "subproc_max_workers": 2}},
+        ),
+        (
+            {"workflow.path": "agent"},
+            "needs rollout.agent.agent_cls_path",
+            {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B"},
+        ),
+        # normalisation
+        (
+            {"actor.adv_norm": {"mean_level": None, "mean_leave1out": True}},
+            "without a mean",
+            {"actor.adv_norm": {"mean_level": None}},
+        ),
+        (
+            {"actor.adv_norm": {"std_level": None, "eps": 0.1}},
+            "without a standard deviation",
+            {"actor.adv_norm": {"std_level": None}},
+        ),
+        ({"actor.adv_norm": {"mean_level": None, "std_level": None}}, "normalises nothing", {}),
+        ({"actor.ppo_n_minibatches": 33}, "more than the 32 rows of a step", {"actor.ppo_n_minibatches": 32}),
+        (
+            {"success_rate_lb": 0.9, "success_rate_ub": 0.1},
+            "exchange them",
+            {"success_rate_lb": 0.1, "success_rate_ub": 0.9},
+        ),
+        # teacher
+        ({"teacher": {"path": "a/teacher"}}, "teacher.rollout is missing", TEACHER),
+        (
+            TEACHER | {"teacher.train": {}},
+            "teacher.train has no effect",
+            {"teacher": {"engine_type": "train", "train": {}, "path": "x"}},
+        ),
+        ({"teacher": {"rollout": {}}}, "teacher.path is missing", TEACHER),
+        (
+            TEACHER | {"teacher.rl_loss_weight": 0.0, "teacher.distill_loss_weight": 0.0},
+            "nothing would be learned",
+            TEACHER,
+        ),
+        # the kind of experiment
+        ({"train_dataset.type": "sft"}, "is for SFTConfig, and this is GRPOConfig", {}),
+        ({"train_dataset.type": "rll"}, "did you mean rl?", {}),
+    ],
+)
+def test_a_contradiction_is_refused_and_its_remedy_accepted(changes, words, remedy):
+    text = refused(changes)
+    assert words in text
+    accepted(remedy)
+
+
+def test_clamping_starts_at_zero():
+    config = rl(actor__use_decoupled_loss=True, actor__rejection_sampling={"action": "clamp"})
+    assert config.actor.rejection_sampling is not None
+    assert config.actor.rejection_sampling.lower == 0.0
+
+
+def test_when_a_forward_pass_is_needed_before_the_update():
+    wanted = {
+        (False, False, "recompute"): False,
+        (True, False, "recompute"): True,
+        (False, True, "recompute"): True,
+        (False, True, "metrics"): True,
+        (False, True, "loglinear"): False,
+    }
+    for (recompute, decoupled, method), expected in wanted.items():
+        changes: dict = {"actor.recompute_logprob": recompute}
+        if decoupled:
+            changes |= DECOUPLED | {"actor.prox_logp_method": method}
+        assert accepted(changes).actor.should_compute_prox_logp() is expected
+
+
+@pytest.mark.parametrize("name", ["experiment_name", "trial_name"])
+@pytest.mark.parametrize(
+    "section", ["actor", "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"]
+)
+def test_a_section_cannot_have_another_name(section, name):
+    assert f"{section}.{name} 'other' differs from {name}" in refused({f"{section}.{name}": "other"})
+    accepted({f"{section}.{name}": RL[name]})
+
+
+def test_only_checkpoints_may_have_another_root():
+    for section in ("evaluator", "stats_logger", "perf_tracer", "rollout"):
+        assert "only checkpoints may lie elsewhere" in refused({f"{section}.fileroot": "/other"})
+    config = accepted({"saver.fileroot": "/big", "recover.fileroot": "/fast"})
+    assert (config.saver.fileroot, config.recover.fileroot) == ("/big", "/fast")
+
+
+def test_what_the_actor_repeats_must_be_equal():
+    assert "actor.max_new_tokens 65 differs from gconfig.max_new_tokens 64" in refused({"actor.max_new_tokens": 65})
+    assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
+    assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
+    assert accepted({"gconfig.temperature": 0.5}).actor.temperature == 0.5
+    assert accepted({"actor.temperature": 0.7}, SFT, SFTConfig).actor.temperature == 0.7
+
+
+def test_one_step_takes_one_batch():
+    assert "differs from train_dataset.batch_size 8" in refused({"rollout.consumer_batch_size": 4})
+    assert accepted({"train_dataset.batch_size": 16}).rollout.consumer_batch_size == 16
+
+
+def test_adapter_settings_of_rollout_are_those_of_the_actor():
+    assert accepted({"actor.use_lora": True, "gconfig.lora_name": "mine"}).rollout.use_lora is True
+    assert accepted({"gconfig.lora_name": "mine"}).rollout.lora_name == "mine"
+    assert "differs from actor.use_lora" in refused({"rollout.use_lora": True})
+    assert "differs from gconfig.lora_name" in refused({"rollout.lora_name": "other"})
+
+
+def test_groups_are_the_answers_to_one_prompt():
+    group = {"actor.reward_norm": {"mean_level": "group", "std_level": "group"}}
+    assert accepted(group).actor.reward_norm.group_size == 4
+    assert "is not gconfig.n_samples 4" in refused(group | {"actor.reward_norm.group_size": 2})
+    assert "gconfig.n_samples is 1" in refused(group | {"gconfig.n_samples": 1})
+    accepted({"actor.adv_norm": {"group_size": 2}})  # batch level has no groups
+
+
+def test_each_role_is_the_kind_of_model_that_it_must_be():
+    assert "actor.is_critic true: actor is a policy" in refused({"actor.is_critic": True})
+    assert "actor.is_critic=false" in refused({"actor.is_critic": True}, DPO, DPOConfig)
+    assert "actor.is_critic=true" in refused({"actor.is_critic": False}, RW, RWConfig)
+    assert "critic.is_critic=true" in refused({"critic": {"is_critic": False, "optimizer": {}}})
+    assert "ref.is_critic=false" in refused({"ref.is_critic": True})
+
+
+def test_weights_go_nowhere_in_an_experiment_without_rollout():
+    assert "generates nothing" in refused({"actor.weight_update_mode": "disk"}, SFT, SFTConfig)
+    accepted({"actor.weight_update_mode": "disk"})
+
+
+def test_allocation_mode_gives_each_role_its_backend():
+    base = changed(RL, {"rollout": {}})
+    base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
+    config = accepted({"allocation_mode": "areno:d2+fsdp:d2t2"}, base)
+    assert (config.rollout.backend, config.actor.backend) == ("areno:d2", "fsdp:d2t2")
+    config = accepted({"allocation_mode": "areno[rollout]:d2|fsdp[actor]:d2", "actor.weight_update_mode": "disk"}, base)
+    assert (config.actor.scheduling_strategy.type, config.actor.scheduling_strategy.target) == ("colocation", "rollout")
+    config = accepted({"allocation_mode": "areno.d2m1+d1m2"}, base)
+    assert (config.rollout.backend, config.actor.backend) == ("areno:d2", "fsdp:t2")
+    assert "differs from areno:d2 of allocation_mode" in refused({"allocation_mode": "areno:d2+fsdp:d2"})
+    assert "there is no section critic" in refused({"allocation_mode": "areno:d1+fsdp[critic]:d1"}, base)
+    accepted({"allocation_mode": "areno:d1+fsdp:d1"})  # says what the sections say
+    assert "allocation_mode 'd4' says no backend" in refused({"allocation_mode": "d4"}, base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout.backend": "sglang:d4"}, "SGLang is not there yet; use areno:d4"),
+        ({"rollout.backend": "vllm:d2t2"}, "vLLM is not there yet; use areno:d2t2"),
+        ({"rollout.backend": "areno:d2p2"}, "pipeline parallelism of 2 is not there yet; use areno:d4"),
+        ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not there yet; use fsdp:d4t2"),
+        ({"actor.backend": "archon:d2"}, "the backend archon is not there yet; use fsdp:d2"),
+        ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not there yet; use fsdp:d4"),
+        ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),
+        ({"rollout.backend": "fsdp:d1"}, "trains; give one such as areno:d1"),
+        ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
+        ({"ref.backend": "fsdp:d2"}, "ref lives on the actor's ranks"),
+        ({"actor._version": "v2"}, "_version v2) are not there yet"),
+        ({"rollout._version": "v2"}, "_version v2) are not there yet"),
+        ({"cluster.n_nodes": 2}, "more than one machine is not there yet"),
+        ({"cluster.name_resolve.type": "etcd3"}, "etcd is not there yet"),
+        ({"cluster.name_resolve.type": "ray"}, "Ray is not there yet"),
+        ({"scheduler.type": "slurm"}, "Slurm is not there yet; use local"),
+        ({"rollout.agent.mode": "online"}, "online) are not there yet"),
+        ({"train_dataset.scheduling_spec": {}}, "a data service"),
+        ({"sglang": {"context_length": 9, "dtype": "x"}}, "sglang: context_length=9, dtype=x: SGLang is not there yet"),
+        ({"actor.megatron.ddp.bucket_size": 1}, "the backend megatron is not there yet"),
+        ({"memory_profiler": {}}, "memory snapshots are not there yet"),
+    ],
+)
+def test_what_is_not_there_yet_says_so_and_what_to_use(changes, words):
+    text = refused(changes)
+    assert words in text
+
+
+def test_an_allocation_that_cannot_run_here_is_one_message():
+    base = changed(RL, {"rollout": {}})
+    base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
+    text = refused({"allocation_mode": "sglang.d4p1m1+d2p2m1", "ref": {}}, base)
+    assert "\n" not in text
+    for part in ("SGLang", "pipeline parallelism of 2", "allocation_mode=areno:d4+fsdp:d4"):
+        assert part in text
+    accepted({"allocation_mode": "areno:d4+fsdp:d4"}, base)
+
+
+def test_every_setting_has_help_in_a_sentence():
+    for path, entry in paths_of(GRPOConfig).items():
+        assert entry.info.help.endswith("."), path
+        assert len(entry.info.help) < 200, path

@@ -1,0 +1,264 @@
+"""Every field of every section: set to another value it is refused in the words of the table, or kept as it was given."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areno.config.experiment import (
+    DPOConfig,
+    GRPOConfig,
+    RWConfig,
+    SFTConfig,
+    config_from,
+)
+from areno.config.experiment.effect_table import EFFECTS, PENDING, REFUSED, REFUSED_VALUES
+from areno.config.experiment.effects import Effect, Pending, Refused, entry_of, pending
+from areno.config.experiment.saving import SECRETS, config_text
+from areno.config.experiment.settings import paths_of, settings_of, walk
+from areno.errors import UsageError
+from tests.config.experiment.samples import SAMPLES, changed
+
+REPO = Path(__file__).parents[3]
+CLASSES = [GRPOConfig, DPOConfig, RWConfig, SFTConfig]
+# What else must be given so that a setting makes sense; by the end of its path.
+COMPANIONS: dict[str, dict] = {
+    "valid_dataset": {"valid_dataset.path": "x", "valid_dataset.type": "rl", "evaluator.freq_steps": 1},
+    "teacher": {"teacher.path": "x", "teacher.rollout": {}},
+    "teacher.engine_type": {"teacher.train": {}, "teacher.rollout": None},
+    "teacher.train": {"teacher.engine_type": "train", "teacher.rollout": None},
+    "critic": {"critic.optimizer": {}},
+    "critic.mask_no_eos_with_zero": {"actor.mask_no_eos_with_zero": True},
+    "eval_gconfig": {"valid_dataset": {"path": "x", "type": "rl"}, "evaluator.freq_steps": 1},
+    "evaluator.freq_epochs": {"valid_dataset": {"path": "x", "type": "rl"}},
+    "evaluator.freq_steps": {"valid_dataset": {"path": "x", "type": "rl"}},
+    "evaluator.freq_secs": {"valid_dataset": {"path": "x", "type": "rl"}},
+    "evaluator.eval_before_train": {"valid_dataset": {"path": "x", "type": "rl"}},
+    "actor.sapo_tau_pos": {"actor.use_sapo_loss": True},
+    "actor.sapo_tau_neg": {"actor.use_sapo_loss": True},
+    "actor.use_decoupled_loss": {"actor.rejection_sampling": {}},
+    "actor.rejection_sampling": {"actor.use_decoupled_loss": True},
+    "actor.rejection_sampling.agg": {"actor.rejection_sampling.level": "sequence"},
+    "actor.prox_logp_method": {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}},
+    "actor.m2_threshold": {"actor.recompute_logprob": True},
+    "actor.overlong_reward_penalty": {"actor.overlong_tokens": 4, "actor.overlong_penalty_factor": 1.0},
+    "actor.overlong_tokens": {"actor.overlong_reward_penalty": True, "actor.overlong_penalty_factor": 1.0},
+    "actor.overlong_penalty_factor": {"actor.overlong_reward_penalty": True, "actor.overlong_tokens": 4},
+    "actor.kl_ctl": {"ref": {}},
+    "actor.kl_estimator": {"ref": {}},
+    "actor.log_agent_stats_keys": {"actor.log_agent_stats": True},
+    "actor.pad_to_maximum": {"actor.mb_spec.max_tokens_per_mb": 64},
+    "actor.lora_rank": {"actor.use_lora": True},
+    "actor.lora_alpha": {"actor.use_lora": True},
+    "actor.target_modules": {"actor.use_lora": True},
+    "actor.optimizer.min_lr_ratio": {"actor.optimizer.lr_scheduler_type": "linear"},
+    "actor.mb_spec.n_mbs": {"actor.mb_spec.max_tokens_per_mb": 64},
+    "actor.scheduling_strategy.type": {"actor.scheduling_strategy.target": "rollout"},
+    "actor.scheduling_strategy.target": {"actor.scheduling_strategy.type": "colocation"},
+    "gconfig.greedy": {"gconfig.n_samples": 1},
+    "rollout.on_stale": {"rollout.max_staleness": 2},
+    "rollout.agent.export_style": {"rollout.agent.chat_template_type": "concat"},
+    "rollout.agent.subproc_max_workers": {"rollout.agent.mode": "subproc"},
+    "rollout.agent.agent_cls_path": {"workflow.path": "agent"},
+}
+VALUES = {
+    "experiment_name": "other",
+    "trial_name": "other",
+    "allocation_mode": "areno:d1+fsdp:d1",
+    "train_dataset.type": "sft",
+    "valid_dataset": {"path": "x", "type": "rl"},
+    "teacher": {"path": "x", "rollout": {}},
+    "critic": {"optimizer": {}},
+    "actor.backend": "fsdp:d2",
+    "rollout.backend": "areno:d2",
+    "actor.attn_impl": "eager",
+    "actor.model_type": "qwen3",
+    "actor.weight_update_mode": "disk",
+    "actor.adv_norm.std_level": "group",
+    "actor.adv_norm.group_size": 2,
+    "rollout.agent.mode": "subproc",
+    "cluster.name_resolve.type": "memory",
+    "scheduler.type": "local",
+    "actor.rejection_sampling.action": "clamp",
+}
+# Settings whose value must be another setting's, with the words that say so.
+MUST_AGREE = {
+    "rollout.consumer_batch_size": "differs from train_dataset.batch_size",
+    "actor.temperature": "differs from gconfig.temperature",
+    "actor.max_new_tokens": "differs from gconfig.max_new_tokens",
+    "rollout.use_lora": "differs from actor.use_lora",
+    "rollout.lora_name": "differs from gconfig.lora_name",
+    "actor.is_critic": "is_critic",
+    "train_dataset.type": "is for",
+}
+
+
+def one_path_per_field():
+    """The shortest path of each field that a class declares, with the class of the experiment.
+
+    Sections that are always there are left out: what is in them is tested.
+    """
+    found: dict = {}
+    for cls in CLASSES:
+        paths = sorted(paths_of(cls), key=lambda path: (path.count("."), not path.startswith("actor")))
+        for path in paths:
+            entry = paths_of(cls)[path]
+            always = entry.shape == "sections" or (entry.shape == "section" and entry.default is not None)
+            if not always and "dataset.scheduling_spec." not in path:
+                found.setdefault((entry.owner, entry.name), (cls, path, entry))
+    return found
+
+
+def accepted_fields():
+    return [
+        pytest.param(cls, path, entry, id=f"{entry.owner}.{entry.name}")
+        for cls, path, entry in one_path_per_field().values()
+        if not isinstance(entry_of(entry), Refused) and entry.info.choices != (entry.default,)
+    ]
+
+
+def other_value(path, entry):
+    """A value that is allowed and is not the default."""
+    if path in VALUES:
+        return VALUES[path]
+    default, info = entry.default, entry.info
+    if entry.shape == "section":
+        return {}
+    if entry.shape == "sections":
+        return [{"env_vars": {"A": "1"}}]
+    if entry.shape == "dict":
+        return {"some": "thing"}
+    if info.choices:
+        return next((choice for choice in info.choices if choice not in (default, "auto")), None)
+    if entry.shape == "list":
+        return {int: [3], str: ["some"], float: [0.5]}[entry.kind]
+    if entry.kind is bool:
+        return not default
+    if entry.kind is str:
+        return "some-text"
+    return _number(default, info, entry.kind)
+
+
+def _number(default, info, kind):
+    low = info.minimum if info.minimum is not None else info.above if info.above is not None else 0
+    high = info.maximum if info.maximum is not None else info.below if info.below is not None else low + 8
+    candidates = [low + 3, low + 2, high - 1, (low + high) / 2, low + (high - low) / 4]
+    values = [kind(value) for value in candidates if low < value < high]
+    return next(value for value in values if value != default)
+
+
+def companions(path, cls):
+    given: dict = {}
+    parts = path.split(".")
+    for length in range(1, len(parts) + 1):
+        given |= COMPANIONS.get(".".join(parts[:length]), {})
+    return given if cls is GRPOConfig else {name: value for name, value in given.items() if not name.startswith("ref")}
+
+
+@pytest.mark.parametrize(("cls", "path", "entry"), accepted_fields())
+def test_a_field_is_kept_as_it_was_given(cls, path, entry):
+    value = other_value(path, entry)
+    assert value != entry.default
+    tree = changed(SAMPLES[cls], companions(path, cls) | {path: value})
+    words = MUST_AGREE.get(path) or disagreement(path, entry.name)
+    if words:
+        with pytest.raises(UsageError, match=words):
+            config_from(tree, cls)
+        return
+    config = config_from(tree, cls)
+    kept = {found: given for found, _, given in walk(config)}[path]
+    if entry.shape == "section":
+        assert isinstance(kept, entry.kind)
+    else:
+        assert kept == value
+        assert entry.shape != "scalar" or isinstance(kept, entry.kind)
+    again = config_from(yaml.safe_load(config_text(config)), cls)
+    assert again == config or entry.name in SECRETS
+
+
+def disagreement(path, name):
+    """Words with which a section's own name, or root, is refused; empty where it may have one."""
+    section = path.rpartition(".")[0]
+    own_root = name == "fileroot" and section in ("cluster", "saver", "recover")
+    return "differs from" if section and name in ("experiment_name", "trial_name", "fileroot") and not own_root else ""
+
+
+def test_every_refused_field_is_refused_in_the_words_of_the_table():
+    fields = [field for field in one_path_per_field().values() if isinstance(entry_of(field[2]), Refused)]
+    assert len(fields) > 180
+    assert {cls for cls, _, _ in fields} == {GRPOConfig}
+    values = {path: other_value(path, entry) for _, path, entry in fields}
+    assert all(values[path] != entry.default for _, path, entry in fields)
+    with pytest.raises(UsageError) as caught:
+        config_from(changed(SAMPLES[GRPOConfig], values), GRPOConfig)
+    problems = str(caught.value).splitlines()
+    for _, path, entry in fields:
+        section, _, name = path.rpartition(".")
+        row = entry_of(entry)
+        assert isinstance(row, Refused)
+        said = [line for line in problems if row.words in line and (f" {section}: " in line or not section)]
+        assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in REFUSED_VALUES for value in REFUSED_VALUES[key]])
+def test_a_refused_value_is_refused_in_the_words_of_the_table(key, value):
+    cls, path, _ = one_path_per_field()[tuple(key.split("."))]
+    with pytest.raises(UsageError) as caught:
+        config_from(changed(SAMPLES[cls], {path: value}), cls)
+    assert f"{path.rpartition('.')[0]}: {path.rpartition('.')[2]}={value}: {REFUSED_VALUES[key][value]}" in str(
+        caught.value
+    )
+
+
+def owners():
+    found = {}
+    for cls in CLASSES:
+        for entry in paths_of(cls).values():
+            found[f"{entry.owner}.{entry.name}"] = entry
+    return found
+
+
+def test_every_field_has_a_row_and_every_row_a_field():
+    known = owners()
+    for entry in known.values():
+        assert isinstance(entry_of(entry), Refused | Effect | Pending)
+    classes = {name.partition(".")[0] for name in known}
+    for key in (*EFFECTS, *REFUSED, *REFUSED_VALUES, *PENDING):
+        assert key in known or (key.endswith(".*") and key.removesuffix(".*") in classes), key
+
+
+def test_refused_values_are_choices():
+    known = owners()
+    for key, values in REFUSED_VALUES.items():
+        assert set(values) < set(known[key].info.choices)
+
+
+@pytest.mark.parametrize("test", sorted(set(EFFECTS.values())))
+def test_the_test_that_shows_an_effect_exists(test):
+    file, _, name = test.partition("::")
+    tree = ast.parse((REPO / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_what_is_open_is_listed():
+    left = pending(GRPOConfig)
+    assert len(left) == len(set(left))
+    assert "PPOActorConfig.eps_clip" in left or "PPOActorConfig.eps_clip" in EFFECTS
+    assert not set(left) & (set(EFFECTS) | set(REFUSED))
+
+
+def test_words_of_refusal_say_what_to_do():
+    for key, words in {**REFUSED, **{f"{k}={v}": w for k, d in REFUSED_VALUES.items() for v, w in d.items()}}.items():
+        assert "; " in words, key
+        assert not words.endswith("."), key
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_all_defaults_are_accepted_when_spelt_out(cls):
+    text = config_text(config_from(SAMPLES[cls], cls))
+    assert all(f"{name}:" in text for name in settings_of(cls))
+    config_from(yaml.safe_load(text), cls)

@@ -1,0 +1,109 @@
+"""Defaults that are what the machine has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areno.config.experiment import SFTConfig, config_from
+from areno.config.experiment.machine import Machine, devices_needed, resolve_for_machine
+from areno.config.experiment.places import check_places
+from areno.errors import UsageError
+from tests.config.experiment.samples import SFT, rl
+
+CPU = Machine(gpus=0, cores=4)
+NODE = Machine(gpus=8, cores=64, flash_attention=True)
+
+
+def test_what_is_open_becomes_what_the_machine_has():
+    for machine, dtype, attention, mode in (
+        (CPU, "float32", "sdpa", "shm"),
+        (NODE, "bfloat16", "flash_attention_2", "xccl"),
+        (Machine(gpus=1), "bfloat16", "sdpa", "shm"),
+    ):
+        config = rl(
+            ref={}, rollout__scheduling_strategy={"type": "colocation", "target": "actor"} if machine.gpus == 1 else {}
+        )
+        lines = resolve_for_machine(config, machine)
+        assert config.ref is not None
+        assert {config.actor.dtype, config.ref.dtype} == {dtype}
+        assert {config.actor.attn_impl, config.ref.attn_impl} == {attention}
+        assert config.actor.weight_update_mode == mode
+        assert f"actor.dtype = {dtype} ({machine.name})" in lines
+
+
+def test_what_was_given_stays():
+    config = rl(actor__dtype="bfloat16", actor__attn_impl="eager", actor__weight_update_mode="disk")
+    lines = resolve_for_machine(config, CPU)
+    assert (config.actor.dtype, config.actor.attn_impl, config.actor.weight_update_mode) == (
+        "bfloat16",
+        "eager",
+        "disk",
+    )
+    assert not any(line.startswith("actor.dtype") for line in lines)
+
+
+def test_it_is_done_once():
+    config = rl()
+    assert resolve_for_machine(config, CPU)
+    assert resolve_for_machine(config, CPU) == []
+
+
+def test_an_experiment_without_rollout_has_no_weight_transfer():
+    config = config_from(SFT, SFTConfig)
+    resolve_for_machine(config, NODE)
+    assert config.actor.weight_update_mode == "auto"
+    assert devices_needed(config) == 1
+
+
+def test_ranks_must_fit_the_devices():
+    sizes = {"rollout__backend": "areno:d4", "actor__backend": "fsdp:d2t2"}
+    assert devices_needed(rl(**sizes)) == 8
+    config = rl(**sizes)
+    resolve_for_machine(config, NODE)
+    assert config.cluster.n_gpus_per_node == 8
+    with pytest.raises(UsageError, match="need 8 devices, more than the 4 GPUs of this machine"):
+        resolve_for_machine(rl(**sizes), Machine(gpus=4))
+    with pytest.raises(UsageError, match=r"more than cluster\.n_gpus_per_node 6"):
+        resolve_for_machine(rl(**sizes, cluster__n_gpus_per_node=6), NODE)
+    with pytest.raises(UsageError, match=r"cluster\.n_gpus_per_node 16 is more than the 8 GPUs"):
+        resolve_for_machine(rl(cluster__n_gpus_per_node=16), NODE)
+    on_cpu = rl(**sizes)  # processes on a CPU are as many as are asked for
+    resolve_for_machine(on_cpu, CPU)
+    assert on_cpu.cluster.n_gpus_per_node == 8
+
+
+def test_cores_are_shared_by_the_processes():
+    config = rl()
+    resolve_for_machine(config, CPU)
+    assert config.actor.scheduling_spec[0].cpu == config.rollout.scheduling_spec[0].cpu == 2
+    given = rl(actor__scheduling_spec=[{"cpu": 3}])
+    resolve_for_machine(given, CPU)
+    assert given.actor.scheduling_spec[0].cpu == 3
+
+
+def test_attention_that_needs_a_gpu():
+    config = rl(actor__attn_impl="flash_attention_2")
+    with pytest.raises(UsageError, match=r"actor\.attn_impl flash_attention_2 needs a GPU"):
+        resolve_for_machine(config, CPU)
+    resolve_for_machine(config, NODE)
+
+
+def test_models_and_data_must_be_there(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        check_places(rl(actor__path="./none", train_dataset__path="./rows.jsonl", ref__path="./none"))
+    text = str(caught.value)
+    assert text.count("./none") == 1
+    assert "actor.path folder does not exist" in text
+    assert "train_dataset.path does not exist" in text
+
+
+def test_a_model_of_another_family_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    places = {"actor__path": str(tmp_path), "train_dataset__path": str(tmp_path / "rows.jsonl")}
+    places |= {"cluster__fileroot": str(tmp_path)}
+    check_places(rl(**places, actor__model_type="llama"))
+    with pytest.raises(UsageError, match=r"actor.model_type 'qwen3': .* is a llama model"):
+        check_places(rl(**places, actor__model_type="qwen3"))
