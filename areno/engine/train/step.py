@@ -23,7 +23,7 @@ from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
-from areno.loss_fns.stats import Mean, Spread
+from areno.loss_fns.stats import Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
@@ -32,36 +32,27 @@ MAX_TOKENS = 3072
 
 @dataclass(slots=True)
 class _Totals:
-    """Statistics of one optimizer step, added up over its microbatches."""
+    """Statistics of one optimizer step, added up over its microbatches: name -> kind and numbers."""
 
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, tuple[str, Parts]] = field(default_factory=dict)
 
     def add(self, metrics: dict[str, Any], weight: float) -> None:
         for name, value in metrics.items():
-            if isinstance(value, Spread):
-                parts = [float(value.total), float(value.square), float(value.count)]
-            elif isinstance(value, Mean):
-                parts = [float(value.total), float(value.count)]
+            if isinstance(value, Statistic):
+                self.merge({name: parts_of(value)})
             else:
-                parts = [float(value) * weight, weight]
-            self.merge({name: parts})
+                self.merge({name: ("mean", [float(value) * weight, weight])})
 
-    def merge(self, other: dict[str, list[float]]) -> None:
+    def merge(self, other: dict[str, tuple[str, Parts]]) -> None:
         """Add another rank's sums."""
-        for name, parts in other.items():
-            known = self.sums.setdefault(name, [0.0] * len(parts))
-            self.sums[name] = [a + b for a, b in zip(known, parts, strict=True)]
+        for name, (kind, parts) in other.items():
+            known = self.sums.get(name)
+            self.sums[name] = (kind, parts if known is None else merge_parts(kind, known[1], parts))
 
     def result(self) -> dict[str, float]:
         stats: dict[str, float] = {}
-        for name, parts in self.sums.items():
-            count = parts[-1] or 1.0
-            mean = parts[0] / count
-            if len(parts) == 2:
-                stats[name] = mean
-            else:
-                stats[f"{name}_mean"] = mean
-                stats[f"{name}_std"] = math.sqrt(max(parts[1] / count - mean * mean, 0.0))
+        for name, (kind, parts) in self.sums.items():
+            stats |= scalars_of(name, kind, parts)
         return stats
 
 
@@ -118,7 +109,7 @@ class TrainStep:
             ]
         finally:
             self.set_training(False)
-        means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        means = _means(results)
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
@@ -206,6 +197,14 @@ class TrainStep:
         if self.activation_checkpointing:
             _recompute_layers(self.model.module, training)
         self.model.module.train(training)
+
+
+def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each statistic over the optimizer steps that have it; a step without clipped tokens has no least one."""
+    found: dict[str, list[float]] = {}
+    for name, value in ((name, value) for result in results for name, value in result.items()):
+        found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _recompute_layers(module: Any, enabled: bool) -> None:
