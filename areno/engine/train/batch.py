@@ -61,8 +61,8 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu")
         "packed_tokens": tokens[actions].to(device),
         "rewards": torch.tensor([row.reward for row in rows], device=device),
     }
-    for key, name in _STREAMS:
-        stream = _stream(rows, name, actions)
+    for key, name, dtype in _STREAMS:
+        stream = _stream(rows, name, actions, dtype)
         if stream is not None:
             data[key] = stream.to(device)  # type: ignore[literal-required]
     return PackedBatch(
@@ -77,22 +77,26 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu")
 
 
 _STREAMS = (
-    ("packed_logprobs", "logprobs"),
-    ("packed_advantages", "advantages"),
-    ("packed_ref_logprobs", "ref_logprobs"),
-    ("packed_values", "values"),
-    ("packed_returns", "returns"),
+    ("packed_logprobs", "logprobs", torch.float32),
+    ("packed_advantages", "advantages", torch.float32),
+    ("packed_ref_logprobs", "ref_logprobs", torch.float32),
+    ("packed_values", "values", torch.float32),
+    ("packed_returns", "returns", torch.float32),
+    ("packed_prox_logprobs", "prox_logprobs", torch.float32),
+    ("packed_teacher_logprobs", "teacher_logprobs", torch.float32),
+    ("packed_versions", "versions", torch.int64),
+    ("packed_keep", "keep", torch.bool),
 )
 _ALWAYS = {"logprobs", "advantages"}
 
 
-def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor) -> Tensor | None:
+def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A per-token list of all rows on the action axis; absent where no row has it."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists) and name not in _ALWAYS:
         return None
     filled = (values or [0.0] * len(row.tokens) for row, values in zip(rows, lists, strict=True))
-    return torch.tensor(list(chain.from_iterable(filled)), dtype=torch.float32)[actions]
+    return torch.tensor(list(chain.from_iterable(filled)), dtype=dtype)[actions]
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
@@ -101,7 +105,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
     Raises:
         ValueError: a list is there in some rows only.
     """
-    for _, name in _STREAMS:
+    for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
             raise ValueError(f"row {lacking[0]} has no {name}, other rows have; give it to all rows or to none")

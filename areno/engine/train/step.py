@@ -19,10 +19,11 @@ from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
+from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
 from areno.loss_fns.stats import Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
@@ -78,30 +79,33 @@ class TrainStep:
     _skipped: int = 0
 
     def run(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int | MicroBatching,
+        accumulation: int | None = None,
     ) -> dict[str, float]:
         """Train on rows in order.
 
         Args:
             rows: at least one; with a pair loss, chosen and rejected alternate.
             loss_fn: see :mod:`areno.loss_fns.pack`.
-            mini_bs: most rows of one forward and backward pass.
-            accumulation: microbatches of one optimizer step; None makes one step of all rows.
+            mini_bs: most rows of one forward and backward pass, or how each rank packs its rows into such passes.
+            accumulation: microbatches of one optimizer step; None makes one step of all rows. Only with a number of rows.
 
         Returns:
             Scalar statistics: means over the call's optimizer steps, ``logp_*`` of its first.
 
         Raises:
-            ValueError: no rows, rows that bring different lists, or a pair loss with an odd number of rows or ``mini_bs``.
+            ValueError: no rows, rows that bring different lists, a pair loss with an odd number of rows or of rows that stay
+                together, or accumulation of packed passes.
             EngineError: gradients were not finite ``max_skipped`` times in a row.
         """
         unit = reduction_of(loss_fn)
         if not rows:
             raise ValueError("train needs at least one row")
         refuse_mixed(rows)
-        if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
-            raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
-        per_step = mini_bs * accumulation if accumulation else len(rows)
+        per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
         self.set_training(True)
         try:
             results = [
@@ -113,7 +117,7 @@ class TrainStep:
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
-    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
         self.set_training(True)
         try:
@@ -122,7 +126,9 @@ class TrainStep:
             self.set_training(False)
             self.optimizer.zero_grad()
 
-    def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+    def accumulate(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+    ) -> dict[str, float]:
         """Add the gradient of the loss over all rows, and return its statistics; no update.
 
         Every rank is given all rows and takes its share of them; the statistics are those of all.
@@ -130,10 +136,11 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
+        if not isinstance(mini_bs, int):
+            together = mini_bs.granularity
         mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
-        most = MAX_TOKENS if declares_reduction(loss_fn) else math.inf
-        for chunk in _chunks(mine, mini_bs, most, together):
+        for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics = self._loss(chunk, loss_fn)
@@ -163,7 +170,9 @@ class TrainStep:
         output = loss_fn(batch.data, predicted)
         return output if isinstance(output, tuple) else (output, {})
 
-    def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+    def _optimizer_step(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+    ) -> dict[str, float]:
         self.optimizer.zero_grad()
         return self.accumulate(rows, loss_fn, mini_bs) | self.apply()
 
@@ -216,6 +225,29 @@ def _recompute_layers(module: Any, enabled: bool) -> None:
         getattr(module, f"{name}_enable")({"use_reentrant": False})
     else:
         getattr(module, f"{name}_disable")()
+
+
+def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
+    """How many rows an optimizer step has, if they can be cut as asked."""
+    block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
+    if unit == "pair" and (rows % 2 or block % 2):
+        what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
+        raise ValueError(f"pairs need an even number of rows and an even {what}, got {rows} and {block}")
+    if isinstance(mini_bs, int):
+        return mini_bs * accumulation if accumulation else rows
+    if accumulation:
+        raise ValueError("accumulation counts passes of mini_bs rows; packed passes make one step of all rows")
+    mini_bs.check(rows)
+    return rows
+
+
+def _passes(
+    rows: Sequence[TrainSequence], mini_bs: int | MicroBatching, most_tokens: float, together: int
+) -> Iterator[Sequence[TrainSequence]]:
+    """Rows of each forward and backward pass; ``most_tokens`` bounds those that are cut by a number of rows."""
+    if isinstance(mini_bs, int):
+        return _chunks(rows, mini_bs, most_tokens, together)
+    return ([rows[index] for index in bin_] for bin_ in mini_bs.split([len(row.tokens) for row in rows]))
 
 
 def _chunks(
