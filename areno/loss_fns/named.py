@@ -21,6 +21,9 @@ from areno.loss_fns.stats import Count, masked_range
 from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
 
+# exp(100) only means that a sequence is impossible; larger ones would not add up.
+MAX_LOG_PPL = 100.0
+
 
 def _renamed(metrics: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {f"{new}/avg": metrics[old] for new, old in names.items()}
@@ -57,10 +60,12 @@ def language_model_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tenso
     """:func:`sft_loss_fn`, with the statistics loss, and ppl, the perplexity of each sequence that has response tokens."""
     loss, metrics = sft_loss_fn(data_pack, logprobs)
     mask = data_pack["packed_response_mask"]
-    means = sequence_means(torch.where(mask, in_float(logprobs.detach()), 0.0), data_pack)
+    means = sequence_means(torch.where(mask, in_float(logprobs.detach()), 0.0).double(), data_pack)
     counted = torch.zeros_like(means, dtype=torch.bool)
     counted[data_pack["packed_seq_ids"][mask]] = True
-    return loss, _renamed(metrics, {"loss": "sft_loss"}) | {"ppl": masked_range((-means).exp(), counted)}
+    return loss, _renamed(metrics, {"loss": "sft_loss"}) | {
+        "ppl": masked_range((-means).clamp(max=MAX_LOG_PPL).exp(), counted)
+    }
 
 
 @reduces_over("pair")

@@ -242,7 +242,7 @@ def choose_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
     keep = second_moment_keep(columns[0], columns[1], mask, threshold)
     for row, kept in zip(rows, keep.split([len(row.tokens) for row in rows]), strict=True):
         row.keep = kept.tolist()
-    return 1.0 - float(keep.sum()) / max(int(mask.sum()), 1)
+    return float((mask & ~keep).sum()) / max(int(mask.sum()), 1)
 
 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
