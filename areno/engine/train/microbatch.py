@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares
 
 Weights = Sequence[int]
@@ -26,9 +27,11 @@ class MicroBatching:
         n_mbs_divisor: the number of microbatches is a multiple of it. With fewer blocks of rows than the numbers above ask
             for, each block is a microbatch of its own.
         packing_algorithm: ``ffd`` or ``kk``.
+        tree: within a microbatch, tokens that rows begin with are computed once, and count once in ``max_tokens_per_mb``.
+            Rows are then placed in the order of their tokens, so that those that begin alike follow each other.
 
     Raises:
-        ValueError: a number is below 1, or the algorithm is unknown.
+        ValueError: a number is below 1, the algorithm is unknown, or trees are to be packed by ``kk``.
     """
 
     n_mbs: int | None = 1
@@ -36,6 +39,7 @@ class MicroBatching:
     max_tokens_per_mb: int | None = None
     n_mbs_divisor: int = 1
     packing_algorithm: Literal["ffd", "kk"] = "ffd"
+    tree: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_mbs", "granularity", "max_tokens_per_mb", "n_mbs_divisor"):
@@ -44,6 +48,8 @@ class MicroBatching:
                 raise ValueError(f"mb_spec.{name} must be at least 1, got {value}")
         if self.packing_algorithm not in ("ffd", "kk"):
             raise ValueError(f"mb_spec.packing_algorithm must be ffd or kk, got {self.packing_algorithm!r}")
+        if self.tree and self.packing_algorithm == "kk":
+            raise ValueError("tree training packs rows by what they share; set mb_spec.packing_algorithm=ffd")
 
     def check(self, rows: int) -> None:
         """Refuse a number of rows that would part a block.
@@ -55,6 +61,36 @@ class MicroBatching:
             raise ValueError(
                 f"mb_spec.granularity {self.granularity} does not divide {rows} rows, so a block would be cut"
             )
+
+    def bins(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Cut rows of tokens into microbatches; see :meth:`split`."""
+        if not self.tree:
+            return self.split([len(row) for row in rows])
+        self.check(len(rows))
+        blocks = [list(range(start, start + self.granularity)) for start in range(0, len(rows), self.granularity)]
+        weights = [sum(len(rows[row]) for row in block) for block in blocks]
+        bins = self._most_shared(rows, blocks, weights)
+        bins = _split_to(bins, weights, min(self._wanted(len(bins)), len(blocks)))
+        return sorted([row for block in sorted(bin_) for row in blocks[block]] for bin_ in bins)
+
+    def _most_shared(
+        self, rows: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], weights: Weights
+    ) -> list[list[int]]:
+        """Blocks in the order of their first rows' tokens, each to the tree with room to which it adds fewest."""
+        most = self.max_tokens_per_mb or sum(weights)
+        bins: list[list[int]] = []
+        trees: list[TokenTree] = []
+        for item in sorted(range(len(blocks)), key=lambda i: list(rows[blocks[i][0]])):
+            added = [weights[item] - sum(tree.shared(rows[row]) for row in blocks[item]) for tree in trees]
+            fitting = [b for b, tree in enumerate(trees) if len(tree.tokens) + added[b] <= most]
+            place = min(fitting, key=lambda b: added[b], default=len(bins))
+            if place == len(bins):
+                bins.append([])
+                trees.append(TokenTree())
+            bins[place].append(item)
+            for row in blocks[item]:
+                trees[place].add(rows[row])
+        return bins
 
     def split(self, lengths: Weights) -> list[list[int]]:
         """Cut rows into microbatches.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
@@ -24,7 +25,7 @@ from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
-from areno.loss_fns.stats import Parts, Statistic, merge_parts, parts_of, scalars_of
+from areno.loss_fns.stats import Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
@@ -140,10 +141,11 @@ class TrainStep:
             together = mini_bs.granularity
         mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
+        tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
         for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
-            loss, metrics = self._loss(chunk, loss_fn)
+            loss, metrics = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
             totals.add(metrics, weight)
@@ -163,12 +165,18 @@ class TrainStep:
         lengths = [len(row.tokens) for row in rows]
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
-    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
-        batch = pack_rows(rows, self.model.device)
+    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool) -> tuple[Tensor, dict[str, Any]]:
+        if tree and self.kind == "reward":
+            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
+        batch = pack_rows(rows, self.model.device, tree)
         hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
         predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
         output = loss_fn(batch.data, predicted)
-        return output if isinstance(output, tuple) else (output, {})
+        loss, metrics = output if isinstance(output, tuple) else (output, {})
+        if tree:
+            tokens = torch.tensor(sum(len(row.tokens) for row in rows))
+            metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
+        return loss, metrics
 
     def _optimizer_step(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
@@ -247,7 +255,7 @@ def _passes(
     """Rows of each forward and backward pass; ``most_tokens`` bounds those that are cut by a number of rows."""
     if isinstance(mini_bs, int):
         return _chunks(rows, mini_bs, most_tokens, together)
-    return ([rows[index] for index in bin_] for bin_ in mini_bs.split([len(row.tokens) for row in rows]))
+    return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
 
 
 def _chunks(
