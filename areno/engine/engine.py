@@ -31,6 +31,7 @@ from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.rollout.probe import prove_decoding
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.errors import EngineError, UsageError
@@ -252,7 +253,7 @@ class Engine:
         self,
         rows: Sequence[TrainSequence],
         loss_fn: LossFn,
-        mini_bs: int,
+        mini_bs: int | MicroBatching,
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:

@@ -22,6 +22,7 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
 from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
@@ -81,12 +82,16 @@ class Role:
         return self._step
 
     def train(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int | MicroBatching,
+        accumulation: int | None = None,
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
         return self.training.run(rows, loss_fn, mini_bs, accumulation)
 
-    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute the gradients of a step, and forget them; see :meth:`TrainStep.rehearse`."""
         self.training.rehearse(rows, loss_fn, mini_bs)
 

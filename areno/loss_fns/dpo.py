@@ -65,9 +65,9 @@ def dpo_loss_fn(
     _check(beta, label_smoothing, loss_type)
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
-    # Token by token first: the two sums are large and nearly equal, their difference would lose its digits.
+    # Token by token first, then in float64: the sums are large and nearly equal, their difference would lose its digits.
     ratios = torch.where(mask, in_float(logprobs) - in_float(reference), 0.0)
-    per_sequence = sequence_means(ratios, data_pack) if length_normalised else sequence_sums(ratios, data_pack)
+    per_sequence = (sequence_means if length_normalised else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")
     delta, shape = chosen - rejected, _SHAPES[loss_type]
     losses = (1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from areno.types import TrainSequence
+
 # At or below this deviation, dividing by it would only enlarge rounding.
 MIN_DEVIATION = 1e-6
 
@@ -44,6 +46,46 @@ def compute_gae(
         later = rewards[t] + gamma * next_value - values[t] + gamma * lam * later
         advantages[t], next_value = later, values[t]
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def fill_gae(
+    row: TrainSequence,
+    rewards: Sequence[float],
+    values: Sequence[float],
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: bool,
+) -> None:
+    """Give a row its old values, returns and advantages at the tokens that are trained on, and 0 at the others.
+
+    Tokens between them are stepped over: neither gamma nor lam counts them.
+
+    Args:
+        row: changed in place. Entry i of its ``values`` becomes the value before token i.
+        rewards: reward of each token that is trained on, in order.
+        values: value after each token of the row.
+        gamma: see :func:`compute_gae`.
+        lam: likewise.
+        bootstrap: the response goes on after its last trained token, and is worth there what ``values`` says; else 0.
+
+    Raises:
+        ValueError: as :func:`compute_gae`.
+    """
+    actions = [index for index, counts in enumerate(row.trainable()) if counts]
+    old = [values[index - 1] for index in actions]
+    following = values[actions[-1]] if bootstrap and actions else 0.0
+    advantages, returns = compute_gae(rewards, old, gamma=gamma, lam=lam, next_value=following)
+    row.values, row.returns, row.advantages = (
+        _spread_out(numbers, actions, len(row.tokens)) for numbers in (old, returns, advantages)
+    )
+
+
+def _spread_out(numbers: Sequence[float], places: Sequence[int], length: int) -> list[float]:
+    aligned = [0.0] * length
+    for place, number in zip(places, numbers, strict=True):
+        aligned[place] = number
+    return aligned
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:

@@ -67,7 +67,7 @@ def grpo_loss_fn(
     Raises:
         ValueError: an argument is out of its range, or the pack lacks what it needs.
     """
-    clip = Clip(clip_eps, clip_eps_high, dual_clip)
+    clip = Clip.open(clip_eps, clip_eps_high, dual_clip)
     advantage = advantages_of(data_pack)
     ratio = ratio_of(log_difference(data_pack, logprobs))
     kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)

@@ -51,7 +51,7 @@ def gspo_loss_fn(
     Raises:
         ValueError: an argument is out of its range, or the pack lacks what it needs.
     """
-    clip = Clip(clip_eps, clip_eps_high)
+    clip = Clip.open(clip_eps, clip_eps_high)
     advantage = sequence_means(advantages_of(data_pack), data_pack)
     ratio = ratio_of(sequence_means(log_difference(data_pack, logprobs), data_pack))
     kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)

@@ -40,6 +40,10 @@ class DataPack(TypedDict, total=False):
         packed_entropy: entropy of the policy's distribution at each action, without gradient, 0 outside the mask [A];
             only for losses declared with ``entropy=True``.
         packed_tokens: the tokens that the actions chose [A].
+        packed_prox_logprobs: log-probs at the start of the update [A], where the rows have them.
+        packed_teacher_logprobs: log-probs of a teacher [A], where the rows have them.
+        packed_versions: int64 [A], version of the weights that made each token, where the rows have it.
+        packed_keep: bool [A], tokens that were not left out before the update, where the rows say so.
         rewards: scalar reward of each sequence [packed_num_sequences].
     """
 
@@ -53,6 +57,10 @@ class DataPack(TypedDict, total=False):
     packed_num_sequences: int
     packed_entropy: Tensor
     packed_tokens: Tensor
+    packed_prox_logprobs: Tensor
+    packed_teacher_logprobs: Tensor
+    packed_versions: Tensor
+    packed_keep: Tensor
     rewards: Tensor
 
 

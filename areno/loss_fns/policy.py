@@ -27,7 +27,7 @@ class Clip:
             arXiv:1912.09729).
 
     Raises:
-        ValueError: a width is not positive, or the dual bound is not above 1.
+        ValueError: a width is negative, or the dual bound is not above 1.
     """
 
     eps: float
@@ -36,10 +36,22 @@ class Clip:
 
     def __post_init__(self) -> None:
         for name, width in (("clip_eps", self.eps), ("clip_eps_high", self.eps_high)):
-            if width is not None and not width > 0:
-                raise ValueError(f"{name} must be above 0, got {width}")
+            if width is not None and not width >= 0:
+                raise ValueError(f"{name} must not be negative, got {width}")
         if self.dual is not None and not self.dual > 1:
             raise ValueError(f"the dual clip (dual_clip, clip_ratio_c) must be above 1, got {self.dual}")
+
+    @classmethod
+    def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
+        """Bounds with some room on both sides of 1.
+
+        Raises:
+            ValueError: a width is not positive, or the dual bound is not above 1.
+        """
+        for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
+            if width is not None and not width > 0:
+                raise ValueError(f"{name} must be above 0, got {width}")
+        return cls(eps, eps_high, dual)
 
     @property
     def low(self) -> float:
@@ -52,11 +64,15 @@ class Clip:
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7), at most dual |A| for A < 0."""
-        losses = -torch.minimum(ratio * advantage, ratio.clamp(self.low, self.high) * advantage)
-        if self.dual is None:
-            return losses
-        return torch.where(advantage < 0, torch.minimum(losses, -self.dual * advantage), losses)
+        """-min(r A, clip(r) A), elementwise (Schulman et al. 2017, arXiv:1707.06347, eq. 7), at most dual |A| for A < 0.
+
+        A ratio that lies exactly on a bound keeps its whole gradient, also where the range is the point 1.
+        """
+        bounded = torch.where(self.is_high(ratio, advantage), self.high, ratio)
+        bounded = torch.where(self.is_low(ratio, advantage), self.low, bounded)
+        if self.dual is not None:
+            bounded = torch.where(self.is_dual(ratio, advantage), self.dual, bounded)
+        return -bounded * advantage
 
     def is_high(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """True where the upper bound is active, so that the gradient is zero."""

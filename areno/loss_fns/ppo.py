@@ -58,7 +58,7 @@ def ppo_loss_fn(
     """
     if use_kl_loss and not kl_loss_coef >= 0:
         raise ValueError(f"kl_loss_coef must not be negative, got {kl_loss_coef}")
-    clip = Clip(clip_eps, clip_eps_high, clip_ratio_c)
+    clip = Clip.open(clip_eps, clip_eps_high, clip_ratio_c)
     mask, advantage = data_pack["packed_response_mask"], advantages_of(data_pack)
     difference = log_difference(data_pack, logprobs)
     ratio = ratio_of(difference)

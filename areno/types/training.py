@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_LISTS = ("prompt_mask", "tokens", "logprobs", "advantages", "returns", "values", "ref_logprobs")
+_LISTS = (
+    *("prompt_mask", "tokens", "logprobs", "advantages", "returns", "values", "ref_logprobs"),
+    *("prox_logprobs", "teacher_logprobs", "versions", "keep"),
+)
 
 
 @dataclass(slots=True)
@@ -26,6 +29,10 @@ class TrainSequence:
         temperature: the temperature that the response was sampled at; training scores the same scaled policy.
         group: prompt index of the row inside its batch; metrics and group losses read it.
         truncated: the response ended at the token limit and not at EOS.
+        prox_logprobs: log-probs of the policy that the update starts from, for the decoupled loss.
+        teacher_logprobs: log-probs of a teacher, for distillation.
+        versions: version of the weights that made each token, -1 on the prompt.
+        keep: False where a token is left out of the policy loss and still counts in its mean (M2PO).
 
     Raises:
         ValueError: a per-token list does not have one entry per token.
@@ -45,6 +52,10 @@ class TrainSequence:
     temperature: float = 1.0
     group: int = 0
     truncated: bool = False
+    prox_logprobs: list[float] = None  # type: ignore[assignment]
+    teacher_logprobs: list[float] = None  # type: ignore[assignment]
+    versions: list[int] = None  # type: ignore[assignment]
+    keep: list[bool] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         for name in _LISTS:

@@ -213,7 +213,7 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
     monkeypatch.setattr(step_module, "MAX_TOKENS", 60)
     seen = []
     pack = step_module.pack_rows
-    monkeypatch.setattr(step_module, "pack_rows", lambda rows, device: seen.append(rows) or pack(rows, device))
+    monkeypatch.setattr(step_module, "pack_rows", lambda rows, *how: seen.append(rows) or pack(rows, *how))
     split = make_step()
     split.set_training(True)
     assert split.accumulate(rows, gspo_loss_fn, 9)["loss"] == pytest.approx(stats["loss"], abs=1e-6)
@@ -227,7 +227,9 @@ def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeyp
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("name", ["logprobs", "advantages", "returns", "values", "ref_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "advantages", "returns", "values", "ref_logprobs", "prox_logprobs", "teacher_logprobs"]
+)
 def test_rows_of_which_only_some_bring_a_list_are_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
     with pytest.raises(ValueError, match=f"row 1 has no {name}, other rows have"):

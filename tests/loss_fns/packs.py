@@ -12,17 +12,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from areno.loss_fns import (
+    Count,
+    PolicyLoss,
+    RejectionSampling,
+    critic_loss_fn,
     dpo_loss_fn,
     grpo_loss_fn,
     gspo_loss_fn,
+    language_model_loss_fn,
+    pair_score_loss_fn,
+    policy_loss_fn,
     ppo_loss_fn,
+    preference_loss_fn,
     reward_model_loss_fn,
     sft_loss_fn,
     value_loss_fn,
 )
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True, database=None)
-STREAMS = ("logprobs", "advantages", "ref_logprobs", "values", "returns", "entropy")
+STREAMS = (
+    *("logprobs", "advantages", "ref_logprobs", "values", "returns", "entropy"),
+    *("prox_logprobs", "teacher_logprobs", "versions", "keep"),
+)
+# The engine trains version 5 to version 6.
+VERSION = 6
 
 
 @dataclass
@@ -91,6 +104,10 @@ def make_batch(lengths, seed=0, mask_share=0.7, shift=0.3, equal_advantages=Fals
     }
     logprobs = np.where(mask, old + rng.normal(0, shift, actions), 0.0)
     scores = torch.tensor(rng.normal(0, 2, len(lengths)))
+    for name in ("prox_logprobs", "teacher_logprobs"):
+        pack[f"packed_{name}"] = torch.tensor(np.minimum(old + rng.normal(0, shift, actions), -1e-3))
+    pack["packed_versions"] = torch.tensor(rng.integers(-1, VERSION, actions))
+    pack["packed_keep"] = torch.tensor(rng.random(actions) < 0.7)
     return Batch(pack, torch.tensor(logprobs, dtype=torch.float64), scores)
 
 
@@ -113,11 +130,20 @@ def _evened(lengths):
 
 @dataclass(frozen=True)
 class Case:
-    """One loss with one setting; ``per_sequence`` losses read scores in place of log-probs."""
+    """One loss with one setting.
+
+    ``per_sequence`` losses read scores in place of log-probs; those that are ``frozen`` hold parts of themselves constant, so
+    that their gradient is not the slope of their value.
+    """
 
     name: str
     loss_fn: Callable
     per_sequence: bool = False
+    frozen: bool = False
+
+
+def family(name: str, frozen: bool = False, **knobs) -> Case:
+    return Case(f"family-{name}", partial(policy_loss_fn, knobs=PolicyLoss(**knobs), version=VERSION), frozen=frozen)
 
 
 CASES = [
@@ -136,11 +162,38 @@ CASES = [
     Case("dpo-ipo-normalised", partial(dpo_loss_fn, loss_type="ipo", length_normalised=True)),
     Case("dpo-hinge", partial(dpo_loss_fn, beta=0.5, loss_type="hinge")),
     Case("reward-model", reward_model_loss_fn, per_sequence=True),
+    Case("critic", critic_loss_fn),
+    Case("language-model", language_model_loss_fn),
+    Case("preference", preference_loss_fn),
+    Case("preference-ipo", partial(preference_loss_fn, loss_type="ipo")),
+    Case("pair-score", pair_score_loss_fn, per_sequence=True),
+    family("ppo"),
+    family("dapo-dual", eps_clip=0.1, eps_clip_higher=0.3, c_clip=1.5),
+    family("gspo", importance_sampling_level="sequence", eps_clip=0.05),
+    family("sapo", use_sapo_loss=True),
+    family("cispo", use_cispo_loss=True, frozen=True),
+    family("decoupled", use_decoupled_loss=True),
+    family("m2po", use_decoupled_loss=True, m2_threshold=0.04, eps_clip=0.0),
+    family("icepop", use_decoupled_loss=True, rejection_sampling=RejectionSampling(lower=0.5, upper=2.0)),
+    family("kpop", use_decoupled_loss=True, rejection_sampling=RejectionSampling(metric="binary_kl", upper=0.1)),
+    family(
+        "gspo-clamped",
+        importance_sampling_level="sequence",
+        use_decoupled_loss=True,
+        rejection_sampling=RejectionSampling(level="sequence", action="clamp", upper=1.1),
+    ),
+    family("loglinear", use_decoupled_loss=True, prox_logp_method="loglinear", frozen=True),
+    family("linear", use_decoupled_loss=True, prox_logp_method="linear", frozen=True),
+    family("metrics", use_decoupled_loss=True, prox_logp_method="metrics"),
+    family("distilled", rl_loss_weight=0.0, distill_loss_weight=1.0, frozen=True),
+    family("distilled-joint", distill_loss_weight=0.3, frozen=True),
 ]
 
 
 def value_of(statistic) -> float:
-    """The mean that a statistic stands for."""
+    """The mean, or the number, that a statistic stands for."""
+    if isinstance(statistic, Count):
+        return float(statistic.total)
     return float(statistic.total) / max(float(statistic.count), 1.0)
 
 

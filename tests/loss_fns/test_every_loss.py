@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.loss_fns import (
+    Count,
     Mean,
+    Range,
     Spread,
     dpo_loss_fn,
     grpo_loss_fn,
@@ -36,7 +38,7 @@ def gradient_of(case: Case, batch: Batch, weight: float = 1.0) -> tuple[torch.Te
     return loss.detach(), x.grad, metrics
 
 
-@every_loss
+@pytest.mark.parametrize("case", [case for case in CASES if not case.frozen], ids=lambda case: case.name)
 @settings(QUICK, max_examples=20)
 @given(batch=batches(shifts=(0.05, 0.5, 2.0)))
 def test_gradients_equal_finite_differences(case, batch):
@@ -56,8 +58,13 @@ def added(parts: list[dict]) -> dict:
     """Statistics of microbatches, added up as the engine does."""
     sums = {}
     for name, first in parts[0].items():
-        fields = ("total", "count") if isinstance(first, Mean) else ("total", "square", "count")
-        sums[name] = type(first)(*(sum(getattr(part[name], field) for part in parts) for field in fields))
+        fields = {Mean: ("total", "count"), Spread: ("total", "square", "count"), Count: ("total",)}
+        added = [
+            sum(getattr(part[name], field) for part in parts) for field in fields.get(type(first), ("total", "count"))
+        ]
+        if isinstance(first, Range):
+            added += [min(part[name].least for part in parts), max(part[name].greatest for part in parts)]
+        sums[name] = type(first)(*added)
     return sums
 
 
@@ -83,6 +90,9 @@ def test_microbatches_weighted_by_their_units_give_the_loss_and_gradient_of_the_
         assert value_of(summed) == pytest.approx(value_of(metrics[name]), rel=1e-9, abs=1e-9), name
         if isinstance(summed, Spread):
             assert float(summed.square) == pytest.approx(float(metrics[name].square), rel=1e-9)
+        if isinstance(summed, Range):
+            assert float(summed.least) == pytest.approx(float(metrics[name].least), rel=1e-9, abs=1e-9)
+            assert float(summed.greatest) == pytest.approx(float(metrics[name].greatest), rel=1e-9, abs=1e-9)
 
 
 def assert_finite(case: Case, batch: Batch) -> None:
@@ -184,4 +194,4 @@ def test_the_unit_of_grpo_follows_its_mean_through_nested_partials():
 
 def test_policy_losses_ask_for_the_entropy_and_the_others_do_not():
     asking = {case.name.split("-")[0] for case in CASES if reads_entropy(case.loss_fn)}
-    assert asking == {"grpo", "dr_grpo", "gspo", "ppo"}
+    assert asking == {"grpo", "dr_grpo", "gspo", "ppo", "family"}

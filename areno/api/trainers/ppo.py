@@ -15,7 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from areno.api.trainers.rollout import RolloutTrainer, Sample, spread, trainable_values
-from areno.loss_fns import compute_gae, whiten
+from areno.loss_fns import whiten
+from areno.loss_fns.gae import fill_gae
 from areno.observability import lifecycle
 from areno.types import ModelRole, TrainSequence
 
@@ -130,20 +131,8 @@ def fill_returns(row: TrainSequence, values: Sequence[float], *, gamma: float, l
         lam: GAE's lambda.
         bootstrap: the response goes on after its last token, and is worth there what the critic says; else 0.
     """
-    actions = [index for index, counts in enumerate(row.trainable()) if counts]
-    old = [values[index - 1] for index in actions]
-    rewards = [0.0] * (len(actions) - 1) + [row.reward]
-    following = values[actions[-1]] if bootstrap else 0.0
-    advantages, returns = compute_gae(rewards, old, gamma=gamma, lam=lam, next_value=following)
-    for name, numbers in (("values", old), ("returns", returns), ("advantages", advantages)):
-        setattr(row, name, _spread_out(numbers, actions, len(row.tokens)))
-
-
-def _spread_out(numbers: Sequence[float], places: Sequence[int], length: int) -> list[float]:
-    aligned = [0.0] * length
-    for place, number in zip(places, numbers, strict=True):
-        aligned[place] = number
-    return aligned
+    rewards = [0.0] * (sum(row.trainable()) - 1) + [row.reward]
+    fill_gae(row, rewards, values, gamma=gamma, lam=lam, bootstrap=bootstrap)
 
 
 def _value_stats(rows: Sequence[TrainSequence]) -> dict[str, float]:

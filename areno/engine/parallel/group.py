@@ -26,6 +26,7 @@ from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
 from areno.engine.parallel.workers import STALL_S, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.sequence import refuse_endless
+from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
@@ -223,7 +224,7 @@ class EngineGroup:
         self,
         rows: Sequence[TrainSequence],
         loss_fn: LossFn,
-        mini_bs: int,
+        mini_bs: int | MicroBatching,
         accumulation: int | None = None,
         role: str = ACTOR,
     ) -> dict[str, float]:

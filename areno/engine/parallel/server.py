@@ -14,6 +14,7 @@ import torch
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
+from areno.engine.train.microbatch import MicroBatching
 from areno.loss_fns.pack import LossFn
 from areno.types import GeneratedToken, Request, RolloutResult, TrainSequence
 
@@ -110,7 +111,12 @@ class EngineServer:
             self.engine.loop.drop_cache()
 
     def train(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None, role: str
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int | MicroBatching,
+        accumulation: int | None,
+        role: str,
     ) -> dict[str, float] | None:
         """Train on this rank's share of the rows; the first rank returns the statistics of all."""
         stats = self.engine.train(rows, loss_fn, mini_bs, accumulation, role)

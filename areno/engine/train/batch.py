@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from areno.engine.model.packing import PackedPlan
+from areno.engine.model.tree import TokenTree, TreePlan
 from areno.loss_fns.pack import DataPack, Reduction
 from areno.types import TrainSequence
 
@@ -20,7 +21,7 @@ class PackedBatch:
 
     Attributes:
         tokens: packed token ids [T].
-        plan: attention plan over them.
+        plan: attention plan over them: sequences end to end, or a tree of sequences that begin alike.
         scored: indices on the action axis [A] whose log-probs are needed.
         sources: packed position that predicts each of them.
         targets: the token to predict at each of them.
@@ -29,7 +30,7 @@ class PackedBatch:
     """
 
     tokens: Tensor
-    plan: PackedPlan
+    plan: PackedPlan | TreePlan
     scored: Tensor
     sources: Tensor
     targets: Tensor
@@ -42,13 +43,16 @@ class PackedBatch:
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).index_copy(0, self.scored, values)
 
 
-def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu") -> PackedBatch:
-    """Pack rows end to end; see :mod:`areno.loss_fns.pack` for the keys of ``data``."""
+def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu", tree: bool = False) -> PackedBatch:
+    """Pack rows end to end, or as a ``tree`` in which tokens that they begin with are there once.
+
+    What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``.
+    """
     lengths = [len(row.tokens) for row in rows]
-    plan = PackedPlan(lengths, device)
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
+    fed, places, plan = _tree(rows, device) if tree else (tokens, None, PackedPlan(lengths, device))
     first = torch.zeros(len(tokens), dtype=torch.bool)
-    first[plan.starts[:-1]] = True
+    first[list(accumulate(lengths[:-1], initial=0))] = True
     actions = (~first).nonzero()[:, 0]
     mask = torch.tensor(list(chain.from_iterable(row.trainable() for row in rows)))[actions]
     sequence = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[actions]
@@ -61,38 +65,50 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu")
         "packed_tokens": tokens[actions].to(device),
         "rewards": torch.tensor([row.reward for row in rows], device=device),
     }
-    for key, name in _STREAMS:
-        stream = _stream(rows, name, actions)
+    for key, name, dtype in _STREAMS:
+        stream = _stream(rows, name, actions, dtype)
         if stream is not None:
             data[key] = stream.to(device)  # type: ignore[literal-required]
+    before = actions[scored] - 1
     return PackedBatch(
-        tokens=tokens.to(device),
+        tokens=fed.to(device),
         plan=plan,
         scored=scored.to(device),
-        sources=(actions[scored] - 1).to(device),
+        sources=(before if places is None else places[before]).to(device),
         targets=tokens[actions[scored]].to(device),
         temperatures=temperatures[scored].to(device),
         data=data,
     )
 
 
+def _tree(rows: Sequence[TrainSequence], device: torch.device | str) -> tuple[Tensor, Tensor, TreePlan]:
+    """Tokens of the rows' tree, the place there of each token of the rows end to end, and the plan."""
+    tree = TokenTree()
+    places = torch.tensor(list(chain.from_iterable(tree.add(row.tokens) for row in rows)))
+    return torch.tensor(tree.tokens), places, TreePlan(tree.parents, device)
+
+
 _STREAMS = (
-    ("packed_logprobs", "logprobs"),
-    ("packed_advantages", "advantages"),
-    ("packed_ref_logprobs", "ref_logprobs"),
-    ("packed_values", "values"),
-    ("packed_returns", "returns"),
+    ("packed_logprobs", "logprobs", torch.float32),
+    ("packed_advantages", "advantages", torch.float32),
+    ("packed_ref_logprobs", "ref_logprobs", torch.float32),
+    ("packed_values", "values", torch.float32),
+    ("packed_returns", "returns", torch.float32),
+    ("packed_prox_logprobs", "prox_logprobs", torch.float32),
+    ("packed_teacher_logprobs", "teacher_logprobs", torch.float32),
+    ("packed_versions", "versions", torch.int64),
+    ("packed_keep", "keep", torch.bool),
 )
 _ALWAYS = {"logprobs", "advantages"}
 
 
-def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor) -> Tensor | None:
+def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A per-token list of all rows on the action axis; absent where no row has it."""
     lists = [getattr(row, name) for row in rows]
     if not any(lists) and name not in _ALWAYS:
         return None
     filled = (values or [0.0] * len(row.tokens) for row, values in zip(rows, lists, strict=True))
-    return torch.tensor(list(chain.from_iterable(filled)), dtype=torch.float32)[actions]
+    return torch.tensor(list(chain.from_iterable(filled)), dtype=dtype)[actions]
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
@@ -101,7 +117,7 @@ def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
     Raises:
         ValueError: a list is there in some rows only.
     """
-    for _, name in _STREAMS:
+    for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):
             raise ValueError(f"row {lacking[0]} has no {name}, other rows have; give it to all rows or to none")

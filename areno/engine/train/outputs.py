@@ -10,6 +10,7 @@ from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.train.batch import PackedBatch
 
@@ -35,6 +36,7 @@ def value_outputs(model: PackedModel, batch: PackedBatch, hidden: Tensor, entrop
 def reward_outputs(model: PackedModel, batch: PackedBatch, hidden: Tensor, entropy: bool) -> Tensor:
     """Score of each sequence [sequences], read at its last token."""
     assert isinstance(model, ValueModel)
+    assert isinstance(batch.plan, PackedPlan), "scores of sequences are not trained on trees"
     return model.values(hidden.index_select(0, last_tokens(batch.plan.starts, hidden.device)))
 
 

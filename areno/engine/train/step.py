@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areno.engine.model.packed_model import PackedModel
@@ -19,11 +20,12 @@ from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
+from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, declares_reduction, reads_entropy, reduction_of
-from areno.loss_fns.stats import Mean, Spread
+from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
+from areno.loss_fns.stats import Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
@@ -32,36 +34,27 @@ MAX_TOKENS = 3072
 
 @dataclass(slots=True)
 class _Totals:
-    """Statistics of one optimizer step, added up over its microbatches."""
+    """Statistics of one optimizer step, added up over its microbatches: name -> kind and numbers."""
 
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, tuple[str, Parts]] = field(default_factory=dict)
 
     def add(self, metrics: dict[str, Any], weight: float) -> None:
         for name, value in metrics.items():
-            if isinstance(value, Spread):
-                parts = [float(value.total), float(value.square), float(value.count)]
-            elif isinstance(value, Mean):
-                parts = [float(value.total), float(value.count)]
+            if isinstance(value, Statistic):
+                self.merge({name: parts_of(value)})
             else:
-                parts = [float(value) * weight, weight]
-            self.merge({name: parts})
+                self.merge({name: ("mean", [float(value) * weight, weight])})
 
-    def merge(self, other: dict[str, list[float]]) -> None:
+    def merge(self, other: dict[str, tuple[str, Parts]]) -> None:
         """Add another rank's sums."""
-        for name, parts in other.items():
-            known = self.sums.setdefault(name, [0.0] * len(parts))
-            self.sums[name] = [a + b for a, b in zip(known, parts, strict=True)]
+        for name, (kind, parts) in other.items():
+            known = self.sums.get(name)
+            self.sums[name] = (kind, parts if known is None else merge_parts(kind, known[1], parts))
 
     def result(self) -> dict[str, float]:
         stats: dict[str, float] = {}
-        for name, parts in self.sums.items():
-            count = parts[-1] or 1.0
-            mean = parts[0] / count
-            if len(parts) == 2:
-                stats[name] = mean
-            else:
-                stats[f"{name}_mean"] = mean
-                stats[f"{name}_std"] = math.sqrt(max(parts[1] / count - mean * mean, 0.0))
+        for name, (kind, parts) in self.sums.items():
+            stats |= scalars_of(name, kind, parts)
         return stats
 
 
@@ -87,30 +80,33 @@ class TrainStep:
     _skipped: int = 0
 
     def run(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None = None
+        self,
+        rows: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int | MicroBatching,
+        accumulation: int | None = None,
     ) -> dict[str, float]:
         """Train on rows in order.
 
         Args:
             rows: at least one; with a pair loss, chosen and rejected alternate.
             loss_fn: see :mod:`areno.loss_fns.pack`.
-            mini_bs: most rows of one forward and backward pass.
-            accumulation: microbatches of one optimizer step; None makes one step of all rows.
+            mini_bs: most rows of one forward and backward pass, or how each rank packs its rows into such passes.
+            accumulation: microbatches of one optimizer step; None makes one step of all rows. Only with a number of rows.
 
         Returns:
             Scalar statistics: means over the call's optimizer steps, ``logp_*`` of its first.
 
         Raises:
-            ValueError: no rows, rows that bring different lists, or a pair loss with an odd number of rows or ``mini_bs``.
+            ValueError: no rows, rows that bring different lists, a pair loss with an odd number of rows or of rows that stay
+                together, or accumulation of packed passes.
             EngineError: gradients were not finite ``max_skipped`` times in a row.
         """
         unit = reduction_of(loss_fn)
         if not rows:
             raise ValueError("train needs at least one row")
         refuse_mixed(rows)
-        if unit == "pair" and (len(rows) % 2 or mini_bs % 2):
-            raise ValueError(f"pairs need an even number of rows and an even mini_bs, got {len(rows)} and {mini_bs}")
-        per_step = mini_bs * accumulation if accumulation else len(rows)
+        per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
         self.set_training(True)
         try:
             results = [
@@ -118,11 +114,11 @@ class TrainStep:
             ]
         finally:
             self.set_training(False)
-        means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        means = _means(results)
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
-    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> None:
+    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
         self.set_training(True)
         try:
@@ -131,7 +127,9 @@ class TrainStep:
             self.set_training(False)
             self.optimizer.zero_grad()
 
-    def accumulate(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+    def accumulate(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+    ) -> dict[str, float]:
         """Add the gradient of the loss over all rows, and return its statistics; no update.
 
         Every rank is given all rows and takes its share of them; the statistics are those of all.
@@ -139,13 +137,15 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
+        if not isinstance(mini_bs, int):
+            together = mini_bs.granularity
         mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
-        most = MAX_TOKENS if declares_reduction(loss_fn) else math.inf
-        for chunk in _chunks(mine, mini_bs, most, together):
+        tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
+        for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
-            loss, metrics = self._loss(chunk, loss_fn)
+            loss, metrics = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
             totals.add(metrics, weight)
@@ -165,14 +165,22 @@ class TrainStep:
         lengths = [len(row.tokens) for row in rows]
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
-    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn) -> tuple[Tensor, dict[str, Any]]:
-        batch = pack_rows(rows, self.model.device)
+    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool) -> tuple[Tensor, dict[str, Any]]:
+        if tree and self.kind == "reward":
+            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
+        batch = pack_rows(rows, self.model.device, tree)
         hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
         predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
         output = loss_fn(batch.data, predicted)
-        return output if isinstance(output, tuple) else (output, {})
+        loss, metrics = output if isinstance(output, tuple) else (output, {})
+        if tree:
+            tokens = torch.tensor(sum(len(row.tokens) for row in rows))
+            metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
+        return loss, metrics
 
-    def _optimizer_step(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> dict[str, float]:
+    def _optimizer_step(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+    ) -> dict[str, float]:
         self.optimizer.zero_grad()
         return self.accumulate(rows, loss_fn, mini_bs) | self.apply()
 
@@ -208,6 +216,14 @@ class TrainStep:
         self.model.module.train(training)
 
 
+def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each statistic over the optimizer steps that have it; a step without clipped tokens has no least one."""
+    found: dict[str, list[float]] = {}
+    for name, value in ((name, value) for result in results for name, value in result.items()):
+        found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def _recompute_layers(module: Any, enabled: bool) -> None:
     """Switch activation recomputation, under the name that this release of ``transformers`` gives it."""
     name = (
@@ -217,6 +233,29 @@ def _recompute_layers(module: Any, enabled: bool) -> None:
         getattr(module, f"{name}_enable")({"use_reentrant": False})
     else:
         getattr(module, f"{name}_disable")()
+
+
+def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:
+    """How many rows an optimizer step has, if they can be cut as asked."""
+    block = mini_bs if isinstance(mini_bs, int) else mini_bs.granularity
+    if unit == "pair" and (rows % 2 or block % 2):
+        what = "mini_bs" if isinstance(mini_bs, int) else "mb_spec.granularity"
+        raise ValueError(f"pairs need an even number of rows and an even {what}, got {rows} and {block}")
+    if isinstance(mini_bs, int):
+        return mini_bs * accumulation if accumulation else rows
+    if accumulation:
+        raise ValueError("accumulation counts passes of mini_bs rows; packed passes make one step of all rows")
+    mini_bs.check(rows)
+    return rows
+
+
+def _passes(
+    rows: Sequence[TrainSequence], mini_bs: int | MicroBatching, most_tokens: float, together: int
+) -> Iterator[Sequence[TrainSequence]]:
+    """Rows of each forward and backward pass; ``most_tokens`` bounds those that are cut by a number of rows."""
+    if isinstance(mini_bs, int):
+        return _chunks(rows, mini_bs, most_tokens, together)
+    return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
 
 
 def _chunks(

@@ -1,0 +1,313 @@
+"""One policy loss with knobs: PPO, GRPO, GSPO, DAPO, SAPO, M2PO, CISPO, decoupled PPO, rejection sampling, distillation.
+
+Which algorithm it is depends on the knobs here and on how rewards became advantages (:mod:`areno.loss_fns.shaping`); the
+table is in docs/algorithms.md. The knobs have the names of the ``actor`` and ``teacher`` sections of an experiment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
+from areno.loss_fns.policy import Clip, advantages_of, over_tokens, policy_metrics, ratio_of, sequence_means
+from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
+from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
+from areno.loss_fns.stats import Count, Mean, masked_range
+
+ProxMethod = Literal["recompute", "loglinear", "metrics", "linear", "rollout"]
+_FORWARD_PASS = ("recompute", "metrics")
+_METHODS = (*_FORWARD_PASS, "loglinear", "linear", "rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The knobs. Immutable, and made of plain values, so that a loss travels to other processes.
+
+    Attributes:
+        eps_clip: width of the clip range below 1; 0 lets no ratio leave 1 to the good side.
+        eps_clip_higher: width above 1; None takes ``eps_clip``.
+        c_clip: dual clip, the loss is at most this multiple of -A where A < 0; above 1, or None.
+        importance_sampling_level: ``token``, or ``sequence`` for one ratio and one advantage per sequence (GSPO).
+        use_sapo_loss: a soft gate in place of the clip.
+        sapo_tau_pos: sharpness of the gate where A > 0.
+        sapo_tau_neg: sharpness elsewhere.
+        use_cispo_loss: the clipped ratio weighs the log-prob and carries no gradient (MiniMax 2025, arXiv:2506.13585).
+        use_decoupled_loss: take the ratio against the proximal policy, and weigh each token by pi_proximal / pi_behaviour.
+        prox_logp_method: where the proximal log-probs come from: ``recompute`` reads ``packed_prox_logprobs``; ``metrics``
+            does too, and reports how good the approximations would be; ``loglinear``, ``linear`` and ``rollout`` approximate
+            them (:mod:`areno.loss_fns.proximal`).
+        rejection_sampling: bounds on that weight.
+        m2_threshold: M2PO's bound. The tokens that stay come with the rows: ``packed_keep``.
+        rl_loss_weight: weight of the policy loss beside distillation; 0 is pure distillation.
+        distill_loss_weight: weight of the reverse KL divergence to a teacher; 0 is without one.
+
+    Raises:
+        ValueError: a knob is out of its range, contradicts another or would have no effect.
+    """
+
+    eps_clip: float = 0.2
+    eps_clip_higher: float | None = None
+    c_clip: float | None = None
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    use_sapo_loss: bool = False
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    use_cispo_loss: bool = False
+    use_decoupled_loss: bool = False
+    prox_logp_method: ProxMethod = "recompute"
+    rejection_sampling: RejectionSampling | None = None
+    m2_threshold: float | None = None
+    rl_loss_weight: float = 1.0
+    distill_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, width in (("eps_clip", self.eps_clip), ("eps_clip_higher", self.eps_clip_higher)):
+            if width is not None and not width >= 0:
+                raise ValueError(f"{name} must not be negative, got {width}")
+        if self.c_clip is not None and not self.c_clip > 1:
+            raise ValueError(f"c_clip must be above 1, got {self.c_clip}; null is without a dual clip")
+        if self.importance_sampling_level not in ("token", "sequence"):
+            raise ValueError(
+                f"importance_sampling_level must be token or sequence, got {self.importance_sampling_level!r}"
+            )
+        if self.prox_logp_method not in _METHODS:
+            raise ValueError(
+                f"prox_logp_method {self.prox_logp_method!r} is unknown; choose one of: {', '.join(_METHODS)}"
+            )
+        for name in ("sapo_tau_pos", "sapo_tau_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("rl_loss_weight", "distill_loss_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.rl_loss_weight == 0 and self.distill_loss_weight == 0:
+            raise ValueError(
+                "rl_loss_weight and distill_loss_weight are both 0, so nothing would be learned; raise one"
+            )
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.use_sapo_loss and self.use_cispo_loss:
+            raise ValueError("use_sapo_loss and use_cispo_loss exclude each other; switch one off")
+        if self.use_sapo_loss and self.use_decoupled_loss:
+            raise ValueError("use_sapo_loss has no ratio to decouple; set use_decoupled_loss=false")
+        if self.c_clip is not None and (self.use_sapo_loss or self.use_cispo_loss):
+            raise ValueError("c_clip bounds the clipped loss and has no effect on SAPO or CISPO; set it to null")
+        if not self.use_decoupled_loss:
+            without = "has an effect only with use_decoupled_loss=true"
+            if self.rejection_sampling is not None:
+                raise ValueError(f"rejection_sampling {without}")
+            if self.m2_threshold is not None:
+                raise ValueError(f"m2_threshold {without}")
+            if self.prox_logp_method != "recompute":
+                raise ValueError(f"prox_logp_method={self.prox_logp_method} {without}")
+        if self.m2_threshold is not None:
+            if not self.m2_threshold > 0:
+                raise ValueError(f"m2_threshold must be above 0, got {self.m2_threshold}; null is without M2PO")
+            if self.prox_logp_method not in _FORWARD_PASS:
+                raise ValueError(
+                    "m2_threshold chooses tokens before the update and needs the proximal log-probs by then; "
+                    f"set prox_logp_method=recompute instead of {self.prox_logp_method}"
+                )
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether rows must bring ``prox_logprobs``, which cost a forward pass before the update."""
+        return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
+
+    @property
+    def clip(self) -> Clip:
+        """The bounds on the ratio."""
+        return Clip(self.eps_clip, self.eps_clip_higher, self.c_clip)
+
+    def scalars(self) -> dict[str, float]:
+        """Settings that are reported with the statistics of a step."""
+        found = {"eps_clip": self.eps_clip, "use_dual_clip": float(self.c_clip is not None)}
+        if self.c_clip is not None:
+            found["c_clip"] = self.c_clip
+        if self.rejection_sampling is not None:
+            found["rs_upper"] = self.rejection_sampling.upper
+            if self.rejection_sampling.lower is not None:
+                found["rs_lower"] = self.rejection_sampling.lower
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the loss and its statistics are made of, per token [A]; tensors are 0 outside the response mask."""
+
+    mask: Tensor
+    new: Tensor
+    behaviour: Tensor
+    proximal: Tensor
+    weights: BehaviourWeights
+    ratio: Tensor
+    advantage: Tensor
+
+
+@reduces_over("token", entropy=True)
+def policy_loss_fn(
+    data_pack: DataPack, logprobs: Tensor, knobs: PolicyLoss | None = None, *, version: int | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """L = (1 / N) sum over response tokens of w_t l_t, N = number of response tokens of the optimizer step, left out or not.
+
+    With rho = pi / pi_p per token, or exp(mean of its logarithm) per sequence, l_t is
+
+    - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
+      (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
+    - SAPO: -(4 / tau) sigmoid(tau (rho - 1)) A (Gao et al. 2025, arXiv:2511.20347),
+    - CISPO: -sg[clip(rho, ...)] A log pi.
+
+    pi_p is the behaviour policy, the one that sampled. Decoupled, it is the proximal one, and w = pi_p / pi_behaviour of
+    each token with or without ``rejection_sampling``; a token left out by it or by M2PO has w = 0 and still counts in N.
+
+    Distillation adds distill_loss_weight times the mean over all response tokens of
+    (pi / pi_behaviour) sg[log pi - log pi_teacher], a score function: its gradient is without bias that of the reverse KL
+    divergence of each token from the teacher, alone or joined with the policy loss.
+
+    Args:
+        data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
+            ``packed_num_sequences``; as the knobs ask for them ``packed_prox_logprobs``, ``packed_versions``,
+            ``packed_keep``, ``packed_teacher_logprobs``.
+        logprobs: current log-probs [A].
+        knobs: None takes the defaults.
+        version: version of the weights that this update makes, one more than the engine's; approximations need it.
+
+    Returns:
+        Loss, and the statistics of every policy loss beside the documented ones of an experiment (``importance_weight``,
+        ``approx_kl``, ..., with ``/avg``, ``/min`` and ``/max``).
+
+    Raises:
+        ValueError: the pack or ``version`` lacks what the knobs need.
+    """
+    knobs = knobs or PolicyLoss()
+    terms = _terms(data_pack, logprobs, knobs, version)
+    losses, metrics = _surrogate(terms, knobs)
+    losses = losses * terms.weights.weight.to(losses.dtype) if knobs.use_decoupled_loss else losses
+    losses = torch.where(terms.weights.keep, losses, 0.0)
+    policy = over_tokens(losses, data_pack)
+    total = knobs.rl_loss_weight * policy.total
+    if knobs.distill_loss_weight:
+        distillation, gap = _distillation(data_pack, terms)
+        total = total + knobs.distill_loss_weight * distillation
+        metrics["rkl_loss"] = masked_range(gap, terms.mask)
+    metrics |= policy_metrics(data_pack, logprobs, terms.ratio)
+    metrics |= _statistics(data_pack, terms, losses)
+    metrics |= {"policy_loss": policy.detached(), "total_loss": Mean(total.detach(), policy.count)}
+    if knobs.use_decoupled_loss:
+        metrics |= _behaviour_statistics(terms)
+        if knobs.prox_logp_method == "metrics":
+            versions, made = _versions(data_pack, version)
+            metrics |= approximation_metrics(terms.behaviour, terms.new, terms.proximal, versions, made, terms.mask)
+    return total / policy.count.clamp(min=1), metrics
+
+
+def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLoss, version: int | None) -> _Terms:
+    mask = pack["packed_response_mask"]
+    new = torch.where(mask, in_float(logprobs), 0.0)
+    behaviour = torch.where(mask, in_float(pack["packed_logprobs"]), 0.0)
+    proximal = torch.where(mask, _proximal(pack, new, behaviour, knobs, version), 0.0)
+    weights = behaviour_weights(knobs.rejection_sampling, pack, proximal, behaviour)
+    if knobs.m2_threshold is not None:
+        remedy = "choose the tokens with areno.loss_fns.shaping.choose_by_second_moment"
+        stays = required(pack, "packed_keep", f"m2_threshold={knobs.m2_threshold}", remedy)
+        weights = BehaviourWeights(weights.weight, weights.keep & stays, weights.outside)
+    log_ratio, advantage = new - proximal, advantages_of(pack)
+    if knobs.importance_sampling_level == "sequence":
+        ids = pack["packed_seq_ids"]
+        log_ratio, advantage = (torch.where(mask, sequence_means(x, pack)[ids], 0.0) for x in (log_ratio, advantage))
+    return _Terms(mask, new, behaviour, proximal, weights, ratio_of(log_ratio), advantage)
+
+
+def _proximal(pack: DataPack, new: Tensor, behaviour: Tensor, knobs: PolicyLoss, version: int | None) -> Tensor:
+    """Log-probs that the ratio is taken against [A]."""
+    if not knobs.use_decoupled_loss:
+        return behaviour
+    if knobs.needs_proximal:
+        remedy = "give every row prox_logprobs, scored before the update, or set prox_logp_method=loglinear"
+        return in_float(required(pack, "packed_prox_logprobs", "the decoupled loss", remedy))
+    kind = knobs.prox_logp_method
+    assert kind not in _FORWARD_PASS
+    versions, made = _versions(pack, version)
+    return approximate_proximal(kind, behaviour, new, versions, made)  # type: ignore[arg-type]
+
+
+def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
+    remedy = "give every row the versions that the engine stamped on its tokens"
+    versions = required(pack, "packed_versions", "an approximation of the proximal policy", remedy)
+    if version is None:
+        raise ValueError("an approximation of the proximal policy needs version, one more than the engine's version")
+    return versions, version
+
+
+def _surrogate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
+    """Loss of each token before any weight [A], and the statistics of its kind."""
+    ratio, advantage, mask, clip = terms.ratio, terms.advantage, terms.mask, knobs.clip
+    if knobs.use_sapo_loss:
+        return _soft_gate(terms, knobs)
+    if knobs.use_cispo_loss:
+        bounded = ratio.detach().clamp(clip.low, clip.high)
+        clipped = mask & (bounded != ratio.detach())
+        return -bounded * advantage * terms.new, _clip_statistics(terms, clipped, torch.zeros_like(mask))
+    clipped = clip.is_high(ratio, advantage) | clip.is_low(ratio, advantage)
+    dual = clip.is_dual(ratio, advantage)
+    metrics = _clip_statistics(terms, clipped & mask, dual & mask)
+    return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, mask)
+
+
+def _soft_gate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
+    positive = terms.advantage > 0
+    tau = torch.where(positive, knobs.sapo_tau_pos, knobs.sapo_tau_neg).to(terms.ratio.dtype)
+    gate = torch.sigmoid(tau * (terms.ratio - 1))
+    scaled = 4 / tau * gate
+    return -scaled * terms.advantage, {
+        "sapo_soft_gate": masked_range(gate, terms.mask),
+        "sapo_scaled_gate_pos": masked_range(scaled, terms.mask & positive),
+        "sapo_scaled_gate_neg": masked_range(scaled, terms.mask & ~positive),
+    }
+
+
+def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, Any]:
+    return {
+        "clip_ratio": masked_range(clipped.float(), terms.mask),
+        "dual_clip_ratio": masked_range(dual.float(), terms.mask),
+        "clipped_tokens": Count(clipped.sum()),
+        "clipped_new_logp": masked_range(terms.new, clipped),
+        "clipped_old_logp": masked_range(terms.behaviour, clipped),
+    }
+
+
+def _distillation(pack: DataPack, terms: _Terms) -> tuple[Tensor, Tensor]:
+    """Sum over tokens of the score-function term, and each token's log pi - log pi_teacher [A]."""
+    remedy = "give every row teacher_logprobs, or set distill_loss_weight=0"
+    teacher = required(pack, "packed_teacher_logprobs", "distillation", remedy)
+    gap = torch.where(terms.mask, terms.new.detach() - in_float(teacher), 0.0)
+    ratio = ratio_of(terms.new - terms.behaviour)
+    return (ratio * gap).sum(), gap
+
+
+def _statistics(pack: DataPack, terms: _Terms, losses: Tensor) -> dict[str, Any]:
+    values = {
+        "importance_weight": terms.ratio,
+        "approx_kl": terms.new - terms.proximal,
+        "new_logp": terms.new,
+        "old_logp": terms.behaviour,
+        "actor_loss": losses,
+    }
+    if "packed_entropy" in pack:
+        values["entropy"] = pack["packed_entropy"]
+    return {name: masked_range(value, terms.mask) for name, value in values.items()}
+
+
+def _behaviour_statistics(terms: _Terms) -> dict[str, Any]:
+    keep, outside = terms.weights.keep, terms.weights.outside
+    return {
+        "behave_imp_weight": masked_range(terms.weights.weight, keep),
+        "behave_approx_kl": masked_range(terms.proximal - terms.behaviour, keep),
+        "unclipped_behave_tokens": Count(keep.sum()),
+        "rs_filtered_fraction": Mean(outside.sum(), terms.mask.sum()),
+    }

@@ -1,0 +1,268 @@
+"""From task rewards to per-token advantages: penalties, scaling, normalising, a KL reward, GAE.
+
+The order is fixed: over-long penalty, bias, scaling, clip, normalising over samples; the result R' is the reward of the last
+trained token, beside a KL reward at every trained token; GAE over the trained tokens; normalising over tokens. Tokens that
+are not trained on (a prompt, what a tool said) are stepped over and discount nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from areno.loss_fns.gae import fill_gae
+from areno.loss_fns.kl import kl_penalty
+from areno.loss_fns.norm import Norm
+from areno.loss_fns.rejection import second_moment_keep
+from areno.types import TrainSequence
+
+# A KL reward is bounded, so that one token cannot drown the task.
+MAX_KL = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShaping:
+    """The knobs, with the names of the ``actor`` section of an experiment.
+
+    Attributes:
+        reward_bias: added to the reward.
+        reward_scaling: factor on the sum.
+        reward_clip: bound on its size, above 0.
+        overlong_reward_penalty: take off up to ``overlong_penalty_factor`` over the last ``overlong_tokens`` of
+            ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13).
+        overlong_tokens: length of that stretch, above 0.
+        overlong_penalty_factor: greatest penalty, not negative.
+        max_new_tokens: most tokens that an answer may have.
+        mask_no_eos_with_zero: a truncated answer gets no task reward, no advantage, and no say in ``adv_norm``. Leave such
+            rows out of the update with :func:`finished`.
+        reward_norm: over the samples; None leaves rewards as they are.
+        kl_ctl: weight of the KL reward, not negative; above 0 it needs reference log-probs.
+        kl_estimator: ``k1``, ``k2`` or ``k3``, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        discount: gamma of GAE, 0 to 1.
+        gae_lambda: lambda of GAE, 0 to 1.
+        adv_norm: over the trained tokens; None leaves advantages as they are.
+
+    Raises:
+        ValueError: a knob is out of its range, or the penalty lacks a number.
+    """
+
+    reward_bias: float = 0.0
+    reward_scaling: float = 1.0
+    reward_clip: float = 20.0
+    overlong_reward_penalty: bool = False
+    overlong_tokens: int | None = None
+    overlong_penalty_factor: float | None = None
+    max_new_tokens: int = 1024
+    mask_no_eos_with_zero: bool = False
+    reward_norm: Norm | None = None
+    kl_ctl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    adv_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        if not self.reward_clip > 0:
+            raise ValueError(f"reward_clip must be above 0, got {self.reward_clip}")
+        if not self.kl_ctl >= 0:
+            raise ValueError(f"kl_ctl must not be negative, got {self.kl_ctl}; 0 is without a KL reward")
+        if self.kl_estimator not in ("k1", "k2", "k3"):
+            raise ValueError(f"kl_estimator must be k1, k2 or k3, got {self.kl_estimator!r}")
+        for name in ("discount", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be within 0 and 1, got {getattr(self, name)}")
+        if self.overlong_reward_penalty:
+            for name, least in (("overlong_tokens", 1), ("overlong_penalty_factor", 0)):
+                value = getattr(self, name)
+                if value is None or not value >= least:
+                    raise ValueError(f"overlong_reward_penalty needs {name} of at least {least}, got {value}")
+
+    def penalty(self, tokens: int) -> float:
+        """What an answer of so many tokens loses for its length, 0 or negative."""
+        if not self.overlong_reward_penalty:
+            return 0.0
+        assert self.overlong_tokens is not None
+        assert self.overlong_penalty_factor is not None
+        over = tokens - (self.max_new_tokens - self.overlong_tokens)
+        return min(-over / self.overlong_tokens * self.overlong_penalty_factor, 0.0)
+
+    def rewards(self, rows: Sequence[TrainSequence]) -> Tensor:
+        """Shaped reward R' of each row, float64 [B]."""
+        raw = torch.tensor([row.reward + self.penalty(sum(row.trainable())) for row in rows], dtype=torch.float64)
+        shaped = ((raw + self.reward_bias) * self.reward_scaling).clamp(-self.reward_clip, self.reward_clip)
+        return shaped if self.reward_norm is None else self.reward_norm(shaped, [row.group for row in rows])
+
+
+def shape_advantages(
+    rows: Sequence[TrainSequence], shaping: RewardShaping, values: Sequence[Sequence[float]] | None = None
+) -> dict[str, Tensor]:
+    """Give each row its ``advantages`` and ``returns``, and with a critic its ``values``.
+
+    Args:
+        rows: with ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
+        shaping: the knobs.
+        values: the critic's value after each token of each row; None without a critic. A truncated answer goes on after its
+            last token and is worth there what the critic says.
+
+    Returns:
+        Numbers to report the average, least and greatest of, float64, by documented name: ``task_reward``, ``kl_rewards``
+        and ``final_reward`` (sums over a sample; raw, KL, and R' with KL), ``no_eos_ratios``, ``prompt_len``, ``seq_len``,
+        ``correct_seq_len`` and ``incorrect_seq_len`` (task reward above 0, or not) per sample, ``advantages`` per token.
+
+    Raises:
+        ValueError: there are no rows, a KL reward has no reference, or a number is not finite.
+    """
+    if not rows:
+        raise ValueError("shape_advantages needs at least one row")
+    if values is not None and len(values) != len(rows):
+        raise ValueError(f"shape_advantages needs the values of {len(rows)} rows, got {len(values)}")
+    shaped = shaping.rewards(rows).tolist()
+    kl_sums, finals = [], []
+    for index, row in enumerate(rows):
+        kl = _kl_rewards(row, shaping)
+        rewards = list(kl)
+        if rewards and not (shaping.mask_no_eos_with_zero and row.truncated):
+            rewards[-1] += shaped[index]
+        row_values = [0.0] * len(row.tokens) if values is None else values[index]
+        gamma, lam = shaping.discount, shaping.gae_lambda
+        fill_gae(row, rewards, row_values, gamma=gamma, lam=lam, bootstrap=values is not None and row.truncated)
+        if values is None:
+            row.values = []
+        kl_sums.append(sum(kl))
+        finals.append(sum(rewards))
+    _normalise(rows, shaping)
+    return _populations(rows, kl_sums, finals)
+
+
+def _actions(row: TrainSequence) -> list[int]:
+    return [index for index, counts in enumerate(row.trainable()) if counts]
+
+
+def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
+    """-kl_ctl KL_t at each trained token."""
+    actions = _actions(row)
+    if shaping.kl_ctl == 0:
+        return [0.0] * len(actions)
+    if not row.ref_logprobs or not row.logprobs:
+        raise ValueError(
+            f"kl_ctl={shaping.kl_ctl} rewards closeness to a reference, and the rows have no reference log-probs; "
+            "configure a reference model (ref), or set kl_ctl=0"
+        )
+    pairs = [(row.logprobs[i], row.ref_logprobs[i]) for i in actions]
+    old, reference = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    kl = kl_penalty(old, reference, shaping.kl_estimator).clamp(-MAX_KL, MAX_KL)
+    return (-shaping.kl_ctl * kl).tolist()
+
+
+def _normalise(rows: Sequence[TrainSequence], shaping: RewardShaping) -> None:
+    """Normalise advantages over the trained tokens, and take those of left-out answers away."""
+    left_out = [shaping.mask_no_eos_with_zero and row.truncated for row in rows]
+    if shaping.adv_norm is not None:
+        flat = torch.tensor(list(chain.from_iterable(row.advantages for row in rows)), dtype=torch.float64)
+        groups = list(chain.from_iterable([row.group] * len(row.tokens) for row in rows))
+        mask = [counts and not out for row, out in zip(rows, left_out, strict=True) for counts in row.trainable()]
+        normalised = shaping.adv_norm(flat, groups, mask).split([len(row.tokens) for row in rows])
+        for row, advantages in zip(rows, normalised, strict=True):
+            row.advantages = advantages.tolist()
+    for row, out in zip(rows, left_out, strict=True):
+        if out:
+            row.advantages = [0.0] * len(row.tokens)
+
+
+def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals: Sequence[float]) -> dict[str, Tensor]:
+    correct = [row.reward > 0 for row in rows]
+    lengths = [len(row.tokens) for row in rows]
+    found: dict[str, Sequence[float]] = {
+        "task_reward": [row.reward for row in rows],
+        "kl_rewards": kl_sums,
+        "final_reward": finals,
+        "no_eos_ratios": [float(row.truncated) for row in rows],
+        "prompt_len": [sum(row.prompt_mask) for row in rows],
+        "seq_len": lengths,
+        "correct_seq_len": [n for n, right in zip(lengths, correct, strict=True) if right],
+        "incorrect_seq_len": [n for n, right in zip(lengths, correct, strict=True) if not right],
+        "advantages": [row.advantages[i] for row in rows for i in _actions(row)],
+    }
+    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
+
+
+def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """How much a batch holds, by documented name: sequences, those with a reward above 0 or not, tokens, trained tokens."""
+    correct = sum(row.reward > 0 for row in rows)
+    return {
+        "n_seqs": float(len(rows)),
+        "correct_n_seqs": float(correct),
+        "incorrect_n_seqs": float(len(rows) - correct),
+        "n_tokens": float(sum(len(row.tokens) for row in rows)),
+        "n_valid_tokens": float(sum(sum(row.trainable()) for row in rows)),
+    }
+
+
+def summaries(populations: dict[str, Tensor]) -> dict[str, float]:
+    """``<name>/avg``, ``<name>/min`` and ``<name>/max`` of each population that has numbers."""
+    return {
+        f"{name}/{kind}": float(number)
+        for name, numbers in populations.items()
+        if len(numbers)
+        for kind, number in (("avg", numbers.mean()), ("min", numbers.min()), ("max", numbers.max()))
+    }
+
+
+def finished(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Rows that were not truncated: what a role with ``mask_no_eos_with_zero`` trains on."""
+    return [row for row in rows if not row.truncated]
+
+
+def choose_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> float:
+    """M2PO: give each row ``keep``, chosen over all tokens of all rows; see :func:`second_moment_keep`.
+
+    Args:
+        rows: with ``logprobs`` and ``prox_logprobs``; the whole batch, before it is cut into optimizer steps.
+        threshold: bound on the mean square of the log-ratio, above 0.
+
+    Returns:
+        Share of the trained tokens that are left out.
+
+    Raises:
+        ValueError: a row lacks log-probs, or the threshold is not above 0.
+    """
+    for index, row in enumerate(rows):
+        if not row.prox_logprobs or not row.logprobs:
+            raise ValueError(f"m2_threshold={threshold} needs logprobs and prox_logprobs; row {index} lacks them")
+    columns = [
+        torch.tensor(list(chain.from_iterable(getattr(row, name) for row in rows)), dtype=torch.float64)
+        for name in ("prox_logprobs", "logprobs")
+    ]
+    mask = torch.tensor(list(chain.from_iterable(row.trainable() for row in rows)), dtype=torch.bool)
+    keep = second_moment_keep(columns[0], columns[1], mask, threshold)
+    for row, kept in zip(rows, keep.split([len(row.tokens) for row in rows]), strict=True):
+        row.keep = kept.tolist()
+    return float((mask & ~keep).sum()) / max(int(mask.sum()), 1)
+
+
+def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
+    """How stale the trained tokens are, as ``version_stats/...``.
+
+    Args:
+        rows: with ``versions``.
+        version: version that the update makes, one more than the engine's; the proximal policy has one less.
+
+    Raises:
+        ValueError: a row has no versions.
+    """
+    for index, row in enumerate(rows):
+        if not row.versions:
+            raise ValueError(f"version statistics need the versions of all rows; row {index} has none")
+    made = [row.versions[i] for row in rows for i in _actions(row) if row.versions[i] >= 0]
+    stats = {"v_theta": float(version), "v_proximal": float(version - 1), "n_valid_generated_tokens": float(len(made))}
+    for name, newest in (("proximal", version - 1), ("theta", version)) if made else ():
+        behind = [newest - v for v in made]
+        stats[f"sample_staleness_{name}_avg"] = sum(behind) / len(behind)
+        stats[f"sample_staleness_{name}_max"] = float(max(behind))
+        stats[f"sample_staleness_{name}_min"] = float(min(behind))
+    return {f"version_stats/{name}": value for name, value in stats.items()}

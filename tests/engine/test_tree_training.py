@@ -1,0 +1,151 @@
+"""Training on trees of rows that begin alike: log-probs, gradients and weights are those of the rows one after the other."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areno.engine.model.loading import prepare
+from areno.engine.model.tree import TokenTree, TreePlan
+from areno.engine.train.batch import pack_rows
+from areno.engine.train.microbatch import MicroBatching
+from areno.engine.train.outputs import policy_outputs
+from areno.errors import EngineError
+from areno.loss_fns import PolicyLoss, policy_loss_fn, reduces_over
+from areno.types import TrainSequence
+from tests.engine.test_train_step import make_step, weights
+from tests.support.tiny import FAMILIES, VOCAB, tiny_module
+
+QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+RECURRENT = {"qwen3_5"}
+few_tokens = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size=1, max_size=8)
+
+
+def branching_rows(prompts=3, answers=4, seed=0):
+    """Answers to common prompts; half of them go on from a common first turn, and one is the beginning of another."""
+    rng = random.Random(seed)
+
+    def said(least, most):
+        return [rng.randrange(1, VOCAB) for _ in range(rng.randint(least, most))]
+
+    rows = []
+    for group in range(prompts):
+        prompt, turn = [1, *said(5, 20)], said(4, 8)
+        for number in range(answers):
+            answer = (turn if number % 2 else []) + said(3, 12)
+            tokens = prompt + (turn if number == 1 else answer)
+            n = len(tokens)
+            old = [0.0] * len(prompt) + [-4 + rng.random() for _ in range(n - len(prompt))]
+            rows.append(
+                TrainSequence(
+                    [i < len(prompt) for i in range(n)],
+                    tokens,
+                    logprobs=old,
+                    advantages=[rng.gauss(0, 1)] * n,
+                    group=group,
+                    temperature=0.5 + 0.25 * number,
+                )
+            )
+    return rows
+
+
+@QUICK
+@given(sequences=few_tokens)
+def test_a_tree_holds_each_beginning_once_and_every_token_sees_what_came_before_it(sequences):
+    tree = TokenTree()
+    paths = []
+    for sequence in sequences:
+        known = {tuple(s[:n]) for s in sequences[: len(paths)] for n in range(1, len(s) + 1)}
+        assert tree.shared(sequence) == sum(tuple(sequence[:n]) in known for n in range(1, len(sequence) + 1))
+        paths.append(tree.add(sequence))
+    beginnings = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
+    assert len(tree.tokens) == len(beginnings)
+    plan = TreePlan(tree.parents)
+    for sequence, path in zip(sequences, paths, strict=True):
+        assert [tree.tokens[node] for node in path] == sequence
+        assert plan.position_ids[path].tolist() == list(range(len(sequence)))
+        for depth, node in enumerate(path):
+            for window in (None, 3):
+                row = plan._mask(window, torch.zeros(1))[node]
+                seen = set((row == 0).nonzero()[:, 0].tolist())
+                assert seen == set(path[max(0, depth + 1 - window) if window else 0 : depth + 1])
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])
+def test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones(family):
+    rows, found = branching_rows(), []
+    for tree in (False, True):
+        model = prepare(tiny_module(family), family)
+        batch = pack_rows(rows, tree=tree)
+        hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
+        logprobs = policy_outputs(model, batch, hidden, True)
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        gradients = {name: p.grad for name, p in model.parameters()}
+        found.append((len(batch.tokens), logprobs.detach(), batch.data["packed_entropy"], gradients))
+    (flat_tokens, flat, flat_entropy, flat_gradients), (tokens, logprobs, entropy, gradients) = found
+    assert tokens < 0.6 * flat_tokens
+    assert (logprobs - flat).abs().max() <= 1e-5
+    assert (entropy - flat_entropy).abs().max() <= 1e-5
+    for name, gradient in flat_gradients.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-6, name
+
+
+@pytest.mark.parametrize("most", [None, 90])
+def test_training_on_trees_gives_the_weights_of_training_on_rows(most):
+    loss_fn = partial(policy_loss_fn, knobs=PolicyLoss(importance_sampling_level="sequence"))
+    rows = branching_rows()
+    flat, tree = make_step(lr=2e-4, eps=1e-4), make_step(lr=2e-4, eps=1e-4)
+    expected = flat.run(rows, loss_fn, 12)
+    stats = tree.run(rows, loss_fn, MicroBatching(max_tokens_per_mb=most, tree=True))
+    assert stats.pop("tree_token_ratio") < 0.8
+    for key, value in expected.items():
+        assert stats[key] == pytest.approx(value, rel=2e-4, abs=2e-5), key
+    for name, value in weights(flat).items():
+        assert (weights(tree)[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@QUICK
+@given(sequences=few_tokens, most=st.none() | st.integers(3, 20), least=st.integers(1, 3))
+def test_trees_stay_within_the_budget_and_hold_every_row_once(sequences, most, least):
+    bins = MicroBatching(least, max_tokens_per_mb=most, tree=True).bins(sequences)
+    assert sorted(row for bin_ in bins for row in bin_) == list(range(len(sequences)))
+    assert len(bins) >= min(least, len(sequences))
+    for bin_ in bins if most is not None else ():
+        tree = TokenTree()
+        for row in bin_:
+            tree.add(sequences[row])
+        assert len(tree.tokens) <= most or len(bin_) == 1
+
+
+def test_rows_that_share_most_go_to_one_tree():
+    rows = branching_rows(prompts=8, answers=8, seed=1)
+    random.Random(0).shuffle(rows)
+
+    def fed(cut):
+        return sum(len(pack_rows([rows[i] for i in bin_], tree=True).tokens) for bin_ in cut)
+
+    sequences = [row.tokens for row in rows]
+    trees = MicroBatching(max_tokens_per_mb=150, tree=True).bins(sequences)
+    assert len(trees) > 2
+    # Prompts that a border cuts in two are there twice, and nothing else is.
+    assert fed(trees) < 1.15 * fed([range(len(rows))])
+    assert fed(trees) < 0.7 * fed(MicroBatching(max_tokens_per_mb=150).bins(sequences))
+
+
+def test_what_cannot_follow_a_tree_is_refused():
+    model = prepare(tiny_module("qwen3_5"), "qwen3_5")
+    batch = pack_rows(branching_rows(), tree=True)
+    with pytest.raises(EngineError, match="recurrent layers, which cannot follow a tree"):
+        model.body(batch.tokens, batch.plan.position_ids, batch.plan)
+    with pytest.raises(ValueError, match=r"set mb_spec\.packing_algorithm=ffd"):
+        MicroBatching(packing_algorithm="kk", tree=True)
+    step = make_step()
+    step.kind = "reward"
+    loss_fn = reduces_over("sequence")(lambda pack, scores: scores.sum())
+    with pytest.raises(ValueError, match="a reward model is not trained on trees"):
+        step.run(branching_rows(), loss_fn, MicroBatching(tree=True))

@@ -1,0 +1,100 @@
+"""Critic, SFT, reward-model and preference losses under their documented names, against formulas written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areno.loss_fns import critic_loss_fn, language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
+from areno.loss_fns.named import usable_pairs
+from areno.types import TrainSequence
+from tests.loss_fns import written_out
+from tests.loss_fns.packs import QUICK, batches, make_batch, value_of
+from tests.loss_fns.written_out import mean
+
+EXACT = {"rel": 1e-6, "abs": 1e-9}
+
+
+@QUICK
+@given(batch=batches(), eps=st.sampled_from([0.1, 0.5]))
+def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
+    loss, metrics = critic_loss_fn(batch.pack, batch.logprobs, eps)
+    assert float(loss) == pytest.approx(written_out.value(batch.rows, eps, 1.0), **EXACT)
+    assert value_of(metrics["critic_loss/avg"]) == pytest.approx(float(loss), **EXACT)
+    tokens = [t for row in batch.rows for t in row]
+    for name, key in (("new_value", "x"), ("old_value", "values"), ("target_value", "returns")):
+        assert value_of(metrics[name]) == pytest.approx(mean([t[key] for t in tokens]), **EXACT)
+        if tokens:
+            assert float(metrics[name].greatest) == pytest.approx(max(t[key] for t in tokens))
+
+
+@QUICK
+@given(batch=batches())
+def test_sft_reports_the_perplexity_of_each_sequence(batch):
+    loss, metrics = language_model_loss_fn(batch.pack, batch.logprobs)
+    tokens = [t["x"] for row in batch.rows for t in row]
+    assert float(loss) == pytest.approx(-mean(tokens), **EXACT)
+    assert value_of(metrics["loss/avg"]) == pytest.approx(-mean(tokens), **EXACT)
+    perplexities = [math.exp(-mean([t["x"] for t in row])) for row in batch.rows if row]
+    assert value_of(metrics["ppl"]) == pytest.approx(mean(perplexities), **EXACT)
+
+
+@QUICK
+@given(batch=batches())
+def test_a_reward_model_learns_the_probability_that_the_better_answer_wins(batch):
+    loss, metrics = pair_score_loss_fn(batch.pack, batch.scores)
+    chosen, rejected = batch.scores[0::2].tolist(), batch.scores[1::2].tolist()
+    losses = [math.log(1 + math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
+    assert float(loss) == pytest.approx(mean(losses), **EXACT)
+    expected = {
+        "loss/avg": mean(losses),
+        "correct_ratio/avg": mean([float(c > r) for c, r in zip(chosen, rejected, strict=True)]),
+        "pos_score/avg": mean(chosen),
+        "neg_score/avg": mean(rejected),
+        "n_pairs": len(losses),
+    }
+    assert {name: value_of(metric) for name, metric in metrics.items()} == pytest.approx(expected, **EXACT)
+
+
+@QUICK
+@given(batch=batches(), beta=st.sampled_from([0.1, 0.7]), kind=st.sampled_from(["sigmoid", "ipo"]))
+def test_dpo_compares_sums_and_ipo_means_per_token(batch, beta, kind):
+    loss, metrics = preference_loss_fn(batch.pack, batch.logprobs, beta, loss_type=kind)
+    per_token = kind == "ipo"
+    assert float(loss) == pytest.approx(written_out.dpo(batch.rows, beta, shape=kind, normalised=per_token), **EXACT)
+    pairs = written_out.dpo_deltas(batch.rows, per_token)
+    expected = {
+        "loss/avg": float(loss),
+        "chosen_reward/avg": beta * mean([c for c, _ in pairs]),
+        "rejected_reward/avg": beta * mean([r for _, r in pairs]),
+        "reward_margin/avg": beta * mean([c - r for c, r in pairs]),
+    }
+    accuracy = value_of(metrics.pop("reward_accuracy/avg"))
+    assert {name: value_of(metric) for name, metric in metrics.items()} == pytest.approx(expected, **EXACT)
+    # Margins of exactly 0 are a matter of the last digit.
+    assert min(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12)) <= accuracy
+    assert accuracy <= max(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12))
+
+
+def test_long_answers_are_summed_without_losing_the_difference_of_their_sums():
+    tokens = 20_000
+    batch = make_batch([tokens, tokens], mask_share=1.0).cast(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    reference = batch.pack["packed_ref_logprobs"] = -torch.rand(2 * tokens, generator=generator)
+    batch.logprobs = reference + 1e-4 * torch.randn(2 * tokens, generator=generator)
+    differences = (batch.logprobs - reference).tolist()
+    delta = math.fsum(differences[:tokens]) - math.fsum(differences[tokens:])
+    _, metrics = preference_loss_fn(batch.pack, batch.logprobs, 1.0)
+    assert value_of(metrics["reward_margin/avg"]) == pytest.approx(delta, rel=1e-6)
+
+
+def test_pairs_with_an_empty_side_are_left_out():
+    full, empty = TrainSequence([True, False], [1, 2]), TrainSequence([True, True], [1, 2])
+    rows = [full, full, full, empty, empty, full, full, full]
+    assert usable_pairs(rows) == [full, full, full, full]
+    with pytest.raises(ValueError, match="even number of rows, got 1"):
+        usable_pairs([full])

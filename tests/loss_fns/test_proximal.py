@@ -1,0 +1,101 @@
+"""Approximations of the proximal policy against their formulas and against policies that really move evenly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from areno.loss_fns.proximal import APPROXIMATIONS, approximate_proximal, approximation_metrics, travelled
+from tests.loss_fns.packs import QUICK, VERSION, batches, value_of
+from tests.loss_fns.written_out import mean
+from tests.loss_fns.written_out_family import approximation
+from tests.loss_fns.written_out_family import travelled as travelled_written_out
+
+EXACT = {"rel": 1e-6, "abs": 1e-9}
+
+
+def test_the_way_travelled_of_a_token_of_each_version():
+    versions = torch.tensor([-1, 0, 3, 4, 5, 6])
+    assert travelled(versions, 6).tolist() == pytest.approx([0.0, 5 / 6, 2 / 3, 1 / 2, 0.0, 0.0])
+    assert travelled(versions, 6).tolist() == [travelled_written_out(v, 6) for v in versions.tolist()]
+
+
+@pytest.mark.parametrize("kind", APPROXIMATIONS)
+@QUICK
+@given(batch=batches())
+def test_an_approximation_equals_its_formula(kind, batch):
+    found = approximate_proximal(
+        kind, batch.pack["packed_logprobs"], batch.logprobs, batch.pack["packed_versions"], VERSION
+    )
+    tokens = [token | {"x0": token["x"]} for row in batch.rows for token in row]
+    expected = [approximation(kind, token, VERSION) for token in tokens]
+    assert found[batch.pack["packed_response_mask"]].tolist() == pytest.approx(expected, **EXACT)
+    assert not found.requires_grad
+
+
+def test_a_policy_whose_log_probs_move_evenly_is_met_exactly():
+    # Versions 2 to 6, -0.1 each: a token of version 2 was -1.0 then, is -1.3 at the start of the update, -1.4 after it.
+    start = approximate_proximal("loglinear", torch.tensor([-1.0]), torch.tensor([-1.4]), torch.tensor([2]), 6)
+    assert float(start) == pytest.approx(-1.3)
+    rising = approximate_proximal("linear", torch.tensor([0.1]).log(), torch.tensor([0.5]).log(), torch.tensor([2]), 6)
+    assert float(rising.exp()) == pytest.approx(0.4)
+
+
+def test_the_linear_form_stays_finite_far_apart():
+    far = approximate_proximal(
+        "linear", torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -200.0]), torch.tensor([0, 0]), 6
+    )
+    assert torch.isfinite(far).all()
+
+
+def test_an_unknown_kind_is_named():
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match="'cubic' is unknown; choose one of: loglinear, linear, rollout"):
+        approximate_proximal("cubic", one, one, one.long(), 1)
+
+
+@QUICK
+@given(batch=batches())
+def test_metrics_compare_each_approximation_with_the_forward_pass(batch):
+    pack = batch.pack
+    metrics = approximation_metrics(
+        pack["packed_logprobs"],
+        batch.logprobs,
+        pack["packed_prox_logprobs"],
+        pack["packed_versions"],
+        VERSION,
+        pack["packed_response_mask"],
+    )
+    tokens = [token | {"x0": token["x"]} for row in batch.rows for token in row]
+    expected = {}
+
+    def note(name, value):
+        expected.setdefault(f"compute_logp/{name}", []).append(value)
+
+    for t in tokens:
+        d = t["logprobs"] - t["prox_logprobs"]
+        note("prox_logp_gt", t["prox_logprobs"])
+        note("kl_div_direct", d)
+        note("kl_div_taylor", d * d / 2)
+        note("kl_div_dual", math.exp(-d) - 1 + d)
+        for kind in APPROXIMATIONS:
+            guess = approximation(kind, t, VERSION)
+            error = abs(guess - t["prox_logprobs"])
+            behave, new = math.exp(guess - t["logprobs"]), math.exp(t["x"] - guess)
+            true_behave, true_new = math.exp(-d), math.exp(t["x"] - t["prox_logprobs"])
+            note(f"{kind}/approx_logp", guess)
+            note(f"{kind}/abs_error", error)
+            note(f"{kind}/rel_error", error / abs(t["prox_logprobs"]))
+            note(f"{kind}/squared_error", error**2)
+            note(f"{kind}/behave_imp_weight", behave)
+            note(f"{kind}/importance_weight", new)
+            note(f"{kind}/behave_imp_weight_abs_error", abs(behave - true_behave))
+            note(f"{kind}/behave_imp_weight_rel_error", abs(behave - true_behave) / true_behave)
+            note(f"{kind}/importance_weight_abs_error", abs(new - true_new))
+            note(f"{kind}/importance_weight_rel_error", abs(new - true_new) / true_new)
+    assert not tokens or set(expected) == set(metrics)
+    for name, numbers in expected.items():
+        assert value_of(metrics[name]) == pytest.approx(mean(numbers), **EXACT), name
