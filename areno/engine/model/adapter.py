@@ -126,8 +126,12 @@ class Adapter:
             for layer in self._layers:
                 weight = cast(nn.Parameter, layer.get_base_layer().weight)
                 self._base.append((weight, weight.data))
-                weight.data = weight.data + layer.get_delta_weight(NAME)
+                weight.data = self.sum_of(layer)
                 layer.merged_adapters.append(NAME)
+
+    def sum_of(self, layer: Any) -> Tensor:
+        """Weight plus adapter of a layer that has one, while they are apart."""
+        return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
         """Point back at the weights as they were, bit for bit, and drop the sum."""
@@ -137,6 +141,17 @@ class Adapter:
             for weight, data in self._base:
                 weight.data = data
             self._base = []
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Weights and adapter apart while the block changes them; where they were added up, the new ones are afterwards."""
+        merged = self.merged
+        self.unmerge()
+        yield
+        merged |= self.merged  # a request that came in the meantime has added up what was half changed
+        self.unmerge()
+        if merged:
+            self.merge()
 
     @contextmanager
     def off(self) -> Iterator[None]:
