@@ -274,6 +274,13 @@ class Engine:
         """Call a function with the engine of each rank, which is this one, and further arguments."""
         return [function(self, *arguments)]
 
+    def measure(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
+    ) -> dict[str, float]:
+        """Loss and statistics of a role that is trained, without training; waits for running generation first."""
+        self.wait_idle()
+        return self.role(role).measure(rows, loss_fn, mini_bs)
+
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
@@ -400,9 +407,9 @@ class Engine:
         """Size of a checkpoint with the state of everything that is trained."""
         return sum(role.checkpoint_bytes() for role in self.roles.values() if role.trainable)
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write the actor's weights, configuration and tokenizer in Hugging Face format."""
-        self.actor.save_model(folder, self.tokenizer)
+    def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
+        """Write a role's weights, configuration and tokenizer in Hugging Face format."""
+        self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
         """Write what a resume needs beside the actor: optimizers, and the models of further trained roles.

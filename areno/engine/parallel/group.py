@@ -237,6 +237,12 @@ class EngineGroup:
         """Train a role on rows; see :meth:`Engine.train`."""
         return dict(self.workers.call("train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
 
+    def measure(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
+    ) -> dict[str, float]:
+        """Loss and statistics without training; see :meth:`Engine.measure`."""
+        return dict(self.workers.call("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
+
     def score_logprobs(
         self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
     ) -> list[list[float]]:
@@ -291,9 +297,9 @@ class EngineGroup:
         """Size of a checkpoint with the state of everything that is trained."""
         return int(self.workers.call("engine.checkpoint_bytes", ranks=[0])[0])
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write the actor's weights, configuration and tokenizer in Hugging Face format."""
-        self.workers.call("engine.save_model", Path(folder))
+    def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
+        """Write a role's weights, configuration and tokenizer in Hugging Face format."""
+        self.workers.call("engine.save_model", Path(folder), role)
 
     def save_state(self, checkpoint: Path) -> None:
         """Write what a resume needs, in any layout."""

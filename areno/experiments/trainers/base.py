@@ -1,0 +1,354 @@
+"""The frame of every experiment: folders, log, engine, steps, models to keep, restart points, statistics.
+
+A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an evaluation measures. After each step come,
+in this order: models that are due, the evaluation, the statistics, the restart point. The restart point is last, so a run
+that goes on from it has told everything before it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import torch
+
+from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.run_sections import FrequencyConfig
+from areno.config.experiment.saving import conf_as_dict, config_text
+from areno.engine.engine import ACTOR
+from areno.engine.parallel.group import AnyEngine
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.experiments.folders import ExperimentFolders
+from areno.experiments.frequency import FrequencyControl, StepInfo
+from areno.experiments.recovery import Recovery, RecoveryPoint
+from areno.experiments.saving import Saver
+from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of
+from areno.experiments.trainers.rows import RowSource
+from areno.observability.logs import LoggingSetup, setup_logging
+from areno.observability.perf_tracer import PerfTracer
+from areno.observability.services import RunName, open_services
+from areno.observability.stats_logger import StatsLogger
+from areno.observability.tracker import StatsTracker, get
+
+_log = logging.getLogger(__name__)
+
+DEFAULT = "default"
+"""Folder of the actor's models."""
+
+
+class ExperimentTrainer(ABC):
+    """See the module's text; to be used as a context manager, or closed.
+
+    Args:
+        config: of the experiment.
+        train_dataset: rows, indexable; None loads ``train_dataset`` of the configuration.
+        valid_dataset: held-out rows; None loads ``valid_dataset``, where there is one.
+
+    Raises:
+        UsageError: the configuration asks for what is not there.
+    """
+
+    roles: Sequence[str] = (DEFAULT,)
+    """Models that are saved; the first is the actor."""
+    actor_trains: ClassVar[str] = "policy"
+    section: ClassVar[str] = "ppo_actor"
+    """What statistics of the update are called."""
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        train_dataset: Sequence[Mapping[str, Any]] | None = None,
+        valid_dataset: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.config: Any = config
+        self.folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
+        self.run_dir = self.folders.create()
+        self._logging = setup_logging(self.run_dir) if LoggingSetup.active is None else None
+        self._closed = False
+        try:
+            self.run_dir.write_config(config_text(config))
+            _log.info(
+                "%s/%s: everything is written to %s", config.experiment_name, config.trial_name, self.run_dir.path
+            )
+            self._seed()
+            self.tracker: StatsTracker = get("")
+            self.tracer = self._perf_tracer()
+            self.engine: AnyEngine = self._make_engine()
+            self.rows, self.valid_rows = self.make_rows(train_dataset, valid_dataset)
+            self._make_keepers()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what a trainer supplies -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_rows(
+        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
+    ) -> tuple[RowSource, Sequence[Any] | None]:
+        """The rows to train on, and those to evaluate on."""
+
+    @abstractmethod
+    def run_step(self, at: StepInfo) -> dict[str, float]:
+        """Do one step; returns its statistics."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Measure the model on the held-out rows."""
+
+    def sequences_of(self, numbers: Mapping[str, float]) -> float:
+        """Sequences that a step has trained on, from its statistics."""
+        return numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
+
+    def states(self) -> dict[str, Any]:
+        """Further counters of a restart point, as JSON has them."""
+        return {}
+
+    def rollout_state(self) -> Any:
+        """Further state of a restart point."""
+        return None
+
+    def restore(self, point: RecoveryPoint) -> None:  # noqa: B027  (most have nothing more)
+        """Go on from :meth:`states` and :meth:`rollout_state`; the engine has its weights already."""
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def _seed(self) -> None:
+        seed = derive_seed(self.config.seed, 0, 0) % 2**32
+        random.seed(seed)
+        torch.manual_seed(seed)
+
+    def _make_engine(self) -> AnyEngine:
+        actor = self.config.actor
+        config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
+        return make_engine(actor, config, layout_of(actor.backend, "actor"))
+
+    def _perf_tracer(self) -> PerfTracer:
+        given = self.config.perf_tracer
+        if given is None:
+            return PerfTracer(self.run_dir.path, enabled=False)
+        return PerfTracer(
+            self.run_dir.path,
+            enabled=given.enabled,
+            save_interval=given.save_interval,
+            profile_steps=given.profile_steps,
+        )
+
+    def _make_keepers(self) -> None:
+        config, folders = self.config, self.folders
+        epochs, per_epoch = config.total_train_epochs, self.rows.steps_per_epoch
+        self.total_steps = min(epochs * per_epoch, config.total_train_steps or epochs * per_epoch)
+        self.at = StepInfo.first(per_epoch, self.total_steps)
+        self.schedule = schedule_of(config.actor.optimizer, self.total_steps)
+        self.saver = Saver(
+            self._elsewhere(config.saver, folders.checkpoints),
+            lambda: frequency(config.saver, always_last=True),
+            self.roles,
+            config.saver.mode,
+        )
+        self.recovery = Recovery(
+            self._elsewhere(config.recover, folders.checkpoints) / "recover",
+            config.recover.mode,
+            frequency(config.recover),
+        )
+        self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
+        loggers = config.stats_logger
+        services = open_services(
+            RunName(config.experiment_name, config.trial_name, conf_as_dict(config)),
+            self.run_dir.path,
+            wandb=asdict(loggers.wandb),
+            swanlab=asdict(loggers.swanlab),
+            tensorboard=asdict(loggers.tensorboard),
+            trackio=asdict(loggers.trackio),
+        )
+        self.stats_logger = StatsLogger(self.run_dir, total_epochs=epochs, steps_per_epoch=per_epoch, services=services)
+
+    def _elsewhere(self, section: FrequencyConfig, usual: Path) -> Path:
+        """Checkpoints may lie under a root of their own."""
+        if section.fileroot in ("", self.config.cluster.fileroot):
+            return usual
+        names = self.config.experiment_name, self.config.trial_name
+        return ExperimentFolders(section.fileroot, *names).checkpoints
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All steps, from the first or from a restart point."""
+        trained = self._recover()
+        limit = self.config.total_train_n_seqs
+        if self.evaluator.due_before_training():
+            self.stats_logger.before_training(self._evaluated())
+        while self.at.global_step < self.total_steps and (limit is None or trained < limit):
+            with self.tracer.step(self.at.global_step):
+                trained += self._step(limit, trained)
+            self.tracer.save(self.at.global_step)
+            self.at = self.at.next()
+        self.saver.wait()
+
+    def _step(self, limit: int | None, trained: float) -> float:
+        at = self.at
+        with self.timed("step"):
+            numbers = self.run_step(at)
+        sequences = self.sequences_of(numbers)
+        if limit is not None and trained + sequences >= limit:
+            self.at = at = StepInfo(at.epoch, at.epoch_step, at.global_step, at.steps_per_epoch, at.global_step + 1)
+        with self.timed("save"):
+            self._save(at)
+        if self.valid_rows is not None and self.evaluator.check(at):
+            numbers |= self._evaluated()
+        numbers |= self.tracker.export()
+        self.stats_logger.commit(at.epoch, at.epoch_step, at.global_step, numbers)
+        with self.timed("checkpoint_for_recover"):
+            self.recovery.dump_if_due(
+                at,
+                states=lambda: self._states(trained + sequences),
+                write_trainer=self._write_trainer,
+                rollout_state=self.rollout_state,
+                needed_bytes=self.engine.checkpoint_bytes(),
+            )
+        return sequences
+
+    def _evaluated(self) -> dict[str, float]:
+        with self.timed("eval"):
+            return self.evaluate()
+
+    def timed(self, key: str) -> Any:
+        """A block whose seconds become ``timeperf/{key}``, and an event of the trace."""
+        return _Timed(self, key)
+
+    def optimize(self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR) -> dict[str, float]:
+        """One optimizer step over rows, at a rate."""
+        self.engine.set_learning_rate(role, rate)
+        return self.engine.train(rows, loss, batching, None, role)
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def _save(self, at: StepInfo) -> None:
+        for role in self.roles:
+            self.saver.save_if_due(role, at, lambda folder, role=role: self.write_model(role, folder))  # type: ignore[misc]
+
+    def write_model(self, role: str, folder: Path) -> None:
+        """Write a role's model in Hugging Face format."""
+        assert role == DEFAULT, role
+        self.engine.save_model(folder)
+
+    def _write_trainer(self, folder: Path) -> None:
+        self.engine.save_model(folder)
+        if not self.config.recover.no_save_optim:
+            self.engine.save_state(folder)
+
+    def _states(self, trained: float) -> dict[str, Any]:
+        return {
+            "saver": self.saver.state_dict(),
+            "evaluator": self.evaluator.state_dict(),
+            "stats_logger": self.stats_logger.state_dict(),
+            "rows": self.rows.state_dict(),
+            "trained": trained,
+            **self.states(),
+        }
+
+    def _recover(self) -> float:
+        """Go on from the newest restart point, if there is one; returns the sequences trained on so far."""
+        point = self.recovery.load()
+        if point is None:
+            return 0.0
+        self._load_trainer(point.trainer)
+        self.saver.load_state_dict(point.states["saver"])
+        self.evaluator.load_state_dict(point.states["evaluator"])
+        self.stats_logger.load_state_dict(point.states["stats_logger"])
+        self.rows.load_state_dict(point.states["rows"])
+        done = point.step
+        self.at = StepInfo(
+            done.epoch, done.epoch_step, done.global_step, self.rows.steps_per_epoch, self.total_steps
+        ).next()
+        self.restore(point)
+        point.restore_rng()
+        return float(point.states["trained"])
+
+    def _load_trainer(self, folder: Path) -> None:
+        """The engine anew, with the weights of the point."""
+        from dataclasses import replace
+
+        self.engine.close()
+        actor = self.config.actor
+        config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
+        section = replace(actor, path=str(folder), init_from_scratch=False)
+        if config.adapter is not None:
+            config = replace(config, adapter=replace(config.adapter, adapter_path=str(folder)))
+            section = replace(actor, init_from_scratch=False)
+        config = replace(config, dummy_load=False)
+        self.engine = make_engine(section, config, layout_of(actor.backend, "actor"))
+        self.ensure_roles()
+        if not (self.config.recover.no_load_optim or self.config.recover.no_save_optim):
+            self.engine.load_state(folder)
+
+    def ensure_roles(self) -> None:  # noqa: B027  (most have the actor alone)
+        """Load the models that score besides the actor."""
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything that was started; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for name in ("saver", "engine", "stats_logger"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if getattr(self, "tracer", None) is not None:
+            self.tracer.save(force=True)
+        if self._logging is not None:
+            self._logging.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            _log.error("the experiment has failed: %s: %s", type(error).__name__, error)
+        self.close()
+
+
+class _Timed:
+    """Statistics and trace of one block."""
+
+    def __init__(self, trainer: ExperimentTrainer, key: str) -> None:
+        self._timing, self._scope = trainer.tracker.record_timing(key), trainer.tracer.trace_scope(key)
+
+    def __enter__(self) -> None:
+        self._timing.__enter__()
+        self._scope.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._scope.__exit__(*raised)
+        self._timing.__exit__(*raised)
+
+
+def frequency(section: FrequencyConfig, **more: Any) -> FrequencyControl:
+    """The rhythm of a section."""
+    return FrequencyControl(section.freq_epochs, section.freq_steps, section.freq_secs, **more)
+
+
+def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Statistics under a section's name."""
+    return {f"{section}/{name}": value for name, value in numbers.items()}
+
+
+def averaged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Statistics of several optimizer steps as those of one update: least of ``/min``, greatest of ``/max``, else means."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    merged = {}
+    for name in names:
+        values = [part[name] for part in parts if name in part]
+        kind = name.rpartition("/")[2]
+        merged[name] = min(values) if kind == "min" else max(values) if kind == "max" else sum(values) / len(values)
+    return merged

@@ -1,0 +1,125 @@
+"""From the sections of a configuration to engines: what is trained, on which ranks, at which rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.update_sections import MicroBatchSpec
+from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
+from areno.config.lora_options import ALL_LINEAR
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.engine.train.microbatch import MicroBatching
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.schedule import LrSchedule
+from areno.errors import UsageError
+
+
+def layout_of(backend: str, section: str) -> Layout:
+    """Ranks of an engine from its ``backend``.
+
+    Raises:
+        UsageError: it asks for a way to divide a model that is not here.
+    """
+    parallel = ModelAllocation.from_str(backend, section).parallel
+    if parallel.pipeline > 1 or parallel.context > 1 or parallel.expert > 1:
+        raise UsageError(f"{section}.backend {backend!r}: models are divided by d and t only; use fsdp:d..t..")
+    return Layout(parallel.data, parallel.tensor)
+
+
+def device_of() -> torch.device:
+    """The accelerator where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(section: TrainEngineConfig) -> torch.dtype:
+    """What the model computes in; ``auto`` is fp32 on a CPU and bf16 on a GPU."""
+    if section.dtype == AUTO:
+        return torch.bfloat16 if device_of().type == "cuda" else torch.float32
+    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+
+
+def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, **more: Any) -> EngineConfig:
+    """Configuration of the engine that trains a section's model."""
+    adapter = None
+    if section.use_lora:
+        targets = list(section.target_modules) or ALL_LINEAR
+        alpha = float(section.lora_alpha)
+        adapter = AdapterOptions(rank=section.lora_rank, alpha=alpha, target_modules=targets, seed=seed)
+    return EngineConfig(
+        device=device_of(),
+        dtype=dtype_of(section),
+        trains=trains,
+        optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),
+        adapter=adapter,
+        attn_backend="native" if section.attn_impl in ("eager", "sdpa", "flex_attention") else "flash",
+        activation_checkpointing=section.gradient_checkpointing,
+        dummy_load=section.init_from_scratch,
+        decode="eager",  # rollout has engines of its own
+        **more,
+    )
+
+
+def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
+    """The optimizer; its rate is set anew for each update, see :func:`schedule_of`."""
+    return OptimizerConfig(
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        grad_clip_norm=section.gradient_clipping,
+    )
+
+
+def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
+    """The rate as a function of the training step; all minibatches of one update share it."""
+    style: Any = section.lr_scheduler_type
+    return LrSchedule(
+        lr=section.lr,
+        min_lr=section.lr * section.min_lr_ratio,
+        warmup_steps=int(section.warmup_steps_proportion * total_steps),
+        decay_steps=total_steps,
+        style=style,
+    )
+
+
+def micro_batching(spec: MicroBatchSpec, together: int = 1) -> MicroBatching:
+    """How an optimizer step is cut; ``together`` neighbouring rows are never parted."""
+    algorithm: Any = spec.packing_algorithm
+    return MicroBatching(
+        n_mbs=spec.n_mbs,
+        granularity=math.lcm(spec.granularity, together),
+        max_tokens_per_mb=spec.max_tokens_per_mb,
+        n_mbs_divisor=spec.n_mbs_divisor,
+        packing_algorithm=algorithm,
+    )
+
+
+def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> AnyEngine:
+    """The engine in this process, or on ranks of its own.
+
+    Raises:
+        UsageError: the checkpoint cannot be used, or is of another family than ``model_type`` says.
+    """
+    if layout.world_size == 1:
+        engine: AnyEngine = Engine(section.path, config)
+    else:
+        engine = EngineGroup(section.path, config, layout, stall_s=section.request_timeout)
+    if section.model_type:
+        _check_family(section)
+    return engine
+
+
+def _check_family(section: TrainEngineConfig) -> None:
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(section.path).model_type
+    if found != section.model_type:
+        raise UsageError(f"actor.model_type {section.model_type!r}: {section.path} is a {found}; correct one of them")

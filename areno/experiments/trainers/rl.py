@@ -1,0 +1,425 @@
+"""PPO, GRPO and their family: rollout goes on in processes of its own while this one trains.
+
+    batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
+      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, restart point
+
+The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.engine_sections import AUTO
+from areno.config.experiment.experiments import PPOConfig
+from areno.engine.engine import ACTOR
+from areno.engine.parallel.workers import STALL_S
+from areno.errors import UsageError
+from areno.experiments.dispatcher import BatchDispatcher
+from areno.experiments.dump import TrajectoryDump
+from areno.experiments.engine_client import EngineClient
+from areno.experiments.fleet.delivery import WeightOptions
+from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
+from areno.experiments.frequency import StepInfo
+from areno.experiments.recovery import RecoveryPoint
+from areno.experiments.staleness import StalenessManager
+from areno.experiments.tasks import Batch
+from areno.experiments.trainers.base import DEFAULT, ExperimentTrainer, averaged, in_scope
+from areno.experiments.trainers.engines import (
+    device_of,
+    engine_config,
+    micro_batching,
+    optimizer_of,
+    schedule_of,
+)
+from areno.experiments.trainers.rows import RowSource, load_dataset, without_long
+from areno.experiments.trainers.update import (
+    CRITIC,
+    REF,
+    TEACHER,
+    logprob_statistics,
+    minibatches,
+    policy_loss_of,
+    roles_of,
+    shaping_of,
+    with_version,
+)
+from areno.experiments.trajectory import Trajectory, train_sequences
+from areno.experiments.workflows.multi_turn import MultiTurnWorkflow
+from areno.experiments.workflows.resolve import resolve_function, resolve_workflow
+from areno.experiments.workflows.rewards import AsyncReward
+from areno.experiments.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
+from areno.loss_fns.family import policy_loss_fn
+from areno.loss_fns.named import critic_loss_fn
+from areno.loss_fns.shaping import (
+    choose_by_second_moment,
+    finished,
+    row_counts,
+    shape_advantages,
+    summaries,
+    version_statistics,
+)
+from areno.observability.session_tracer import SessionTracer
+from areno.types import TrainSequence
+
+_log = logging.getLogger(__name__)
+
+_EVAL_AHEAD = 10**12
+_WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
+
+
+class PPOTrainer(ExperimentTrainer):
+    """Policy-gradient training; see the module's text and :class:`ExperimentTrainer`."""
+
+    config: PPOConfig
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[Mapping[str, Any]] | None = None,
+        valid_dataset: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.fleet: RolloutFleet | None = None
+        self.dispatchers: list[BatchDispatcher] = []
+        self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
+        super().__init__(config, train_dataset, valid_dataset)
+        try:
+            self.knobs = policy_loss_of(config.actor, config.teacher)
+            self.shaping = shaping_of(config.actor)
+            self.batching = micro_batching(config.actor.mb_spec)
+            self.ensure_roles()
+            self.fleet = self._start_fleet()
+            self.client = EngineClient(
+                self.fleet,
+                seed=config.seed,
+                request_timeout=config.rollout.request_timeout,
+                request_retries=config.rollout.request_retries,
+                enable_rollout_tracing=config.rollout.enable_rollout_tracing,
+            )
+            self.sessions = self._session_tracer()
+            self.dispatcher = self._dispatcher()
+            if config.critic is not None and config.critic.optimizer is not None:
+                self.critic_schedule = schedule_of(config.critic.optimizer, self.total_steps)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def make_rows(
+        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
+    ) -> tuple[RowSource, Sequence[Any] | None]:
+        """Prompts; those that are longer than ``max_length`` are left out."""
+        config, section = self.config, self.config.train_dataset
+
+        def length(row: Any) -> int:
+            return len(input_ids_of(extract_prompt(row), self.engine.tokenizer, False))
+
+        rows = train if train is not None else load_dataset(section, "train_dataset")
+        rows, left_out = without_long(rows, length, section.max_length)
+        if left_out:
+            _log.info(
+                "%d of %d prompts are longer than %s tokens and left out",
+                left_out,
+                left_out + len(rows),
+                section.max_length,
+            )
+        if valid is None and config.valid_dataset is not None:
+            valid = load_dataset(config.valid_dataset, "valid_dataset")
+        if valid is not None and config.valid_dataset is not None:
+            valid, _ = without_long(valid, length, config.valid_dataset.max_length)
+        names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
+        return RowSource(rows, batch_size=section.batch_size, seed=config.seed, **names), valid
+
+    def ensure_roles(self) -> None:
+        """Reference, critic and teacher."""
+        critic = self.config.critic
+        optimizer = None
+        if critic is not None and critic.optimizer is not None:
+            made = optimizer_of(critic.optimizer)
+            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")
+            optimizer = {name: getattr(made, name) for name in names}
+        self.engine.ensure_roles(roles_of(self.config, optimizer))
+
+    def _start_fleet(self) -> RolloutFleet:
+        config, rollout, actor = self.config, self.config.rollout, self.config.actor
+        parallel = ModelAllocation.from_str(rollout.backend, "rollout").parallel
+        running = (rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+        engine = engine_config(actor, seed=config.seed, max_running=max(running, 1))
+        mode: Any = actor.weight_update_mode
+        if mode == AUTO:
+            mode = "xccl" if device_of().type == "cuda" else "shm"
+        spec = rollout.scheduling_spec[0]
+        options = FleetOptions(
+            replicas=parallel.data,
+            tp_size=parallel.tensor,
+            log_folder=self.run_dir.path,
+            startup_timeout_s=rollout.setup_timeout,
+            stall_s=min(STALL_S, rollout.request_timeout),
+            threads=spec.cpu,
+            environment={name: str(value) for name, value in spec.env_vars.items()} or None,
+        )
+        weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
+        fleet = RolloutFleet(actor.path, replace(engine, decode="auto"), options, weights)
+        if device_of().type == "cpu":
+            torch.set_num_threads(fleet.threads)
+        if actor.init_from_scratch:
+            fleet.update_weights(self.engine, 0)
+        return fleet
+
+    def _session_tracer(self) -> SessionTracer:
+        given = self.config.perf_tracer.session_tracer if self.config.perf_tracer is not None else None
+        if given is None:
+            return SessionTracer(self.run_dir.path, enabled=False)
+        return SessionTracer(self.run_dir.path, enabled=given.enabled, flush_threshold=given.flush_threshold)
+
+    def _dispatcher(self, evaluates: bool = False) -> BatchDispatcher:
+        config, rollout = self.config, self.config.rollout
+        size = len(self.valid_rows or ()) if evaluates else rollout.consumer_batch_size
+        staleness = StalenessManager(
+            max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+            consumer_batch_size=size,
+            max_head_offpolicyness=_EVAL_AHEAD if evaluates else rollout.max_head_offpolicyness,
+            replaces_rejected=evaluates or not config.dynamic_bs,
+        )
+        kind = "eval-rollout" if evaluates else "rollout"
+        on_stale: Any = rollout.on_stale
+        made = BatchDispatcher(
+            self.client,
+            staleness,
+            seed=config.seed,
+            dynamic_bs=config.dynamic_bs and not evaluates,
+            queue_size=None if evaluates else rollout.queue_size,
+            max_staleness=None if evaluates else rollout.max_staleness,
+            on_stale=on_stale,
+            stall_timeout_s=rollout.request_timeout,
+            check_trajectory_format=rollout.check_trajectory_format,
+            dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
+            listener=None if evaluates else self._heard,
+        )
+        self.dispatchers.append(made)
+        return made
+
+    def _heard(self, _task: int, status: str, _reason: str) -> None:
+        self.tracer.instant(f"rollout {status}")
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        workflow: Any = None,
+        eval_workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[Trajectory], bool] | str | None = None,
+        total_epochs: int | None = None,
+    ) -> None:
+        """Run the experiment.
+
+        Args:
+            workflow: an object, a class or a name; None takes the ``workflow`` section.
+            eval_workflow: the same for evaluations; None takes ``workflow`` with ``eval_gconfig``.
+            workflow_kwargs: arguments of a class.
+            eval_workflow_kwargs: the same for evaluations.
+            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on.
+            total_epochs: in place of ``total_train_epochs``.
+
+        Raises:
+            RolloutStoppedError: episodes are left out one after the other; the first cause is in the message.
+            EngineError: a process has failed for good, or nothing happens any more.
+        """
+        config = self.config
+        if total_epochs is not None:
+            config.total_train_epochs = total_epochs
+            self._make_keepers()
+        self.workflow = self._workflow(workflow, workflow_kwargs, evaluates=False)
+        if self.valid_rows is not None:
+            again = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
+            self.eval_workflow = self._workflow(*again, evaluates=True)
+            self.eval_dispatcher = self._dispatcher(evaluates=True)
+        self.accept = self._filter(dynamic_filter_fn)
+        self.run()
+
+    def _workflow(self, given: Any, kwargs: dict[str, Any] | None, *, evaluates: bool) -> Any:
+        config = self.config
+        gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
+        agent = config.rollout.agent
+        named = given
+        if given is None:
+            named, kwargs = config.workflow.path, {**config.workflow.kwargs, **(kwargs or {})}
+            if agent.agent_cls_path:
+                named, kwargs = agent.agent_cls_path, kwargs or None
+        if isinstance(named, str) and named in _WORKFLOWS:
+            named, kwargs = _WORKFLOWS[named], {**self._built_in(gconfig), **(kwargs or {})}
+        options = {
+            name: getattr(agent, name)
+            for name in ("mode", "turn_discount", "export_style", "tool_call_parser", "reasoning_parser")
+        }
+        options |= {
+            "engine_max_tokens": agent.engine_max_tokens or gconfig.max_tokens,
+            "subproc_max_workers": agent.subproc_max_workers,
+            "session_timeout_seconds": agent.session_timeout_seconds,
+            "set_reward_finish_timeout": agent.set_reward_finish_timeout,
+        }
+        return resolve_workflow(
+            named, gconfig, workflow_kwargs=kwargs or None, agent_options=options, n_samples=gconfig.n_samples
+        )
+
+    def _built_in(self, gconfig: Any) -> dict[str, Any]:
+        """Arguments of the workflows that come with areno."""
+        reward = self.config.reward
+        if not reward.fn:
+            raise UsageError("reward.fn is missing: name the reward function as file.py:NAME or module.NAME")
+        call = AsyncReward(
+            reward.fn,
+            timeout_seconds=reward.timeout_seconds,
+            max_retries=reward.max_retries,
+            max_workers=reward.max_workers,
+        )
+        return {"reward_fn": call, "gconfig": gconfig, "tokenizer": self.engine.tokenizer}
+
+    def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
+        """The user's filter, and the success band."""
+        accept = resolve_function(given, "dynamic_filter_fn")
+        low, high = self.config.success_rate_lb, self.config.success_rate_ub
+        if low is None and high is None:
+            return accept
+
+        def within(trajectory: Trajectory) -> bool:
+            rate = float(trajectory["rewards"].float().mean())
+            fits = (low is None or rate >= low) and (high is None or rate <= high)
+            return fits and (accept is None or accept(trajectory))
+
+        return within
+
+    def run_step(self, at: StepInfo) -> dict[str, float]:
+        """One batch, one update, new weights for the replicas."""
+        with self.timed("rollout"):
+            batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
+        rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
+        numbers = self._rollout_statistics(batch, rows)
+        if rows:
+            numbers |= self._update(rows, at)
+        with self.timed("update_weights"):
+            assert self.fleet is not None
+            self.fleet.update_weights(self.engine, at.global_step + 1)
+        self.dispatcher.set_version(at.global_step + 1)
+        self.sessions.flush()
+        return numbers
+
+    def _rollout_statistics(self, batch: Batch, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        told = self.dispatcher.statistics()
+        numbers = {
+            f"rollout/{name}": float(told[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
+        }
+        turns = [float(n) for t in batch.trajectories if "num_turns" in t for n in t["num_turns"]]
+        found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
+        numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
+        return numbers
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
+        version = at.global_step + 1
+        numbers = self._score(rows)
+        values = None
+        if self.config.critic is not None:
+            with self.timed("critic_values"):
+                values = self.engine.score_values(CRITIC, [row.tokens for row in rows])
+        with self.timed("compute_advantage"):
+            populations = shape_advantages(rows, self.shaping, values)
+        told = {**summaries(populations), **row_counts(rows), **version_statistics(rows, version)}
+        numbers |= in_scope(self.section, {**told, **self.knobs.scalars()})
+        if self.knobs.m2_threshold is not None:
+            numbers[f"{self.section}/m2_filtered_fraction"] = choose_by_second_moment(rows, self.knobs.m2_threshold)
+        trained = finished(rows) if self.shaping.mask_no_eos_with_zero else rows
+        if trained:
+            numbers |= self._optimize(trained, at, version)
+        return numbers
+
+    def _score(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """Give rows what other models, and the actor before the update, say of them."""
+        tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
+        roles = {
+            REF: ("ref_logp", "ref_logprobs", self.config.ref is not None and self.config.actor.kl_ctl > 0),
+            TEACHER: ("teacher_logp", "teacher_logprobs", self.config.teacher is not None),
+            "actor": (
+                "recompute_logp",
+                "prox_logprobs",
+                self.knobs.needs_proximal or self.config.actor.recompute_logprob,
+            ),
+        }
+        for role, (key, column, wanted) in roles.items():
+            if wanted:
+                with self.timed(key):
+                    for row, found in zip(rows, self.engine.score_logprobs(role, tokens, warmth), strict=True):
+                        setattr(row, column, found)
+        if not roles["actor"][2]:
+            return {}
+        told = logprob_statistics(rows, [row.logprobs for row in rows])
+        if not self.config.actor.use_decoupled_loss:
+            for row in rows:
+                row.logprobs, row.prox_logprobs = row.prox_logprobs, []
+        return in_scope(self.section, told)
+
+    def _optimize(self, rows: list[TrainSequence], at: StepInfo, version: int) -> dict[str, float]:
+        actor, critic, step = self.config.actor, self.config.critic, at.global_step + 1
+        loss, rate = with_version(policy_loss_fn, self.knobs, version), self.schedule.at(step)
+        with self.timed("train_step"):
+            parts = [self.optimize(part, loss, self.batching, rate) for part in minibatches(rows, actor.ppo_n_minibatches)]
+        numbers = in_scope(f"{self.section}/update", {**averaged(parts), "lr": rate})
+        if critic is not None:
+            values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
+            rate, batching = self.critic_schedule.at(step), micro_batching(critic.mb_spec)
+            with self.timed("critic_train_step"):
+                parts = [
+                    self.optimize(part, values_loss, batching, rate, CRITIC)
+                    for part in minibatches(rows, critic.ppo_n_minibatches)
+                ]
+            numbers |= in_scope("ppo_critic", {**averaged(parts), "lr": rate})
+        return numbers
+
+    def evaluate(self) -> dict[str, float]:
+        """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
+        assert self.valid_rows is not None
+        rows = [self.valid_rows[index] for index in range(len(self.valid_rows))]
+        found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
+        rewards = [t["rewards"].double() for t in found]
+        lengths = [t["attention_mask"].sum(-1).double() for t in found]
+        told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}
+        return {**in_scope("eval-rollout", summaries(told)), "eval-rollout/n_prompts": float(len(found))}
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def write_model(self, role: str, folder: Path) -> None:
+        """The actor's model, or the critic's."""
+        self.engine.save_model(folder, ACTOR if role == DEFAULT else role)
+
+    def rollout_state(self) -> Any:
+        """Rows that wait or run, trajectories that no batch has used yet, counters."""
+        return self.dispatcher.export_state()
+
+    def restore(self, point: RecoveryPoint) -> None:
+        """Bring the replicas to the weights of the point, and the queue to its rows."""
+        assert self.fleet is not None
+        self.fleet.update_weights(self.engine, point.step.global_step + 1)
+        self.dispatcher.load_state(point.rollout_state())
+
+    def close(self) -> None:
+        """Episodes first, then the replicas, then the rest."""
+        for dispatcher in self.dispatchers:
+            dispatcher.close()
+        self.dispatchers = []
+        if self.fleet is not None:
+            self.fleet.close()
+        if getattr(self, "sessions", None) is not None:
+            self.sessions.close()
+        super().close()
