@@ -108,6 +108,8 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
   and backend from `actor`, groups are `gconfig.n_samples` large.
 - **By machine.** `auto`, and sizes that are not given, become what the machine has; a run prints them once. The value for
   a large GPU node stands in brackets.
+- **Saved.** `save_config` writes the whole resolved configuration, which loads to the same one. Keys to services
+  (`admin_api_key`, `wandb_api_key` and the like) are left out; give them anew, or by the services' own variables.
 - **Errors.** All mistakes are told at once, each with the nearest name, the value and what to do. A setting that nothing
   would read is a mistake too. What is known and not there yet is refused unless it has its default.
 

@@ -271,6 +271,8 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
     if entry.nullable and entry.info.choices and str(value).lower() in ("none", "null"):
         return None
     option = entry.as_option
+    if isinstance(value, str):
+        value = entry.info.synonyms.get(value, value)
     if isinstance(value, bool) and entry.kind is str:
         value = _switch(value, entry, path)
     if isinstance(value, bool) and entry.kind is not bool:

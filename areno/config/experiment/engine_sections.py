@@ -22,6 +22,9 @@ AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16")
 """Number formats that areno computes in."""
 
+DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16"}
+"""Short names of number formats."""
+
 ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention by name; a kernel of the Hugging Face hub is given as ``owner/repo[@revision][:entry]``."""
 
@@ -60,15 +63,22 @@ class TrainEngineConfig:
     dtype: str = setting(
         AUTO,
         choices=DTYPES,
+        synonyms=DTYPE_SYNONYMS,
         inherits="actor.dtype",
         shown="auto (GPU: bfloat16, CPU: float32)",
         help="Number format of forward and backward passes.",
     )
     grad_reduce_dtype: str = setting(
-        "float32", choices=DTYPES[1:], help="Number format in which gradients are added up across ranks."
+        "float32",
+        choices=DTYPES[1:],
+        synonyms=DTYPE_SYNONYMS,
+        help="Number format in which gradients are added up across ranks.",
     )
     optimizer_dtype: str = setting(
-        "float32", choices=DTYPES[1:], help="Number format of master weights and optimizer state."
+        "float32",
+        choices=DTYPES[1:],
+        synonyms=DTYPE_SYNONYMS,
+        help="Number format of master weights and optimizer state.",
     )
     optimizer: OptimizerConfig | None = section(None, help="How the model is trained; null trains nothing.")
     weight_update_mode: str = setting(

@@ -190,6 +190,9 @@ def _check_keys(keys: dict[str, Any]) -> None:
             "ppo.use_decoupled_loss=true needs log-probs from before the update, and ppo.recompute_logprob is false; leave "
             "one of the two out"
         )
+    idle = [name for name in ("ref.type._class", "ref_inf.mb_spec.max_tokens_per_mb") if keys.get(name) is not None]
+    if idle and not keys.get("ref.path"):
+        raise UsageError(f"{idle[0]} has no effect without a reference; give ref.path too, or leave it out")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
         raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; leave one of the two out")
     for name in ("ppo.adv_norm", "group_adv_norm"):

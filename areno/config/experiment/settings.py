@@ -35,12 +35,14 @@ class SettingInfo(OptionInfo):
         inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
             an empty path inherits nothing.
         required: must be given, or inherited.
+        synonyms: further spellings of values, with what they stand for.
         shown: default as help and docs show it; empty shows the value itself.
     """
 
     inherits: str = ""
     inner: Mapping[str, str] = field(default_factory=dict)
     required: bool = False
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     shown: str = ""
 
 

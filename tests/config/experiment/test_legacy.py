@@ -163,6 +163,12 @@ def test_keys_that_exclude_each_other():
     assert "contradict" in problem(*SHORT, "group_adv_norm=True", "ppo.adv_norm=False")
 
 
+def test_a_reference_needs_a_path():
+    for word in ("ref.type._class=qwen3", "ref_inf.mb_spec.max_tokens_per_mb=64"):
+        assert "give ref.path too" in problem(*SHORT, word)
+        assert load(*SHORT, word, "ref.path=a/ref").ref is not None
+
+
 def test_what_must_be_given_is_named():
     text = problem()
     assert "train_dataset.path is required" in text

@@ -311,6 +311,8 @@ def test_the_file_must_be_given_and_exist(tmp_path):
         ("stats_logger.wandb.mode", True, "online"),
         ("stats_logger.wandb.mode", False, "disabled"),
         ("actor.adv_norm.mean_level", "None", None),
+        ("actor.optimizer_dtype", "bf16", "bfloat16"),
+        ("actor.dtype", "fp32", "float32"),
         ("actor.optimizer.lr", "1e-4", 1e-4),
         ("trial_name", 7, "7"),
     ],
