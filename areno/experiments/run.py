@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areno.config.experiment.experiments import (
@@ -12,7 +13,11 @@ from areno.config.experiment.experiments import (
     RWConfig,
     SFTConfig,
 )
+from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
+from areno.errors import ArenoError, UsageError
+
+MATH_REWARD = "areno.experiments.workflows.math_reward.math_reward"
 
 
 def trainer_class(config: BaseExperimentConfig) -> Any:
@@ -32,6 +37,41 @@ def run_experiment(config: BaseExperimentConfig) -> None:
     """Make the trainer and run it to its end."""
     with trainer_class(config)(config) as trainer:
         trainer.train()
+
+
+def program(config_cls: type[BaseExperimentConfig] | None = None, argv: Sequence[str] | None = None) -> int:
+    """A program of a user's own, such as ``examples/experiments/train.py``: errors become messages and exit codes."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: run_experiment(load_expr_config(words, config_cls or experiment_class(words))[0]))
+
+
+def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
+    """``main_async_ppo.py`` and ``main_sync_ppo.py``: the keys of the quickstart, with the maths reward unless another is given."""
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def run() -> None:
+        config = load_legacy_config(words, asynchronous=asynchronous)
+        config.reward.fn = config.reward.fn or MATH_REWARD
+        run_experiment(config)
+
+    return _guarded(run)
+
+
+def _guarded(run: Callable[[], None]) -> int:
+    try:
+        run()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ArenoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as done:  # help was asked for
+        return int(done.code or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main(argv: Sequence[str]) -> None:

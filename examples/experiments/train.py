@@ -1,0 +1,38 @@
+"""A program of one's own around an experiment: the place for data sets, workflows and filters in Python.
+
+    python3 examples/experiments/train.py --config examples/experiments/toy_grpo.yaml actor.optimizer.lr=1e-3 seed=42
+"""
+
+from __future__ import annotations
+
+import sys
+
+from toy import letter_reward
+
+import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
+from areno.config.experiment import GRPOConfig, load_expr_config
+from areno.experiments.trainers import PPOTrainer
+from areno.experiments.workflows.rlvr import RLVRWorkflow
+
+
+def not_all_equal(trajectory: dict) -> bool:
+    """Leave groups out that are all right or all wrong: they teach nothing."""
+    return float(trajectory["rewards"].std()) > 0
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, GRPOConfig)
+    with PPOTrainer(config) as trainer:
+        trainer.train(
+            workflow=RLVRWorkflow,
+            workflow_kwargs={
+                "reward_fn": letter_reward,
+                "gconfig": config.gconfig,
+                "tokenizer": trainer.engine.tokenizer,
+            },
+            dynamic_filter_fn=not_all_equal,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,8 @@
+"""Synchronous PPO with the keys of the quickstart; ``--help`` lists them."""
+
+import sys
+
+from areno.experiments.run import legacy_program
+
+if __name__ == "__main__":
+    sys.exit(legacy_program(asynchronous=False))
