@@ -91,9 +91,7 @@ class Role:
         """Train on rows; see :meth:`TrainStep.run`."""
         return self.training.run(rows, loss_fn, mini_bs, accumulation)
 
-    def measure(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
-    ) -> dict[str, float]:
+    def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Loss and statistics without training; see :meth:`TrainStep.measure`."""
         return self.training.measure(rows, loss_fn, mini_bs)
 

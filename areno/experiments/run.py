@@ -46,7 +46,7 @@ def program(config_cls: type[BaseExperimentConfig] | None = None, argv: Sequence
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
-    """``main_async_ppo.py`` and ``main_sync_ppo.py``: the keys of the quickstart, with the maths reward unless another is given."""
+    """``main_async_ppo.py`` and ``main_sync_ppo.py``: the keys of the quickstart; the reward is that of maths unless given."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> None:
@@ -61,15 +61,15 @@ def _guarded(run: Callable[[], None]) -> int:
     try:
         run()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     except ArenoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 1
     except SystemExit as done:  # help was asked for
         return int(done.code or 0)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        sys.stderr.write("interrupted\n")
         return 130
     return 0
 

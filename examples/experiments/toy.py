@@ -24,7 +24,9 @@ _TEMPLATE = (
 )
 
 
-def letter_reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def letter_reward(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
     """Share of the answer that is the letter asked for, 0 to 1."""
     said = completions.strip()
     return said.count(data["letter"]) / max(len(said), 1)

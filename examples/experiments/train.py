@@ -1,6 +1,6 @@
 """A program of one's own around an experiment: the place for data sets, workflows and filters in Python.
 
-    python3 examples/experiments/train.py --config examples/experiments/toy_grpo.yaml actor.optimizer.lr=1e-3 seed=42
+python3 examples/experiments/train.py --config examples/experiments/toy_grpo.yaml actor.optimizer.lr=1e-3 seed=42
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def not_all_equal(trajectory: dict) -> bool:
 
 
 def main(argv: list[str]) -> None:
+    """Read the configuration, and train."""
     config, _ = load_expr_config(argv, GRPOConfig)
     with PPOTrainer(config) as trainer:
         trainer.train(

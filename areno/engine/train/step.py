@@ -127,9 +127,7 @@ class TrainStep:
             self.set_training(False)
             self.optimizer.zero_grad()
 
-    def measure(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
-    ) -> dict[str, float]:
+    def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Loss and statistics over all rows, without gradient, as the model is when it is used."""
         with torch.no_grad():
             return self.accumulate(rows, loss_fn, mini_bs)

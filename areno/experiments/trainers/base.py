@@ -7,11 +7,12 @@ that goes on from it has told everything before it once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -21,17 +22,19 @@ import torch
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.run_sections import FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
-from areno.engine.engine import ACTOR
+from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery, RecoveryPoint
 from areno.experiments.saving import Saver
 from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of
 from areno.experiments.trainers.rows import RowSource
+from areno.observability import tracing
 from areno.observability.logs import LoggingSetup, setup_logging
-from areno.observability.perf_tracer import PerfTracer
+from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
@@ -78,7 +81,8 @@ class ExperimentTrainer(ABC):
             )
             self._seed()
             self.tracker: StatsTracker = get("")
-            self.tracer = self._perf_tracer()
+            self._configure_tracing()
+            self.memory = self._memory_profiler()
             self.engine: AnyEngine = self._make_engine()
             self.rows, self.valid_rows = self.make_rows(train_dataset, valid_dataset)
             self._make_keepers()
@@ -129,16 +133,18 @@ class ExperimentTrainer(ABC):
         config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
         return make_engine(actor, config, layout_of(actor.backend, "actor"))
 
-    def _perf_tracer(self) -> PerfTracer:
-        given = self.config.perf_tracer
+    def _configure_tracing(self) -> None:
+        given, perf, session = self.config.perf_tracer, None, None
+        if given is not None:
+            perf = {name: getattr(given, name) for name in ("enabled", "save_interval", "profile_steps")}
+            session = None if given.session_tracer is None else asdict(given.session_tracer)
+        tracing.configure(self.run_dir.path, "trainer", perf=perf, session=session)
+
+    def _memory_profiler(self) -> MemoryProfiler:
+        given = self.config.memory_profiler
         if given is None:
-            return PerfTracer(self.run_dir.path, enabled=False)
-        return PerfTracer(
-            self.run_dir.path,
-            enabled=given.enabled,
-            save_interval=given.save_interval,
-            profile_steps=given.profile_steps,
-        )
+            return MemoryProfiler(self.run_dir.path, ())
+        return MemoryProfiler(self.run_dir.path, given.profile_steps, given.max_entries)
 
     def _make_keepers(self) -> None:
         config, folders = self.config, self.folders
@@ -155,7 +161,7 @@ class ExperimentTrainer(ABC):
         self.recovery = Recovery(
             self._elsewhere(config.recover, folders.checkpoints) / "recover",
             config.recover.mode,
-            frequency(config.recover),
+            frequency(config.recover, always_last=True),
         )
         self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
         loggers = config.stats_logger
@@ -185,11 +191,13 @@ class ExperimentTrainer(ABC):
         if self.evaluator.due_before_training():
             self.stats_logger.before_training(self._evaluated())
         while self.at.global_step < self.total_steps and (limit is None or trained < limit):
-            with self.tracer.step(self.at.global_step):
+            step = self.at.global_step
+            with tracing.perf_tracer().step(step), self.memory.step(step):
                 trained += self._step(limit, trained)
-            self.tracer.save(self.at.global_step)
+            tracing.save(step)
             self.at = self.at.next()
         self.saver.wait()
+        self.run_dir.write_summary({"global_step": self.at.global_step, "sequences": trained, "finished": True})
 
     def _step(self, limit: int | None, trained: float) -> float:
         at = self.at
@@ -204,6 +212,8 @@ class ExperimentTrainer(ABC):
             numbers |= self._evaluated()
         numbers |= self.tracker.export()
         self.stats_logger.commit(at.epoch, at.epoch_step, at.global_step, numbers)
+        if at.is_last:
+            self.saver.wait()  # a restart point that says all is done comes after what it says
         with self.timed("checkpoint_for_recover"):
             self.recovery.dump_if_due(
                 at,
@@ -222,7 +232,9 @@ class ExperimentTrainer(ABC):
         """A block whose seconds become ``timeperf/{key}``, and an event of the trace."""
         return _Timed(self, key)
 
-    def optimize(self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR) -> dict[str, float]:
+    def optimize(
+        self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
+    ) -> dict[str, float]:
         """One optimizer step over rows, at a rate."""
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
@@ -231,12 +243,17 @@ class ExperimentTrainer(ABC):
 
     def _save(self, at: StepInfo) -> None:
         for role in self.roles:
-            self.saver.save_if_due(role, at, lambda folder, role=role: self.write_model(role, folder))  # type: ignore[misc]
+            name = ACTOR if role == DEFAULT else role
+            self.saver.save_if_due(
+                role, at, functools.partial(self.engine.save_model, role=name), stage=self._stage(name)
+            )
 
-    def write_model(self, role: str, folder: Path) -> None:
-        """Write a role's model in Hugging Face format."""
-        assert role == DEFAULT, role
-        self.engine.save_model(folder)
+    def _stage(self, role: str) -> Callable[[], Any] | None:
+        """What copies a model, for saving beside training; None where it cannot be copied."""
+        engine = self.engine
+        if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
+            return None
+        return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def _write_trainer(self, folder: Path) -> None:
         self.engine.save_model(folder)
@@ -257,6 +274,7 @@ class ExperimentTrainer(ABC):
         """Go on from the newest restart point, if there is one; returns the sequences trained on so far."""
         point = self.recovery.load()
         if point is None:
+            self._begin_anew()
             return 0.0
         self._load_trainer(point.trainer)
         self.saver.load_state_dict(point.states["saver"])
@@ -271,10 +289,22 @@ class ExperimentTrainer(ABC):
         point.restore_rng()
         return float(point.states["trained"])
 
+    def _begin_anew(self) -> None:
+        """Refuse to write over a trial that has run; what an attempt without a restart point has left is dropped.
+
+        Raises:
+            UsageError: the trial has run, and nothing says that it goes on.
+        """
+        if self.run_dir.read_metrics() and not self.recovery.enabled:
+            names = f"{self.config.experiment_name}/{self.config.trial_name}"
+            raise UsageError(
+                f"trial_name {self.config.trial_name!r}: {names} has run already, in {self.run_dir.path}; choose another "
+                "trial_name, or set recover.mode=auto to go on with it"
+            )
+        self.stats_logger.begin_anew()
+
     def _load_trainer(self, folder: Path) -> None:
         """The engine anew, with the weights of the point."""
-        from dataclasses import replace
-
         self.engine.close()
         actor = self.config.actor
         config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
@@ -302,8 +332,8 @@ class ExperimentTrainer(ABC):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
-        if getattr(self, "tracer", None) is not None:
-            self.tracer.save(force=True)
+        tracing.save(force=True)
+        tracing.session_tracer().close()
         if self._logging is not None:
             self._logging.close()
 
@@ -322,7 +352,7 @@ class _Timed:
     """Statistics and trace of one block."""
 
     def __init__(self, trainer: ExperimentTrainer, key: str) -> None:
-        self._timing, self._scope = trainer.tracker.record_timing(key), trainer.tracer.trace_scope(key)
+        self._timing, self._scope = trainer.tracker.record_timing(key), tracing.trace_scope(key)
 
     def __enter__(self) -> None:
         self._timing.__enter__()

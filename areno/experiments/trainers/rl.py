@@ -12,7 +12,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import AUTO
 from areno.config.experiment.experiments import PPOConfig
-from areno.engine.engine import ACTOR
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
 from areno.experiments.dispatcher import BatchDispatcher
@@ -67,7 +65,8 @@ from areno.loss_fns.shaping import (
     summaries,
     version_statistics,
 )
-from areno.observability.session_tracer import SessionTracer
+from areno.observability import tracing
+from areno.observability.perf_tracer import Category
 from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
@@ -104,7 +103,6 @@ class PPOTrainer(ExperimentTrainer):
                 request_retries=config.rollout.request_retries,
                 enable_rollout_tracing=config.rollout.enable_rollout_tracing,
             )
-            self.sessions = self._session_tracer()
             self.dispatcher = self._dispatcher()
             if config.critic is not None and config.critic.optimizer is not None:
                 self.critic_schedule = schedule_of(config.critic.optimizer, self.total_steps)
@@ -175,12 +173,6 @@ class PPOTrainer(ExperimentTrainer):
             fleet.update_weights(self.engine, 0)
         return fleet
 
-    def _session_tracer(self) -> SessionTracer:
-        given = self.config.perf_tracer.session_tracer if self.config.perf_tracer is not None else None
-        if given is None:
-            return SessionTracer(self.run_dir.path, enabled=False)
-        return SessionTracer(self.run_dir.path, enabled=given.enabled, flush_threshold=given.flush_threshold)
-
     def _dispatcher(self, evaluates: bool = False) -> BatchDispatcher:
         config, rollout = self.config, self.config.rollout
         size = len(self.valid_rows or ()) if evaluates else rollout.consumer_batch_size
@@ -208,8 +200,12 @@ class PPOTrainer(ExperimentTrainer):
         self.dispatchers.append(made)
         return made
 
-    def _heard(self, _task: int, status: str, _reason: str) -> None:
-        self.tracer.instant(f"rollout {status}")
+    def _heard(self, task: int, status: str, reason: str) -> None:
+        """In any thread."""
+        tracing.instant(f"rollout {status}", Category.SCHEDULER, {"task": task})
+        if status != "running":
+            ended: Any = status
+            tracing.session_tracer().finalize(task, ended, reason or None)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +308,6 @@ class PPOTrainer(ExperimentTrainer):
             assert self.fleet is not None
             self.fleet.update_weights(self.engine, at.global_step + 1)
         self.dispatcher.set_version(at.global_step + 1)
-        self.sessions.flush()
         return numbers
 
     def _rollout_statistics(self, batch: Batch, rows: Sequence[TrainSequence]) -> dict[str, float]:
@@ -336,10 +331,12 @@ class PPOTrainer(ExperimentTrainer):
                 values = self.engine.score_values(CRITIC, [row.tokens for row in rows])
         with self.timed("compute_advantage"):
             populations = shape_advantages(rows, self.shaping, values)
-        told = {**summaries(populations), **row_counts(rows), **version_statistics(rows, version)}
-        numbers |= in_scope(self.section, {**told, **self.knobs.scalars()})
+        numbers |= in_scope(self.section, {**summaries(populations), **row_counts(rows), **self.knobs.scalars()})
+        numbers |= in_scope(f"{self.section}/update", version_statistics(rows, version))
         if self.knobs.m2_threshold is not None:
-            numbers[f"{self.section}/m2_filtered_fraction"] = choose_by_second_moment(rows, self.knobs.m2_threshold)
+            numbers[f"{self.section}/update/m2_filtered_fraction"] = choose_by_second_moment(
+                rows, self.knobs.m2_threshold
+            )
         trained = finished(rows) if self.shaping.mask_no_eos_with_zero else rows
         if trained:
             numbers |= self._optimize(trained, at, version)
@@ -368,13 +365,15 @@ class PPOTrainer(ExperimentTrainer):
         if not self.config.actor.use_decoupled_loss:
             for row in rows:
                 row.logprobs, row.prox_logprobs = row.prox_logprobs, []
-        return in_scope(self.section, told)
+        return in_scope(f"{self.section}/update", told)
 
     def _optimize(self, rows: list[TrainSequence], at: StepInfo, version: int) -> dict[str, float]:
         actor, critic, step = self.config.actor, self.config.critic, at.global_step + 1
         loss, rate = with_version(policy_loss_fn, self.knobs, version), self.schedule.at(step)
         with self.timed("train_step"):
-            parts = [self.optimize(part, loss, self.batching, rate) for part in minibatches(rows, actor.ppo_n_minibatches)]
+            parts = [
+                self.optimize(part, loss, self.batching, rate) for part in minibatches(rows, actor.ppo_n_minibatches)
+            ]
         numbers = in_scope(f"{self.section}/update", {**averaged(parts), "lr": rate})
         if critic is not None:
             values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
@@ -399,10 +398,6 @@ class PPOTrainer(ExperimentTrainer):
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def write_model(self, role: str, folder: Path) -> None:
-        """The actor's model, or the critic's."""
-        self.engine.save_model(folder, ACTOR if role == DEFAULT else role)
-
     def rollout_state(self) -> Any:
         """Rows that wait or run, trajectories that no batch has used yet, counters."""
         return self.dispatcher.export_state()
@@ -420,6 +415,4 @@ class PPOTrainer(ExperimentTrainer):
         self.dispatchers = []
         if self.fleet is not None:
             self.fleet.close()
-        if getattr(self, "sessions", None) is not None:
-            self.sessions.close()
         super().close()
