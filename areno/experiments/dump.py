@@ -1,0 +1,50 @@
+"""Trajectories as text files, for people: one line per sample, in a folder per weight version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from areno.experiments.trajectory import Trajectory, samples_of
+
+
+class TrajectoryDump:
+    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``.
+
+    Args:
+        folder: ``{log}/rollout`` or ``{log}/eval-rollout``.
+        tokenizer: decodes prompts and completions, special tokens included.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.folder, self._tokenizer = Path(folder), tokenizer
+
+    def write(self, task_id: int, trajectory: Trajectory) -> Path:
+        """Write one group of samples; returns the file.
+
+        Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one),
+        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward, prompt, completion``.
+        The folder is the newest ``tail_version`` of the group.
+        """
+        lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
+        path = self.folder / str(max(line["tail_version"] for line in lines)) / f"{task_id}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    def _line(self, task_id: int, index: int, row: dict[str, Any]) -> dict[str, Any]:
+        tokens, versions = row["input_ids"], row["versions"]
+        said = [version for version in versions if version >= 0]
+        begin = next((place for place, version in enumerate(versions) if version >= 0), len(versions))
+        return {
+            "task_id": task_id,
+            "sample_idx": index,
+            "seqlen": len(tokens),
+            "prompt_len": begin,
+            "head_version": said[0] if said else -1,
+            "tail_version": said[-1] if said else -1,
+            "reward": row["rewards"],
+            "prompt": self._tokenizer.decode(tokens[:begin]),
+            "completion": self._tokenizer.decode(tokens[begin:]),
+        }

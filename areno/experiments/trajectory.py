@@ -1,0 +1,159 @@
+"""What an episode gives: a dictionary of tensors with one row per sample, and its way into training rows.
+
+Keys, all of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 where a token is trained on), ``logprobs`` (float32,
+0 where nothing was sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask``
+(False on padding). Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as the engine said it;
+nothing is guessed from lengths) and ``temperature``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.api.agentic.rows import TrajectoryRow
+from areno.errors import UsageError
+from areno.types import TrainSequence
+
+Trajectory = dict[str, Any]
+
+_PER_TOKEN = {
+    "input_ids": torch.int64,
+    "loss_mask": torch.int64,
+    "logprobs": torch.float32,
+    "versions": torch.int64,
+    "attention_mask": torch.bool,
+}
+_NEEDED = (*_PER_TOKEN, "rewards")
+_PADDING = {"versions": -1}
+_CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "ref_logp": "ref_logprobs"}
+_TRAIN_FIELDS = frozenset(field.name for field in fields(TrainSequence))
+
+
+def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
+    """Rows with their rewards as tensors ``[n, L]``, padded on the right.
+
+    Args:
+        rows: at least one.
+    """
+    return stack([_one(row, reward) for row, reward in rows])
+
+
+def _one(row: TrajectoryRow, reward: float) -> Trajectory:
+    return {
+        "input_ids": torch.tensor([row.tokens]),
+        "loss_mask": torch.tensor([row.trained], dtype=torch.int64),
+        "logprobs": torch.tensor([row.logprobs], dtype=torch.float32),
+        "versions": torch.tensor([row.versions]),
+        "attention_mask": torch.ones(1, len(row.tokens), dtype=torch.bool),
+        "rewards": torch.tensor([reward], dtype=torch.float32),
+        "truncated": torch.tensor([row.truncated]),
+        "temperature": torch.tensor([row.temperature], dtype=torch.float32),
+    }
+
+
+def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Several trajectories as the rows of one, padded on the right to the longest.
+
+    Raises:
+        UsageError: one has a key that another has not.
+    """
+    if len(trajectories) == 1:
+        return trajectories[0]
+    names = set(trajectories[0])
+    for other in trajectories[1:]:
+        if set(other) != names:
+            odd = ", ".join(sorted(names ^ set(other)))
+            raise UsageError(f"trajectories of one group differ in the keys {odd}; return the same keys from each episode")
+    return {name: _stacked(name, [trajectory[name] for trajectory in trajectories]) for name in trajectories[0]}
+
+
+def _stacked(name: str, parts: list[Any]) -> Any:
+    if not isinstance(parts[0], Tensor):
+        return [item for part in parts for item in part]
+    if parts[0].ndim < 2:
+        return torch.cat(parts)
+    longest = max(part.shape[1] for part in parts)
+    padded = [torch.nn.functional.pad(p, (0, longest - p.shape[1]), value=_PADDING.get(name, 0)) for p in parts]
+    return torch.cat(padded)
+
+
+def check_trajectory(trajectory: Any) -> None:
+    """Check the form of what a workflow has returned.
+
+    Raises:
+        UsageError: a key is missing, or a tensor has the wrong shape or type; the message says which.
+    """
+    if not isinstance(trajectory, dict):
+        raise UsageError(
+            f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
+        )
+    missing = [name for name in _NEEDED if name not in trajectory]
+    if missing:
+        raise UsageError(f"a workflow's trajectory lacks {', '.join(missing)}; it has {', '.join(map(str, trajectory))}")
+    shape = trajectory["input_ids"].shape
+    if len(shape) != 2 or not shape[1]:
+        raise UsageError(f"input_ids of a trajectory has the shape {list(shape)}; make it [samples, tokens]")
+    for name in _PER_TOKEN:
+        if trajectory[name].shape != shape:
+            raise UsageError(f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, input_ids {list(shape)}")
+    if trajectory["rewards"].shape != shape[:1]:
+        raise UsageError(f"rewards of a trajectory has the shape {list(trajectory['rewards'].shape)}; make it [{shape[0]}]")
+    for name in ("logprobs", "rewards"):
+        if not bool(torch.isfinite(trajectory[name]).all()):
+            raise UsageError(f"{name} of a trajectory holds a number that is not finite")
+    unsaid = trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)
+    if bool(unsaid.any()):
+        raise UsageError("loss_mask of a trajectory marks tokens that no version has sampled; mask what was given")
+
+
+def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    """Each row as plain lists without padding, under the same keys; numbers for keys of shape ``[n]``."""
+    for index, keep in enumerate(trajectory["attention_mask"].bool()):
+        row: dict[str, Any] = {}
+        for name, values in trajectory.items():
+            if not isinstance(values, Tensor):
+                continue
+            row[name] = values[index][keep].tolist() if values.ndim == 2 else values[index].item()
+        yield row
+
+
+def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
+    """Training rows of a batch, group by group.
+
+    Each trajectory is one group, whatever number of rows it has: a group that lost samples stays a group of its own, and
+    shifts no other. Weight versions and further log-probs are set where :class:`TrainSequence` has a place for them.
+
+    Args:
+        trajectories: one per prompt, as :meth:`BatchDispatcher.prepare_batch` returns them.
+        eos_token_id: EOS id of the model.
+    """
+    return [
+        _train_sequence(row, group, eos_token_id)
+        for group, trajectory in enumerate(trajectories)
+        for row in samples_of(trajectory)
+    ]
+
+
+def _train_sequence(row: dict[str, Any], group: int, eos_token_id: int) -> TrainSequence:
+    trained = [bool(mark) for mark in row["loss_mask"]]
+    prompt = [version < 0 and not mark for version, mark in zip(row["versions"], trained, strict=True)]
+    plain = all(mark != given for mark, given in zip(trained, prompt, strict=True))
+    further = {"versions": row["versions"]}
+    further |= {theirs: row[mine] for mine, theirs in _CARRIED.items() if mine in row}
+    return TrainSequence(
+        prompt_mask=prompt,
+        tokens=row["input_ids"],
+        logprobs=row["logprobs"],
+        reward=row["rewards"],
+        eos_token_id=eos_token_id,
+        loss_mask=None if plain else trained,
+        temperature=row.get("temperature", 1.0),
+        group=group,
+        truncated=bool(row.get("truncated", False)),
+        **{name: values for name, values in further.items() if name in _TRAIN_FIELDS},
+    )
