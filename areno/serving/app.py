@@ -17,13 +17,13 @@ from areno import __version__
 from areno.serving.blocks import BlockAnswer
 from areno.serving.chat import ChatAnswer, prepare_chat
 from areno.serving.completions import CompletionAnswer, prepare_completion
-from areno.serving.errors import install_error_handlers
+from areno.serving.errors import ApiError, install_error_handlers
 from areno.serving.guard import TAPE, Guard
 from areno.serving.messages import MessagesAnswer, MessagesRequest
 from areno.serving.recording import sampling_defaults
 from areno.serving.respond import respond, respond_at_once
 from areno.serving.responses import ResponsesAnswer, ResponsesRequest
-from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody
+from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody, RewardRequest
 from areno.serving.service import ServedModel, Service
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -49,6 +49,8 @@ def create_app(service: Service) -> FastAPI:
     install_error_handlers(app)
     _add_status(app, service)
     _add_generation(app, service)
+    if service.recorder is not None:
+        _add_rewards(app, service)
     app.add_middleware(Guard, service=service)
     if service.config.cors_origins:
         origins = list(service.config.cors_origins)
@@ -122,6 +124,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         job = await service.prepare(lambda: prepare_completion(service, model.engine, body))
         answer = CompletionAnswer(job, service.config.model_name, model.texts)
         return await respond(service, request, job, answer)
+
+
+def _add_rewards(app: FastAPI, service: Service) -> None:
+    @app.post("/rl/set_reward", responses=_ERRORS)
+    async def set_reward(body: RewardRequest, request: Request) -> dict[str, Any]:
+        """Reward an answer that was given under this key."""
+        try:
+            request.scope[TAPE].set_reward(body.reward, body.interaction_id)
+        except ValueError as error:
+            raise ApiError(404, str(error), param="interaction_id", code="interaction_not_found") from error
+        return {"message": "success"}
 
 
 async def _chat(

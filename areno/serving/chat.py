@@ -277,6 +277,7 @@ class ChatAnswer:
                 offsets=message.sample.offsets,
                 pieces=message.pieces,
                 closer=self._closer,
+                response_id=self.id,
             )
         )
 

@@ -53,6 +53,7 @@ class RecordedAnswer:
         offsets: where the text of each token begins, in characters.
         pieces: what the text was read as, in order.
         closer: marker that ends the reasoning; empty where there is none.
+        response_id: what the client knows the answer by, without the prefix that says of what kind it is.
     """
 
     message: dict[str, Any]
@@ -64,6 +65,7 @@ class RecordedAnswer:
     offsets: Sequence[int]
     pieces: Sequence[Piece]
     closer: str
+    response_id: str = ""
 
 
 class OpenTurn(Protocol):
@@ -96,6 +98,14 @@ class Tape(Protocol):
 
         Raises:
             UsageError: the template refuses the messages.
+        """
+        ...
+
+    def set_reward(self, reward: float, response_id: str | None = None) -> None:
+        """Reward an answer; the latest one unless it is named.
+
+        Raises:
+            ValueError: there is no such answer.
         """
         ...
 

@@ -155,3 +155,10 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: str | None = None
+
+
+class RewardRequest(Body):
+    """Body of ``POST /rl/set_reward``, which a recording server has."""
+
+    reward: float
+    interaction_id: str | None = None

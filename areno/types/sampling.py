@@ -37,6 +37,7 @@ class SamplingParams:
         repetition_penalty: logits of tokens in prompt or response are divided (positive) or multiplied (negative) by it.
         logit_bias: added to the logits of single tokens, by token id.
         top_logprobs: also return the log-probs of this many most likely tokens, at most 20.
+        min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens; ``stop`` strings still end.
 
     Raises:
         ValueError: a value is outside its documented range.
@@ -60,12 +61,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     top_logprobs: int = 0
+    min_new_tokens: int = 0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether penalties or biases change the distribution that is sampled from."""
+        """Whether penalties, biases or a least length change the distribution that is sampled from."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalties or self.logit_bias)
+        return bool(penalties or self.logit_bias or self.min_new_tokens)
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -78,6 +80,10 @@ class SamplingParams:
             raise ValueError(f"top_k must be positive, or -1 for no limit, got {self.top_k}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be from 0 to max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
+            )
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not self.repetition_penalty > 0:

@@ -50,6 +50,8 @@ class Turn:
         closer: marker that ends the reasoning.
         fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
         number: place among the turns of its tape.
+        response_id: what the client knows it by, without a prefix.
+        reward: what was given for it; None where nothing was.
     """
 
     id: str
@@ -74,6 +76,8 @@ class Turn:
     fork: ForkReason | None = None
     number: int = 0
     extended: bool = False
+    response_id: str = ""
+    reward: float | None = None
 
     @property
     def path(self) -> list[Turn]:
@@ -183,6 +187,21 @@ class AgentTape:
         """The recorded answer of this name."""
         return self._by_id.get(turn_id or "")
 
+    def set_reward(self, reward: float, response_id: str | None = None) -> None:
+        """Reward an answer; the latest one unless it is named, by the id that the client has of it or by the turn's.
+
+        Raises:
+            ValueError: there is no such answer.
+        """
+        with self._lock:
+            name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")
+            found = [turn for turn in self.turns if response_id is None or name in (turn.id, turn.response_id)]
+            if not found:
+                known = ", ".join(turn.response_id for turn in self.turns[-3:]) or "none"
+                raise ValueError(f"no answer of this session is called {response_id!r}; the latest are: {known}")
+            for turn in found[-1:] if response_id is None else found:
+                turn.reward = reward
+
     def keep(self, begun: Turn, answer: RecordedAnswer) -> Turn:
         """An answer has come to its end."""
         turn = Turn(
@@ -199,6 +218,7 @@ class AgentTape:
             offsets=list(answer.offsets),
             pieces=list(answer.pieces),
             closer=answer.closer,
+            response_id=answer.response_id,
         )
         with self._lock:
             turn.number = len(self.turns)

@@ -1,8 +1,8 @@
-"""Penalties, biases and grammars: what changes the logits of single samples before they are drawn from."""
+"""Penalties, biases, least lengths and grammars: what changes the logits of single samples before they are drawn from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -21,19 +21,28 @@ class LogitEdits:
         params: penalties and biases.
         prompt: its token ids; they count for the repetition penalty.
         constraint: grammar of this sample.
+        stop_ids: tokens that end it, which it must not say before its least length.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], constraint: TokenConstraint | None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        constraint: TokenConstraint | None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self.constraint = constraint
         self.error: Exception | None = None
         self._params = params
         self._prompt = list(prompt)
+        self._stop_ids, self._length = sorted(stop_ids), 0
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         self._bias: Tensor | None = None
 
     def push(self, token: int) -> None:
         """A token was sampled."""
+        self._length += 1
         if self._counts is not None and self._seen is not None:
             self._counts[token] += 1
             self._seen[token] = True
@@ -48,6 +57,9 @@ class LogitEdits:
         edited = logits.float()
         if self._params.edits_logits:
             edited = self._penalised(edited)
+        if self._length < self._params.min_new_tokens:
+            stops = [token for token in self._stop_ids if token < len(edited)]
+            edited = edited.index_fill(0, torch.tensor(stops, device=edited.device, dtype=torch.int64), float("-inf"))
         allowed = self._allowed()
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]

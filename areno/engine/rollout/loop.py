@@ -206,7 +206,7 @@ class RolloutLoop:
             watcher = self._make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
             constraint = request.constraint() if request.constraint is not None else None
             edited = constraint is not None or sampling.edits_logits
-            edits = LogitEdits(sampling, request.prompt_tokens, constraint) if edited else None
+            edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
             group.members.append(Sequence(group, seed, index, watcher, edits))
         group.unfinished = len(group.members)
         group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away

@@ -1,0 +1,301 @@
+"""How a workflow gets tokens: one awaitable per request, over any engine that takes requests.
+
+Every token of an answer comes with its log-prob and the weight version that made it, as the engine stamped them; a weight
+update in the middle of an answer only changes the stamps of what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.engine.rollout.load import EngineLoad
+from areno.errors import DataError, EngineError, UsageError
+from areno.types import Request, RolloutResult, RolloutSequence, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+StopReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class RolloutEngine(Protocol):
+    """An engine in this process, a group of ranks, or workers elsewhere."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model was made for; None where it does not say."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are loaded."""
+        ...
+
+    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
+        """Queue requests; each future resolves to all samples of its request."""
+        ...
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """End a request early."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """What generation is busy with, now."""
+        ...
+
+
+class GenerationSettings(Protocol):
+    """How to sample; :func:`sampling_params` says what each field means."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    max_tokens: int
+    greedy: bool
+    top_p: float
+    top_k: int
+    temperature: float
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    stop: list[str] | None
+    frequency_penalty: float
+
+
+def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
+    """What the engine is asked for.
+
+    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind the prompt.
+    A ``top_k`` beyond every vocabulary keeps all tokens.
+
+    Args:
+        gconfig: generation settings.
+        prompt_len: tokens of the prompt.
+        context_length: of the model.
+
+    Raises:
+        DataError: the prompt leaves no room.
+        UsageError: a setting cannot work.
+    """
+    if getattr(gconfig, "use_beam_search", False):
+        raise UsageError("use_beam_search=True: beam search draws no samples, so nothing can be trained on; set it to false")
+    limit = min(gconfig.max_tokens, context_length or gconfig.max_tokens)
+    room = limit - prompt_len
+    if room <= 0:
+        raise DataError(
+            f"a prompt of {prompt_len} tokens leaves no room for an answer within {limit}; raise gconfig.max_tokens, or leave "
+            "long prompts out with the data set's max_length"
+        )
+    most = min(gconfig.max_new_tokens, room)
+    try:
+        return SamplingParams(
+            greedy=gconfig.greedy,
+            top_p=gconfig.top_p,
+            top_k=-1 if gconfig.top_k >= 10**8 else gconfig.top_k,
+            max_new_tokens=most,
+            min_new_tokens=min(gconfig.min_new_tokens, most),
+            temperature=gconfig.temperature,
+            stop=list(gconfig.stop) if gconfig.stop else None,
+            stop_token_ids=list(gconfig.stop_token_ids) or None,
+            ignore_eos=gconfig.ignore_eos,
+            skip_special_tokens=gconfig.skip_special_tokens,
+            frequency_penalty=gconfig.frequency_penalty,
+        )
+    except ValueError as error:
+        raise UsageError(f"gconfig: {error}") from error
+
+
+@dataclass(slots=True)
+class ModelRequest:
+    """A prompt to be continued.
+
+    Args:
+        input_ids: its tokens.
+        gconfig: how to sample.
+        rid: names the request in messages.
+    """
+
+    input_ids: list[int]
+    gconfig: GenerationSettings
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(slots=True)
+class ModelResponse:
+    """One answer.
+
+    Attributes:
+        input_tokens: the prompt.
+        output_tokens: what was sampled; a stop token, where one ended the answer, is the last of them.
+        output_logprobs: natural log-prob of each under the temperature-scaled policy.
+        output_versions: weight version that made each.
+        stop_reason: ``stop`` or ``length``.
+        latency: seconds until the answer was whole.
+        ttft: the same, because an answer comes as a whole.
+        temperature: that log-probs refer to; 1 for greedy answers.
+        stop_ids: tokens that end an answer.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    latency: float
+    ttft: float
+    temperature: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def output_tokens_without_stop(self) -> list[int]:
+        """What was sampled, without a stop token at the end."""
+        tokens = self.output_tokens
+        return tokens[:-1] if self.stop_reason == "stop" and tokens and tokens[-1] in self.stop_ids else tokens
+
+    @property
+    def sequence(self) -> RolloutSequence:
+        """The same as the engine has it."""
+        return RolloutSequence(
+            self.output_tokens,
+            self.output_logprobs,
+            "length" if self.stop_reason == "length" else "stop",
+            versions=self.output_versions,
+        )
+
+
+@dataclass(slots=True)
+class Episode:
+    """Whose tokens are drawn: what makes seeds differ between episodes and their samples, and equal between runs.
+
+    Attributes:
+        task_id: of the episode.
+        sample: index in its group.
+        draws: counts the requests of the sample.
+    """
+
+    task_id: int
+    sample: int = 0
+    draws: Iterator[int] = field(default_factory=itertools.count)
+
+
+EPISODE: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("areno_episode", default=None)
+"""The episode that the current coroutine belongs to."""
+
+
+class EngineClient:
+    """The engine as workflows see it.
+
+    Args:
+        engine: generates.
+        seed: what the seeds of all requests derive from, with the episode's number.
+        request_timeout: longest that a request may take, in seconds.
+        request_retries: how often a request is sent again that the engine has failed.
+        enable_rollout_tracing: log every request and answer.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        seed: int = 0,
+        request_timeout: float = 3600.0,
+        request_retries: int = 3,
+        enable_rollout_tracing: bool = False,
+    ) -> None:
+        self.engine, self.seed = engine, seed
+        self._timeout_s, self._retries, self._tracing = request_timeout, request_retries, enable_rollout_tracing
+        self._outside = Episode(-1)  # requests of no episode
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_version(self) -> int:
+        """Version of the weights that are loaded."""
+        return self.engine.version
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """One answer to a prompt; cancelling the coroutine cancels the request in the engine.
+
+        Raises:
+            DataError: the prompt leaves no room.
+            EngineError: generation failed or was ended by somebody else, as often as there were retries; or it was late.
+        """
+        return (await self.agenerate_group(request, 1))[0]
+
+    async def agenerate_group(self, request: ModelRequest, samples: int) -> list[ModelResponse]:
+        """Several answers to one prompt, which is read once; errors as in :meth:`agenerate`."""
+        sampling = sampling_params(request.gconfig, len(request.input_ids), self.engine.context_length)
+        began = time.monotonic()
+        if self._tracing:
+            logger.info("request %s: %d samples of %d prompt tokens", request.rid, samples, len(request.input_ids))
+        sequences = await self._retried(Request(request.input_ids, sampling, self._seeds(samples)), request.rid)
+        latency = time.monotonic() - began
+        answers = [self._response(request, sampling, sequence, latency) for sequence in sequences]
+        if self._tracing:
+            for answer in answers:
+                said = len(answer.output_tokens), answer.stop_reason, answer.latency
+                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *said)
+        return answers
+
+    def _seeds(self, samples: int) -> list[int]:
+        episode = EPISODE.get() or self._outside
+        draw = next(episode.draws)
+        return [derive_seed(self.seed, episode.task_id, episode.sample + index, draw) for index in range(samples)]
+
+    async def _retried(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
+        for attempt in itertools.count():
+            try:
+                return await self._answer(request, rid)
+            except EngineError as error:
+                if attempt >= self._retries:
+                    raise
+                logger.warning("request %s is sent again (%d of %d): %s", rid, attempt + 1, self._retries, error)
+        raise AssertionError
+
+    async def _answer(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
+        future = self.engine.submit([request])[0]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                sequences = (await asyncio.wrap_future(future)).sequences
+        except TimeoutError as error:
+            raise EngineError(f"request {rid}: no answer within {self._timeout_s:g} s (rollout.request_timeout)") from error
+        finally:
+            if not future.done():
+                self.engine.cancel(future)
+        if any(sequence.finish_reason == "abort" for sequence in sequences):
+            raise EngineError(f"request {rid}: the engine ended it before it was complete")
+        return sequences
+
+    def _response(
+        self, request: ModelRequest, sampling: SamplingParams, sequence: RolloutSequence, latency: float
+    ) -> ModelResponse:
+        stop_ids = frozenset(sampling.stop_token_ids or ())
+        if not sampling.ignore_eos:
+            eos = getattr(self.engine, "eos_ids", None) or {self.tokenizer.eos_token_id}
+            stop_ids |= frozenset(eos) - {None}
+        return ModelResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=sequence.resp_tokens,
+            output_logprobs=sequence.resp_logprobs,
+            output_versions=sequence.versions,
+            stop_reason=sequence.finish_reason,
+            latency=latency,
+            ttft=latency,
+            temperature=1.0 if sampling.greedy else sampling.temperature,
+            stop_ids=stop_ids,
+        )
