@@ -1,0 +1,49 @@
+"""The event loop in which episodes run: a thread of its own, so that training and episodes do not wait for one another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_CLOSE_GRACE_S = 10.0
+
+
+class EpisodeLoop:
+    """A running event loop; :meth:`close` cancels what runs and ends the thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="areno-episodes", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine; from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel all that runs, give it a moment to clean up, and end the thread; a second call does nothing."""
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_GRACE_S * 2)
+        if self._thread.is_alive():
+            logger.warning("an episode blocks its event loop and cannot be ended: its thread is left behind")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=_CLOSE_GRACE_S))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()

@@ -1,0 +1,117 @@
+"""What the dispatcher keeps books of: rows on their way, batches, and rows of rejections that must end a run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areno.errors import ArenoError, UsageError
+from areno.experiments.trajectory import Trajectory
+
+Accept = Callable[[Trajectory], Any]
+OnStale = Literal["regenerate", "drop"]
+Rejection = Literal["raised", "returned None", "was refused by the filter", "became too old"]
+
+
+class RolloutStoppedError(ArenoError):
+    """No usable episodes come any more; the message has the first cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done with rows: the workflow, and which of its trajectories are kept (None keeps all)."""
+
+    workflow: Any
+    should_accept_fn: Accept | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One row on its way.
+
+    Attributes:
+        id: names it, also in dumps.
+        data: the row.
+        plan: what is done with it; None until a batch is asked for.
+        order: when it began, among all.
+        began_s: the same on the clock.
+        future: of its coroutine.
+        trajectory: what it gave; None where it was rejected, which only dynamic batches keep.
+    """
+
+    id: int
+    data: dict[str, Any]
+    plan: Plan | None = None
+    order: int = -1
+    began_s: float = 0.0
+    future: Future[Trajectory | None] | None = None
+    trajectory: Trajectory | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a training step uses.
+
+    Attributes:
+        trajectories: one per prompt group, in random order.
+        task_ids: of the same groups.
+        version: of the weights that are to be trained.
+        staleness: for each group, how many versions its oldest token is behind.
+        rejected: episodes that a dynamic batch counts in their place.
+    """
+
+    trajectories: list[Trajectory]
+    task_ids: list[int]
+    version: int
+    staleness: list[int]
+    rejected: int = 0
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Ends a run whose episodes are all rejected, with the first exception of that row.
+
+    Args:
+        max_errors: episodes in a row that may raise.
+        max_rejections: episodes in a row that may be rejected for whatever reason.
+
+    Raises:
+        UsageError: a number is below 1.
+    """
+
+    max_errors: int
+    max_rejections: int
+    counts: dict[str, int] = field(default_factory=dict)
+    errors_in_a_row: int = 0
+    first_error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_errors < 1 or self.max_rejections < 1:
+            raise UsageError(
+                f"max_errors_in_a_row ({self.max_errors}) and max_rejections_in_a_row ({self.max_rejections}) must be at "
+                "least 1"
+            )
+
+    def accepted(self) -> None:
+        """An episode was kept."""
+        self.counts, self.errors_in_a_row, self.first_error = {}, 0, None
+
+    def rejected(self, kind: Rejection, error: BaseException | None = None) -> RolloutStoppedError | None:
+        """An episode was left out; returns what must end the run, if it must end."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
+        self.first_error = self.first_error or error
+        rejected = sum(self.counts.values())
+        if self.errors_in_a_row < self.max_errors and rejected < self.max_rejections:
+            return None
+        what = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        text = f"the last {rejected} episodes were all left out ({what}), so there is nothing to train on"
+        if self.first_error is None:
+            return RolloutStoppedError(f"{text}; look at the filter, at the rewards, and at rows that the model can solve")
+        shown = "".join(traceback.format_exception(self.first_error))
+        stopped = RolloutStoppedError(f"{text}. The first exception was:\n{shown}")
+        stopped.__cause__ = self.first_error
+        return stopped

@@ -1,0 +1,120 @@
+"""The interface of workflows, and groups: several episodes of one row that are judged together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from areno.errors import UsageError
+from areno.experiments.engine_client import EPISODE, EngineClient, Episode
+from areno.experiments.trajectory import Trajectory, check_trajectory, make_trajectory, stack
+from areno.experiments.workflows.interactions import Interaction, is_interactions
+
+logger = logging.getLogger(__name__)
+
+EpisodeResult = Trajectory | dict[str, Interaction] | None
+"""None leaves the episode out; tensors as in :mod:`areno.experiments.trajectory`; or interactions by name."""
+
+
+class RolloutWorkflow(ABC):
+    """One episode as one coroutine.
+
+    An exception leaves the episode out, is counted and shown. Episodes of all rows run in one event loop, so a workflow
+    must await what takes long, and must not block.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
+        """Run one sample.
+
+        Args:
+            engine: gives tokens, see :meth:`EngineClient.agenerate`.
+            data: a row of the data set; episodes must not change it.
+        """
+
+    async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
+        """Run several samples of a row; a workflow that can share work between them has its own way."""
+        return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
+
+    async def aclose(self) -> None:
+        """End what the workflow has started; called once, when no episode of it runs any more."""
+
+
+async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
+    """Run copies of an episode at the same time, each with draws of its own.
+
+    Raises:
+        Exception: the first that an episode raised, when all have ended.
+    """
+    group = EPISODE.get() or Episode(-1)
+
+    async def run(index: int) -> EpisodeResult:
+        EPISODE.set(Episode(group.task_id, index))
+        return await episode()
+
+    tasks = [asyncio.create_task(run(index)) for index in range(samples)]
+    try:
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+class GroupedRolloutWorkflow(RolloutWorkflow):
+    """Several samples of each row, judged as one group.
+
+    Args:
+        workflow: runs one sample.
+        group_size: samples per row.
+        drop_incomplete: leave a group out when one of its samples was left out (returned None); otherwise it goes on with
+            the others, as a smaller group of its own.
+
+    Raises:
+        UsageError: the group is empty.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, group_size: int, drop_incomplete: bool = False) -> None:
+        if group_size < 1:
+            raise UsageError(f"gconfig.n_samples must be at least 1, got {group_size}")
+        self.workflow, self.group_size, self.drop_incomplete = workflow, group_size, drop_incomplete
+
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
+        """All samples of a row, as the rows of one trajectory."""
+        results = await self.workflow.arun_group(engine, data, self.group_size)
+        kept = [found for result in results if (found := as_trajectory(result)) is not None]
+        if len(kept) < len(results):
+            what = "the group is left out" if self.drop_incomplete or not kept else "the group goes on without them"
+            logger.warning("%d of %d samples of a row were left out; %s", len(results) - len(kept), len(results), what)
+        if not kept or (self.drop_incomplete and len(kept) < len(results)):
+            return None
+        return stack(kept)
+
+    async def aclose(self) -> None:
+        """End what the inner workflow has started."""
+        await self.workflow.aclose()
+
+
+def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
+    """What a workflow has returned, as tensors; None where it left the episode out.
+
+    Args:
+        result: see :data:`EpisodeResult`; an empty mapping counts as left out.
+        check: look at every key, shape and number.
+
+    Raises:
+        UsageError: it is something else, or the check failed.
+    """
+    if result is None or (isinstance(result, dict) and not result):
+        return None
+    if isinstance(result, dict) and is_interactions(result):
+        return make_trajectory([(found.row, found.reward) for found in result.values()])
+    if check or not isinstance(result, dict) or "input_ids" not in result:
+        check_trajectory(result)
+    return result
