@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -163,3 +164,40 @@ def _signature_mismatch(hook: Callable[..., Any], positional: int, keywords: Col
     except TypeError as error:
         return f"does not fit the call it will get: {error}"
     return ""
+
+
+def named_object(spec: str, *, option: str) -> Any:
+    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names.
+
+    Args:
+        spec: what the user gave.
+        option: field that gave it, for error messages.
+
+    Raises:
+        UsageError: there is no such module, file or name, or importing it fails.
+    """
+    if ".py" in spec:
+        path, name = split_spec(spec, option=option, default_name="")
+        if not path.is_file():
+            raise UsageError(f"{option} file does not exist: {path}; give the path of a Python file")
+        module, place = import_user_file(path, option=option), str(path)
+    else:
+        place, _, name = spec.replace(":", ".").rpartition(".")
+        if not place:
+            raise UsageError(f"{option} {spec!r}: write it as package.module.Name or file.py:Name")
+        module = _import_module(place, option)
+    if not name or not hasattr(module, name):
+        raise UsageError(
+            f"{option} {spec!r}: {place} defines no {name or 'name that is given'}; write it as {place}:Name"
+        )
+    return getattr(module, name)
+
+
+def _import_module(name: str, option: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a user's module may fail in any way
+        raise UsageError(
+            f"{option}: importing {name} raised {type(error).__name__}: {error}; check the name, and that its folder is on "
+            "the Python path"
+        ) from error

@@ -91,7 +91,9 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
         UsageError: a setting cannot work.
     """
     if getattr(gconfig, "use_beam_search", False):
-        raise UsageError("use_beam_search=True: beam search draws no samples, so nothing can be trained on; set it to false")
+        raise UsageError(
+            "use_beam_search=True: beam search draws no samples, so nothing can be trained on; set it to false"
+        )
     limit = min(gconfig.max_tokens, context_length or gconfig.max_tokens)
     room = limit - prompt_len
     if room <= 0:
@@ -273,7 +275,9 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 sequences = (await asyncio.wrap_future(future)).sequences
         except TimeoutError as error:
-            raise EngineError(f"request {rid}: no answer within {self._timeout_s:g} s (rollout.request_timeout)") from error
+            raise EngineError(
+                f"request {rid}: no answer within {self._timeout_s:g} s (rollout.request_timeout)"
+            ) from error
         finally:
             if not future.done():
                 self.engine.cancel(future)

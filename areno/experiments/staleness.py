@@ -63,12 +63,14 @@ class StalenessManager:
         replaces_rejected: bool = True,
     ) -> None:
         if max_head_offpolicyness < 0:
-            raise UsageError(f"max_head_offpolicyness must be at least 0, got {max_head_offpolicyness}; 0 is synchronous")
+            raise UsageError(
+                f"max_head_offpolicyness must be at least 0, got {max_head_offpolicyness}; 0 is synchronous"
+            )
         self.batch_size = max(1, consumer_batch_size)
         asked = self.batch_size if max_concurrent_rollouts is None else max_concurrent_rollouts
         self.max_concurrent = max(1, asked)
         self.max_head_offpolicyness = int(max_head_offpolicyness)
-        self._replaces_rejected = replaces_rejected
+        self.replaces_rejected = replaces_rejected
         self._stat = RolloutStat()
         self._lock = threading.Lock()
 
@@ -105,7 +107,7 @@ class StalenessManager:
 
     def reject(self) -> None:
         """One that runs has ended, and is left out."""
-        self._add(running=-1, rejected=1, claimed=0 if self._replaces_rejected else 1)
+        self._add(running=-1, rejected=1, claimed=0 if self.replaces_rejected else 1)
 
     def withdraw(self) -> None:
         """One that runs was cancelled, and counts for nothing."""
@@ -120,10 +122,17 @@ class StalenessManager:
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
-    def recover(self, version: int, unused: int = 0) -> None:
-        """Begin again at a version: one batch per version has been used, and ``unused`` ended episodes were kept for later."""
+    def unclaim(self) -> None:
+        """A rejected one that a dynamic batch would have counted is run again."""
+        self._add(claimed=-1)
+
+    def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
+        """Begin again at a version.
+
+        One batch per version has been used; ``unused`` accepted episodes and ``claimed`` rejected ones wait for the next.
+        """
         with self._lock:
-            self._stat = RolloutStat(accepted=version * self.batch_size + unused)
+            self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 
     def _add(self, **changes: int) -> None:
         with self._lock:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areno.errors import ArenoError, UsageError
+from areno.experiments.staleness import oldest_version
 from areno.experiments.trajectory import Trajectory
 
 Accept = Callable[[Trajectory], Any]
@@ -51,6 +52,33 @@ class Task:
     trajectory: Trajectory | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an episode came to: a trajectory, or ``why`` there is none, and the exception where it raised."""
+
+    trajectory: Trajectory | None = None
+    why: Rejection | None = None
+    error: BaseException | None = None
+
+
+def judge(task: Task, future: Future[Trajectory | None]) -> Verdict | None:
+    """The verdict on an episode that has ended, by its plan's filter; None for one that was cancelled."""
+    if future.cancelled():
+        return None
+    error = future.exception()
+    if error is not None:
+        return Verdict(why="raised", error=error)
+    trajectory = future.result()
+    if trajectory is None:
+        return Verdict(why="returned None")
+    try:
+        accept = task.plan.should_accept_fn if task.plan is not None else None
+        kept = accept is None or bool(accept(trajectory))
+    except Exception as failure:
+        return Verdict(why="raised", error=failure)
+    return Verdict(trajectory) if kept else Verdict(why="was refused by the filter")
+
+
 @dataclass(slots=True)
 class Batch:
     """What a training step uses.
@@ -68,6 +96,19 @@ class Batch:
     version: int
     staleness: list[int]
     rejected: int = 0
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], version: int) -> Batch:
+        """The batch of finished tasks, in their order."""
+        used = [(task.id, task.trajectory) for task in tasks if task.trajectory is not None]
+        oldest = [oldest_version(trajectory) for _, trajectory in used]
+        return cls(
+            trajectories=[trajectory for _, trajectory in used],
+            task_ids=[name for name, _ in used],
+            version=version,
+            staleness=[version - one if one is not None else 0 for one in oldest],
+            rejected=len(tasks) - len(used),
+        )
 
 
 @dataclass(slots=True)
@@ -110,7 +151,9 @@ class Watchdog:
         what = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         text = f"the last {rejected} episodes were all left out ({what}), so there is nothing to train on"
         if self.first_error is None:
-            return RolloutStoppedError(f"{text}; look at the filter, at the rewards, and at rows that the model can solve")
+            return RolloutStoppedError(
+                f"{text}; look at the filter, at the rewards, and at rows that the model can solve"
+            )
         shown = "".join(traceback.format_exception(self.first_error))
         stopped = RolloutStoppedError(f"{text}. The first exception was:\n{shown}")
         stopped.__cause__ = self.first_error

@@ -68,7 +68,9 @@ def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
     for other in trajectories[1:]:
         if set(other) != names:
             odd = ", ".join(sorted(names ^ set(other)))
-            raise UsageError(f"trajectories of one group differ in the keys {odd}; return the same keys from each episode")
+            raise UsageError(
+                f"trajectories of one group differ in the keys {odd}; return the same keys from each episode"
+            )
     return {name: _stacked(name, [trajectory[name] for trajectory in trajectories]) for name in trajectories[0]}
 
 
@@ -94,15 +96,21 @@ def check_trajectory(trajectory: Any) -> None:
         )
     missing = [name for name in _NEEDED if name not in trajectory]
     if missing:
-        raise UsageError(f"a workflow's trajectory lacks {', '.join(missing)}; it has {', '.join(map(str, trajectory))}")
+        raise UsageError(
+            f"a workflow's trajectory lacks {', '.join(missing)}; it has {', '.join(map(str, trajectory))}"
+        )
     shape = trajectory["input_ids"].shape
     if len(shape) != 2 or not shape[1]:
         raise UsageError(f"input_ids of a trajectory has the shape {list(shape)}; make it [samples, tokens]")
     for name in _PER_TOKEN:
         if trajectory[name].shape != shape:
-            raise UsageError(f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, input_ids {list(shape)}")
+            raise UsageError(
+                f"{name} of a trajectory has the shape {list(trajectory[name].shape)}, input_ids {list(shape)}"
+            )
     if trajectory["rewards"].shape != shape[:1]:
-        raise UsageError(f"rewards of a trajectory has the shape {list(trajectory['rewards'].shape)}; make it [{shape[0]}]")
+        raise UsageError(
+            f"rewards of a trajectory has the shape {list(trajectory['rewards'].shape)}; make it [{shape[0]}]"
+        )
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
             raise UsageError(f"{name} of a trajectory holds a number that is not finite")

@@ -33,11 +33,15 @@ OnError = Literal["stop", "drop"]
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """What became of one record: a finite ``value``, or None and the ``error``; ``seconds`` is the function's time."""
+    """What became of one record: a finite ``value``, or None and the ``error``; ``seconds`` is the function's time.
+
+    ``lost`` says that the function neither returned nor raised: it was too late, or its process died.
+    """
 
     value: float | None
     error: str | None
     seconds: float
+    lost: bool = False
 
 
 class RewardRunner:
@@ -224,10 +228,10 @@ class RewardRunner:
             return
         for index in suspects:
             started = lane.running.get(index)
-            self._fail(batch, index, reason, 0.0 if started is None else time.monotonic() - started)
+            self._fail(batch, index, reason, 0.0 if started is None else time.monotonic() - started, lost=True)
 
-    def _fail(self, batch: _Batch, index: int, reason: str, seconds: float) -> None:
-        batch.finish(index, RewardOutcome(None, reason, seconds))
+    def _fail(self, batch: _Batch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
+        batch.finish(index, RewardOutcome(None, reason, seconds, lost))
         if self.on_error == "stop":
             raise RewardError(self._message(batch.records[index], index, reason))
 

@@ -39,7 +39,7 @@ class RolloutWorkflow(ABC):
         """Run several samples of a row; a workflow that can share work between them has its own way."""
         return await run_samples(samples, lambda: self.arun_episode(engine, dict(data)))
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027  (most start nothing)
         """End what the workflow has started; called once, when no episode of it runs any more."""
 
 

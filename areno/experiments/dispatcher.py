@@ -1,0 +1,494 @@
+"""Runs episodes while training goes on, and puts their trajectories together to batches.
+
+Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest of them begins as a coroutine in the event loop
+of :mod:`pool`. A batch takes the trajectories whose episodes began first, so that short answers are not preferred, and
+shuffles them. Every wait says what it waits for, ends when nothing can come any more, and stops a run in which nothing is
+accepted, with the first exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import DataError, EngineError, UsageError
+from areno.experiments.dump import TrajectoryDump
+from areno.experiments.engine_client import EPISODE, EngineClient, Episode
+from areno.experiments.pool import EpisodeLoop
+from areno.experiments.staleness import StalenessManager, too_old
+from areno.experiments.tasks import Accept, Batch, OnStale, Plan, Rejection, Task, Verdict, Watchdog, judge
+from areno.experiments.trajectory import Trajectory
+from areno.experiments.workflows.base import as_trajectory
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+Listener = Callable[[int, str, str], None]
+"""Called with the task's id, its status (``running, accepted, rejected, failed, dropped``) and a reason."""
+
+_LOOK_S = 0.5
+_CLOSE_S = 30.0
+_QUEUE_PER_ROLLOUT = 16
+
+
+class BatchDispatcher:
+    """See the module's text; close it, or use it as a context manager.
+
+    Args:
+        client: gives episodes their tokens.
+        staleness: says how many may run; its batch size is that of :meth:`prepare_batch`.
+        seed: of the shuffling.
+        dynamic_bs: a batch is complete when accepted and rejected episodes together are as many as its size; it has the
+            accepted ones only. ``staleness`` must have been made with ``replaces_rejected=False``.
+        queue_size: most rows that wait; None is 16 for each concurrent rollout. Staleness control bounds it further.
+        max_staleness: exact bound: a trajectory with a token that is more versions behind than this, when it would be used,
+            is not used. None bounds nothing beyond the admission of episodes.
+        on_stale: what becomes of the row of such a trajectory: ``regenerate`` runs it again, ``drop`` leaves it out.
+        max_errors_in_a_row: episodes that may raise one after the other; None is twice the batch size, at least 8.
+        max_rejections_in_a_row: episodes that may be left out one after the other; None is 16 batches, at least 128.
+        stall_report_s: how often a wait without progress is reported, in seconds.
+        stall_timeout_s: how long a wait may go without progress.
+        check_trajectory_format: check every trajectory's keys, shapes and numbers.
+        dump: writes trajectories down; None writes nothing.
+        listener: hears of every episode, in any thread.
+
+    Raises:
+        UsageError: options do not go together.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        staleness: StalenessManager,
+        *,
+        seed: int = 0,
+        dynamic_bs: bool = False,
+        queue_size: int | None = None,
+        max_staleness: int | None = None,
+        on_stale: OnStale = "regenerate",
+        max_errors_in_a_row: int | None = None,
+        max_rejections_in_a_row: int | None = None,
+        stall_report_s: float = 60.0,
+        stall_timeout_s: float = 3600.0,
+        check_trajectory_format: bool = False,
+        dump: TrajectoryDump | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        if on_stale not in ("regenerate", "drop"):
+            raise UsageError(f"on_stale {on_stale!r} is unknown; use regenerate or drop")
+        if dynamic_bs == staleness.replaces_rejected:
+            raise UsageError(
+                f"dynamic_bs={dynamic_bs} needs a StalenessManager with replaces_rejected={not dynamic_bs}"
+            )
+        if queue_size is not None and queue_size < 1:
+            raise UsageError(f"rollout.queue_size must be at least 1, got {queue_size}")
+        self.client, self.staleness = client, staleness
+        self._seed, self._dynamic, self._max_staleness, self._on_stale = seed, dynamic_bs, max_staleness, on_stale
+        self._ahead = min(queue_size or _QUEUE_PER_ROLLOUT * staleness.max_concurrent, staleness.pending_limit)
+        size = staleness.batch_size
+        self._watchdog = Watchdog(
+            max_errors_in_a_row or max(2 * size, 8), max_rejections_in_a_row or max(16 * size, 128)
+        )
+        self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
+        self._check, self._dump, self._listener = check_trajectory_format, dump, listener
+        self._changed = threading.Condition(threading.RLock())
+        self._version = 0
+        self._plan: Plan | None = None
+        self._pending: deque[Task] = deque()
+        self._running: dict[int, Task] = {}
+        self._finished: list[Task] = []
+        self._next_id = self._begun = self._ended = self._batches = 0
+        self._paused = self._closed = False
+        self._failure: BaseException | None = None
+        self._counts = {"failed": 0, "filtered": 0, "empty": 0, "restarted": 0}
+        self._workflows: list[Any] = []
+        self._loop = EpisodeLoop()
+
+    # -- what others may ask for -----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are to be trained next."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Training has made new weights: more episodes may begin."""
+        with self._changed:
+            self._version = version
+            self._pump()
+
+    def pause(self) -> None:
+        """Begin no further episodes; those that run go on."""
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Begin episodes again."""
+        with self._changed:
+            self._paused = False
+            self._pump()
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: those of :class:`RolloutStat`, and ``failed`` (raised), ``filtered`` (refused by the filter), ``empty``
+        (returned None), which are all rejected, and ``restarted`` (run again because the workflow was changed)."""
+        stat = self.staleness.stat
+        kept = {name: getattr(stat, name) for name in ("enqueued", "running", "accepted", "rejected", "stale")}
+        return {**kept, **self._counts}
+
+    def prepare_batch(
+        self, rows: Iterator[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
+    ) -> Batch:
+        """The next batch for training; rows are read ahead for those that follow.
+
+        What this call says about workflow and filter holds for all that it returns: rows that wait take it over, and rows
+        that were run otherwise are run again (counted as ``restarted``).
+
+        Args:
+            rows: endless, or long enough; read in the caller's thread.
+            workflow: runs the episodes.
+            should_accept_fn: keeps a trajectory of the whole group, or leaves it out.
+
+        Raises:
+            DataError: the rows end before the batch is complete.
+            EngineError: nothing has happened for too long, or nothing can ever happen.
+            RolloutStoppedError: episodes are left out one after the other.
+        """
+        self._adopt(Plan(workflow, should_accept_fn))
+        more = partial(self._read_ahead, rows)
+        batch = self._wait(f"batch {self._batches} (weights of version {self._version})", self._take_batch, more)
+        more()
+        return batch
+
+    def rollout_batch(
+        self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
+    ) -> list[Trajectory]:
+        """Run rows to their end, for an evaluation; trajectories come in the order of rows, without those left out.
+
+        Raises:
+            EngineError: nothing has happened for too long, or nothing can ever happen.
+            RolloutStoppedError: episodes are left out one after the other.
+        """
+        plan = Plan(workflow, should_accept_fn)
+        with self._changed:
+            self._use(plan)
+            tasks = [self._enqueue(data, plan) for data in rows]
+            self._pump()
+        mine = {task.id for task in tasks}
+
+        def over() -> list[Trajectory] | None:
+            for task in [task for task in self._finished if task.id in mine]:
+                self._finished.remove(task)
+                self._leave_out(task, stale=False, claimed=False)  # no batch will use it, so others may begin
+            self._pump()
+            if mine & ({task.id for task in self._pending} | self._running.keys()):
+                return None
+            return [task.trajectory for task in tasks if task.trajectory is not None]
+
+        return self._wait(f"{len(tasks)} rows of one rollout", over, lambda: False)
+
+    def close(self) -> None:
+        """Cancel what runs, and end workflows and thread; a second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            workflows, self._workflows = self._workflows, []
+        for task in list(self._running.values()):
+            if task.future is not None:
+                task.future.cancel()
+        for workflow in workflows:
+            if hasattr(workflow, "aclose"):
+                with contextlib.suppress(TimeoutError):  # an episode blocks the loop, which then reports it
+                    self._loop.start(workflow.aclose()).result(_CLOSE_S)
+        self._loop.close()
+
+    def __enter__(self) -> BatchDispatcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- recovery --------------------------------------------------------------------------------------------------
+
+    def export_state(self) -> dict[str, Any]:
+        """What recovery needs, between two batches: rows that wait or run, trajectories that no batch has used, counters.
+
+        Rows that run are told as waiting, in the order in which they began: they are run again. With the position of the
+        data source, saved at the same time, every row ends in one accepted batch.
+        """
+        with self._changed:
+            running = sorted(self._running.values(), key=lambda task: task.order)
+            finished = sorted(self._finished, key=lambda task: task.order)
+            return {
+                "version": self._version,
+                "batches": self._batches,
+                "next_id": self._next_id,
+                "waiting": [{"id": task.id, "data": task.data} for task in (*running, *self._pending)],
+                "finished": [{"id": task.id, "data": task.data, "trajectory": task.trajectory} for task in finished],
+                "counts": dict(self._counts),
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`export_state`; episodes begin when the first batch is asked for.
+
+        Raises:
+            UsageError: episodes have begun already.
+        """
+        with self._changed:
+            if self._next_id:
+                raise UsageError("load_state comes before the first batch: this dispatcher has begun episodes already")
+            self._version, self._batches, self._next_id = state["version"], state["batches"], state["next_id"]
+            self._pending = deque(Task(kept["id"], kept["data"]) for kept in state["waiting"])
+            self._finished = [
+                Task(kept["id"], kept["data"], order=order, trajectory=kept["trajectory"])
+                for order, kept in enumerate(state["finished"])
+            ]
+            self._begun, self._counts = len(self._finished), dict(state["counts"])
+            unused = sum(task.trajectory is not None for task in self._finished)
+            self.staleness.recover(self._version, unused, len(self._finished) - unused)
+            self.staleness.enqueue(len(self._pending))
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, data: dict[str, Any], plan: Plan | None) -> Task:
+        task = Task(self._next_id, data, plan)
+        self._next_id += 1
+        self._pending.append(task)
+        self.staleness.enqueue()
+        return task
+
+    def _read_ahead(self, rows: Iterator[dict[str, Any]]) -> bool:
+        """Fill the queue; whether more rows may follow. The caller's iterator runs outside of the lock."""
+        while self.staleness.stat.enqueued < self._ahead:
+            try:
+                data = next(rows)
+            except StopIteration:
+                return False
+            with self._changed:
+                self._enqueue(data, self._plan)
+                self._pump()
+        return True
+
+    def _use(self, plan: Plan) -> None:
+        self._plan = plan
+        if not any(workflow is plan.workflow for workflow in self._workflows):
+            self._workflows.append(plan.workflow)
+
+    def _adopt(self, plan: Plan) -> None:
+        """From now on rows are run by this plan; what was run by another one is run again."""
+        with self._changed:
+            self._use(plan)
+            again = []
+            for task in [task for task in self._running.values() if task.plan != plan]:
+                del self._running[task.id]
+                self.staleness.withdraw()
+                if task.future is not None:
+                    task.future.cancel()
+                again.append(task)
+            for task in [task for task in self._finished if task.plan is not None and task.plan != plan]:
+                self._finished.remove(task)
+                self._leave_out(task, stale=False, claimed=False)
+                again.append(task)
+            if again:
+                logger.warning("%d rows are run again, because the workflow or the filter was changed", len(again))
+                self._counts["restarted"] += len(again)
+            self._requeue(again)
+            for task in (*self._pending, *self._finished):
+                task.plan = plan
+            self._pump()
+
+    def _requeue(self, tasks: list[Task]) -> None:
+        """Run rows again, before all others."""
+        for task in sorted(tasks, key=lambda task: task.order, reverse=True):
+            self._pending.appendleft(Task(task.id, task.data, self._plan))
+            self.staleness.enqueue()
+
+    def _leave_out(self, task: Task, *, stale: bool, claimed: bool) -> None:
+        """A finished one is not used after all."""
+        if task.trajectory is None:  # a rejected one that a dynamic batch would have counted
+            self.staleness.unclaim()
+        else:
+            self.staleness.discard(stale=stale, claimed=claimed)
+
+    # -- episodes --------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Begin what may begin; the lock is held."""
+        while self._may_begin():
+            task = self._pending.popleft()
+            task.order, task.began_s = self._begun, time.monotonic()
+            self._begun += 1
+            self.staleness.begin()
+            self._running[task.id] = task
+            self._say(task, "running", "")
+            task.future = self._loop.start(self._run(task))
+            task.future.add_done_callback(partial(self._end, task))
+        self._changed.notify_all()
+
+    def _may_begin(self) -> bool:
+        if (
+            not self._pending
+            or self._paused
+            or self._closed
+            or self._failure is not None
+            or self._pending[0].plan is None
+        ):
+            return False
+        return self.staleness.capacity(self._version) > 0
+
+    async def _run(self, task: Task) -> Trajectory | None:
+        EPISODE.set(Episode(task.id))
+        assert task.plan is not None
+        trajectory = as_trajectory(await task.plan.workflow.arun_episode(self.client, task.data), self._check)
+        if trajectory is not None and self._dump is not None:
+            self._dump.write(task.id, trajectory)
+        return trajectory
+
+    def _end(self, task: Task, future: Future[Trajectory | None]) -> None:
+        """An episode is over; called in its loop's thread."""
+        verdict = judge(task, future)
+        with self._changed:
+            if self._running.get(task.id) is not task:
+                return  # taken back meanwhile
+            del self._running[task.id]
+            if verdict is None:
+                self.staleness.withdraw()
+            else:
+                self._keep(task, verdict)
+            self._ended += 1
+            self._pump()
+
+    def _keep(self, task: Task, verdict: Verdict) -> None:
+        task.trajectory = verdict.trajectory
+        if verdict.why is None:
+            self.staleness.accept()
+            self._watchdog.accepted()
+            self._finished.append(task)
+            self._say(task, "accepted", "")
+            return
+        self.staleness.reject()
+        if self._dynamic:
+            self._finished.append(task)
+        self._count(task, verdict.why, verdict.error)
+        self._failure = self._failure or self._watchdog.rejected(verdict.why, verdict.error)
+
+    def _count(self, task: Task, why: Rejection, error: BaseException | None) -> None:
+        name = {"raised": "failed", "returned None": "empty", "was refused by the filter": "filtered"}[why]
+        self._counts[name] += 1
+        self._say(task, "failed" if error is not None else "rejected", why if error is None else repr(error))
+        if error is None:
+            return
+        if self._counts["failed"] == 1:
+            logger.warning("episode %d is left out:\n%s", task.id, "".join(traceback.format_exception(error)))
+        else:
+            logger.warning("episode %d is left out: %s: %s", task.id, type(error).__name__, error)
+
+    def _say(self, task: Task, status: str, reason: str) -> None:
+        if self._listener is not None:
+            self._listener(task.id, status, reason)
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def _take_batch(self) -> Batch | None:
+        self._sort_out()
+        size = self.staleness.batch_size
+        if len(self._finished) < size:
+            return None
+        self._finished.sort(key=lambda task: task.order)
+        taken, self._finished = self._finished[:size], self._finished[size:]
+        random.Random(derive_seed(self._seed, self._batches)).shuffle(taken)
+        self._batches += 1
+        return Batch.of(taken, self._version)
+
+    def _sort_out(self) -> None:
+        """Take out what is too old for the exact bound."""
+        if self._max_staleness is None:
+            return
+        bound, again = self._max_staleness, []
+        for task in [
+            t for t in self._finished if t.trajectory is not None and too_old(t.trajectory, self._version, bound)
+        ]:
+            keeps_place = self._dynamic and self._on_stale == "drop"
+            self._leave_out(task, stale=True, claimed=keeps_place)
+            self._say(task, "dropped", "became too old")
+            if keeps_place:
+                task.trajectory = None
+                continue
+            self._finished.remove(task)
+            again += [task] if self._on_stale == "regenerate" else []
+        self._requeue(again)
+        self._pump()
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def _wait(self, name: str, ready: Callable[[], Found | None], more: Callable[[], bool]) -> Found:
+        """Wait until ``ready`` finds something; ``more`` reads rows and says whether there can be further ones."""
+        began = quiet_since = reported = time.monotonic()
+        seen = self._progress()
+        while True:
+            may_come = more()
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed:
+                    raise EngineError(f"waiting for {name}: the dispatcher is closed")
+                self._pump()
+                found = ready()
+                if found is not None:
+                    return found
+                self._refuse_hopeless(name, may_come)
+                self._changed.wait(_LOOK_S)
+            now, progress = time.monotonic(), self._progress()
+            if progress != seen:
+                seen, quiet_since, reported = progress, now, now
+            if now - reported >= self._report_s:
+                reported = now
+                logger.warning("waiting for %s since %.0f s: %s", name, now - began, self.describe())
+            if now - quiet_since >= self._timeout_s:
+                raise EngineError(f"waiting for {name}: nothing happened for {self._timeout_s:g} s; {self.describe()}")
+
+    def _progress(self) -> tuple[int, int]:
+        return self._ended, self.client.engine.load().generated_total
+
+    def _refuse_hopeless(self, name: str, may_come: bool) -> None:
+        """Nothing runs and nothing can begin: say so at once, and not after an hour."""
+        if self._running or self._paused:
+            return
+        if self._pending and self.staleness.capacity(self._version) <= 0:
+            raise EngineError(
+                f"waiting for {name}: nothing runs, and at version {self._version} nothing more may begin ("
+                f"{self.describe()}); call set_version after each update, and take one batch per version"
+            )
+        if not self._pending and not may_come:
+            raise DataError(
+                f"waiting for {name}: the rows have ended with {len(self._finished)} of {self.staleness.batch_size} episodes; "
+                "give more rows, or a smaller batch size"
+            )
+
+    def describe(self) -> str:
+        """Where episodes are, in one line."""
+        with self._changed:
+            stat = self.staleness.stat
+            parts = [
+                f"{len(self._finished)} of {self.staleness.batch_size} ready, {stat.running} running, {stat.enqueued} waiting",
+                f"capacity {self.staleness.capacity(self._version)} at version {self._version}",
+                f"{stat.accepted} accepted, {stat.rejected} rejected, {stat.stale} too old so far",
+            ]
+            oldest = min(self._running.values(), key=lambda task: task.order, default=None)
+            if oldest is not None:
+                parts.append(f"the oldest is episode {oldest.id}, for {time.monotonic() - oldest.began_s:.0f} s")
+            if self._paused:
+                parts.append("paused")
+            load = self.client.engine.load()
+            parts.append(f"engine: {load.running} samples running, {load.waiting} waiting")
+            return "; ".join(parts)

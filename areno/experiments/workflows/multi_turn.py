@@ -1,0 +1,114 @@
+"""Several tries at one task: a wrong answer is told so, and the model tries again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from areno.api.agentic.data import LossMaskPolicy
+from areno.api.agentic.rows import build_rows
+from areno.api.agentic.tape import AgentTape
+from areno.errors import DataError, UsageError
+from areno.experiments.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
+from areno.experiments.trajectory import make_trajectory
+from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward_call
+from areno.experiments.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
+from areno.serving.recording import ChatPrompt, RecordedAnswer
+from areno.text.chat import RenderedPrompt, render_generation_prompt
+from areno.types import GeneratedToken
+
+TRY_AGAIN = (
+    "Your answer is wrong, or it is not in the form that was asked for. Look for the mistake, and answer the original "
+    "question again."
+)
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Up to ``max_turns`` answers, until one has a reward other than 0.
+
+    The conversation goes on from the very tokens that were sampled, and makes one training row with all answers in it; a
+    chat template that rewrites what was said before makes several. Each row has the last reward, times
+    ``turn_discount ** (turns - 1)``.
+
+    Args:
+        reward_fn: judges every answer, see :class:`RLVRWorkflow`; ``completions`` is the latest answer.
+        gconfig: how to sample.
+        tokenizer: the model's.
+        max_turns: most answers.
+        turn_discount: what a further try costs, in (0, 1].
+        enable_thinking: passed to the chat template.
+        data_extract_prompt_fn: row -> messages or text.
+        retry_message: what a wrong answer is told.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | AsyncReward,
+        gconfig: GenerationSettings,
+        tokenizer: Any,
+        max_turns: int,
+        turn_discount: float = 1.0,
+        enable_thinking: bool = False,
+        data_extract_prompt_fn: ExtractPrompt = extract_prompt,
+        retry_message: str = TRY_AGAIN,
+    ) -> None:
+        if max_turns < 1:
+            raise UsageError(f"max_turns must be at least 1, got {max_turns}")
+        if not 0 < turn_discount <= 1:
+            raise UsageError(f"turn_discount must be in (0, 1], got {turn_discount}")
+        self.reward, self.gconfig, self.tokenizer = as_reward_call(reward_fn), gconfig, tokenizer
+        self.max_turns, self.turn_discount, self.enable_thinking = max_turns, turn_discount, enable_thinking
+        self._prompt_of, self._retry = data_extract_prompt_fn, retry_message
+
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
+        """See :meth:`RolloutWorkflow.arun_episode`."""
+        prompt = self._prompt_of(data)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        tape, reward = AgentTape(self.tokenizer, 0), 0.0
+        for _ in range(self.max_turns):
+            turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))
+            try:
+                answer = await engine.agenerate(ModelRequest(turn.prompt_tokens, self.gconfig))
+            except DataError:
+                if not tape.turns:
+                    raise
+                break  # the conversation has filled the context
+            text = said_in(answer, self.tokenizer, self.gconfig)
+            turn.end(_recorded(answer, text))
+            reward = await self.reward(turn.prompt_text, text, answer.input_tokens, answer.output_tokens, **data)
+            if reward != 0:
+                break
+            messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": self._retry}]
+        reward *= self.turn_discount ** (len(tape.turns) - 1)
+        rows = build_rows(tape.turns, LossMaskPolicy(), self.tokenizer)
+        trajectory = make_trajectory([(row, reward) for row in rows])
+        return {**trajectory, "num_turns": torch.full((len(rows),), len(tape.turns))}
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
+        return render_generation_prompt(
+            self.tokenizer, messages, not self.enable_thinking, add_generation_prompt=add_generation_prompt
+        )
+
+    async def aclose(self) -> None:
+        """End the reward workers."""
+        self.reward.close()
+
+
+def _recorded(answer: ModelResponse, text: str) -> RecordedAnswer:
+    said = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    return RecordedAnswer(
+        message={"role": "assistant", "content": text},
+        tokens=[GeneratedToken(token, logprob, [], version, None) for token, logprob, version in said],
+        finish="length" if answer.stop_reason == "length" else "stop",
+        by_token=answer.stop_reason == "stop" and answer.output_tokens[-1] in answer.stop_ids,
+        temperature=answer.temperature,
+        text=text,
+        offsets=(),
+        pieces=(),
+        closer="",
+    )

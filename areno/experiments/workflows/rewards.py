@@ -1,0 +1,149 @@
+"""Reward functions for workflows: awaitable, in processes that are killed at a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import queue
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from areno.config.hooks import named_object
+from areno.errors import RewardError, UsageError
+from areno.rewards import RewardRunner
+from areno.types import RewardRecord
+
+RewardFn = Callable[..., Any] | str
+
+_GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
+_CALL = f"{Path(__file__).with_name('reward_call.py')}:call_reward"
+
+
+class AsyncReward:
+    """A reward function with a deadline.
+
+    Each call has a worker process to itself, which is killed and replaced when the function is late. A function that is
+    late or dies with its process is called again; one that raises is not, because it would raise again. What fails for
+    good is an error and never a reward of 0.
+
+    Args:
+        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or its name
+            (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
+        timeout_seconds: deadline of a call.
+        max_workers: calls at the same time; None takes half of the CPUs.
+        max_retries: how often a lost call is repeated.
+
+    Raises:
+        UsageError: the function is not to be found, or cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        *,
+        timeout_seconds: float = 15.0,
+        max_workers: int | None = None,
+        max_retries: int = 3,
+    ) -> None:
+        self.name, self._sent = _sendable(reward_fn)
+        self._timeout_s, self._retries = timeout_seconds, max_retries
+        workers = max_workers or max((os.cpu_count() or 1) // 2, 1)
+        self._idle: queue.SimpleQueue[RewardRunner | None] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(None)  # a process is started when it is first needed
+        self._threads = ThreadPoolExecutor(workers, "areno-reward-call")
+        self._closed = False
+
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float:
+        """The reward.
+
+        Args:
+            prompt: text of the prompt.
+            completions: text of the answer.
+            prompt_ids: its tokens.
+            completion_ids: tokens of the answer.
+            data: the row; fields of the same names as those above are left out.
+
+        Raises:
+            RewardError: the function raised, returned no finite number, or was lost as often as there were retries.
+        """
+        record = RewardRecord(
+            prompt=prompt,
+            completion=completions,
+            tokens=completion_ids,
+            source_record={name: value for name, value in data.items() if name not in _GIVEN},
+            metadata={"reward_fn": self._sent, "prompt_ids": prompt_ids},
+        )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, record)
+
+    def _score(self, record: RewardRecord) -> float:
+        runner = self._idle.get()
+        try:
+            runner = runner or RewardRunner(path=_CALL, timeout_s=self._timeout_s, workers=1, on_error="drop")
+            for attempt in range(self._retries + 1):
+                outcome = runner.run([record])[0]
+                if outcome.value is not None:
+                    return outcome.value
+                if not outcome.lost or attempt == self._retries or self._closed:
+                    break
+            again = f" ({attempt + 1} times)" if attempt else ""
+            raise RewardError(
+                f"reward function {self.name} failed{again}: {outcome.error}\n  prompt: {record.prompt[-200:]!r}\n"
+                f"  completion: {record.completion[:200]!r}"
+            )
+        finally:
+            if self._closed and runner is not None:
+                runner.close()
+            else:
+                self._idle.put(runner)
+
+    def close(self) -> None:
+        """End the idle workers now, and those that are busy after their call."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while not self._idle.empty():
+            runner = self._idle.get()
+            if runner is not None:
+                runner.close()
+
+
+def as_reward_call(reward_fn: RewardFn | AsyncReward) -> AsyncReward:
+    """The function with a deadline, unless it has one already."""
+    return reward_fn if isinstance(reward_fn, AsyncReward) else AsyncReward(reward_fn)
+
+
+def _sendable(reward_fn: RewardFn) -> tuple[str, bytes | str]:
+    """Name of the function, and what its worker finds it by."""
+    if isinstance(reward_fn, str):
+        named_object(reward_fn, option="reward_fn")
+        return reward_fn, reward_fn
+    name = f"{getattr(reward_fn, '__module__', '')}.{getattr(reward_fn, '__qualname__', repr(reward_fn))}"
+    module = sys.modules.get(getattr(reward_fn, "__module__", ""))
+    by_value = module is not None and module.__name__ != "__main__" and not _can_be_imported(module.__name__)
+    try:
+        if by_value:
+            cloudpickle.register_pickle_by_value(module)
+        return name, cloudpickle.dumps(reward_fn)
+    except Exception as error:
+        raise UsageError(
+            f"reward_fn {name} cannot be sent to a worker process: {type(error).__name__}: {error}; define it at the top of "
+            "a module, and open what it needs inside of it"
+        ) from error
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,92 @@
+"""One prompt, one answer, one verifiable reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from areno.api.agentic.rows import completion_row
+from areno.errors import DataError
+from areno.experiments.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
+from areno.experiments.trajectory import Trajectory, make_trajectory
+from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward_call
+from areno.text.chat import Prompt, encode_generation_prompt
+
+GetInputIds = Callable[[Any, Any, bool], list[int]]
+ExtractPrompt = Callable[[dict[str, Any]], Any]
+
+
+def extract_prompt(data: dict[str, Any]) -> Prompt:
+    """Messages of a row (``messages``), or its text (``prompt``, ``question``).
+
+    Raises:
+        DataError: the row has none of them.
+    """
+    for name in ("messages", "prompt", "question"):
+        if data.get(name):
+            return data[name]
+    raise DataError(
+        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; give data_extract_prompt_fn"
+    )
+
+
+def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
+    """Prompt tokens through the chat template."""
+    return encode_generation_prompt(tokenizer, prompt, disable_thinking=not enable_thinking)
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """One answer per episode.
+
+    Args:
+        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, its name, or one with other
+            deadlines, see :class:`AsyncReward`.
+        gconfig: how to sample.
+        tokenizer: the model's.
+        enable_thinking: passed to the chat template.
+        get_input_ids_fn: ``(prompt, tokenizer, enable_thinking)`` -> prompt tokens.
+        data_extract_prompt_fn: row -> what ``get_input_ids_fn`` gets.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | AsyncReward,
+        gconfig: GenerationSettings,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        get_input_ids_fn: GetInputIds = input_ids_of,
+        data_extract_prompt_fn: ExtractPrompt = extract_prompt,
+    ) -> None:
+        self.reward, self.gconfig, self.tokenizer = as_reward_call(reward_fn), gconfig, tokenizer
+        self.enable_thinking = enable_thinking
+        self._input_ids, self._prompt_of = get_input_ids_fn, data_extract_prompt_fn
+
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
+        """See :meth:`RolloutWorkflow.arun_episode`."""
+        return (await self.arun_group(engine, data, 1))[0]
+
+    async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
+        """Several answers; the prompt is read once for all of them."""
+        prompt_ids = list(self._input_ids(self._prompt_of(data), self.tokenizer, self.enable_thinking))
+        answers = await engine.agenerate_group(ModelRequest(prompt_ids, self.gconfig), samples)
+        prompt = self.tokenizer.decode(prompt_ids)
+        return await asyncio.gather(*(self._rewarded(prompt, answer, data) for answer in answers))
+
+    async def _rewarded(self, prompt: str, answer: ModelResponse, data: dict[str, Any]) -> Trajectory:
+        reward = await self.reward(
+            prompt, said_in(answer, self.tokenizer, self.gconfig), answer.input_tokens, answer.output_tokens, **data
+        )
+        row = completion_row(answer.input_tokens, answer.sequence, answer.temperature)
+        return make_trajectory([(row, reward)])
+
+    async def aclose(self) -> None:
+        """End the reward workers."""
+        self.reward.close()
+
+
+def said_in(answer: ModelResponse, tokenizer: Any, gconfig: GenerationSettings) -> str:
+    """Text of an answer without the token that ended it."""
+    tokens = answer.output_tokens_without_stop
+    return str(tokenizer.decode(tokens, skip_special_tokens=gconfig.skip_special_tokens))
