@@ -28,8 +28,8 @@ from areno.types import RewardRecord
 
 _CLOSE_GRACE_S = 1.0
 _BOOT = (
-    "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('sys_path'); "
-    "from areno.rewards.worker import main; main(settings)"
+    "import importlib, json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('sys_path'); "
+    "importlib.import_module(settings.pop('module')).main(settings)"
 )
 
 
@@ -76,19 +76,25 @@ class Pool(ABC):
         """End all lanes."""
 
 
-class ProcessLane(Lane):
-    """A worker process in a session of its own, so that killing it also kills what its function started."""
+class WorkerProcess:
+    """A Python process in a session of its own, with a connection: killing it also kills what it has started.
 
-    def __init__(self, position: int, path: str, timeout_s: float) -> None:
-        super().__init__(position)
+    The process ends when this one does, whatever ends it, once it has called :func:`areno.rewards.worker.end_with_parent`.
+
+    Args:
+        module: its ``main(settings)`` is called in the process.
+        settings: JSON; ``connection`` and ``lifeline`` are added, as file descriptors.
+    """
+
+    def __init__(self, module: str, settings: dict[str, Any]) -> None:
         self.connection, theirs = Pipe()
         self._lifeline, their_lifeline = socket.socketpair()
         settings = {
+            **settings,
             "sys_path": [entry for entry in sys.path if isinstance(entry, str)],
-            "path": path,
+            "module": module,
             "connection": theirs.fileno(),
             "lifeline": their_lifeline.fileno(),
-            "timeout_s": timeout_s,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(settings)],
@@ -104,6 +110,53 @@ class ProcessLane(Lane):
         """Process id, which is also the process group's."""
         return self._process.pid
 
+    def kill(self) -> None:
+        """End the process and everything it started, now."""
+        self.stop()
+        self.close()
+
+    def stop(self) -> None:
+        """The same, but leave the connection open for a thread that is reading from it; :meth:`close` must follow."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+        self._lifeline.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a process that was asked to leave."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` is next
+            self._process.wait(timeout_s)
+
+    def death(self) -> str:
+        """How it ended, after its connection has."""
+        try:
+            code = self._process.wait(timeout=_CLOSE_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "its worker process closed the connection to the trainer"
+        try:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        except ValueError:
+            how = f"signal {-code}"
+        return f"its worker process died ({how})"
+
+
+class ProcessLane(Lane):
+    """A worker process for a reward file."""
+
+    def __init__(self, position: int, path: str, timeout_s: float) -> None:
+        super().__init__(position)
+        self.process = WorkerProcess("areno.rewards.worker", {"path": path, "timeout_s": timeout_s})
+        self.connection = self.process.connection
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the process group's."""
+        return self.process.pid
+
     def send(self, jobs: list[Job]) -> None:
         """See :meth:`Lane.send`."""
         with contextlib.suppress(OSError):  # the worker died; `read` reports it
@@ -114,35 +167,11 @@ class ProcessLane(Lane):
         try:
             return json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            return ["died", self._death()]
-
-    def kill(self) -> None:
-        """End the process and everything it started, now."""
-        if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-        self.connection.close()
-        self._lifeline.close()
+            return ["died", self.process.death()]
 
     def leave(self) -> None:
-        """Ask an idle worker to end on its own; :meth:`kill` must follow."""
+        """Ask an idle worker to end on its own; killing it must follow."""
         self.connection.close()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a worker that was asked to leave."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` is next
-            self._process.wait(timeout_s)
-
-    def _death(self) -> str:
-        try:
-            code = self._process.wait(timeout=_CLOSE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            return "its worker process closed the connection to the trainer"
-        try:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        except ValueError:
-            how = f"signal {-code}"
-        return f"its worker process died ({how})"
 
 
 class ProcessPool(Pool):
@@ -166,7 +195,7 @@ class ProcessPool(Pool):
     def replace(self, position: int) -> None:
         """See :meth:`Pool.replace`; the old worker is killed together with everything it started."""
         self._selector.unregister(self.lanes[position].connection)
-        self.lanes[position].kill()
+        self.lanes[position].process.kill()
         self.lanes[position] = self._spawn(position)
 
     def close(self) -> None:
@@ -177,9 +206,9 @@ class ProcessPool(Pool):
         for lane in idle:
             lane.leave()
         for lane in idle:
-            lane.wait(max(deadline - time.monotonic(), 0))
+            lane.process.wait(max(deadline - time.monotonic(), 0))
         for lane in self.lanes:
-            lane.kill()
+            lane.process.kill()
 
     def _spawn(self, position: int) -> ProcessLane:
         lane = ProcessLane(position, self._path, self._timeout_s)

@@ -119,7 +119,7 @@ def main(settings: dict[str, Any]) -> None:
         settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
             ``timeout_s``.
     """
-    _end_with_parent(settings["lifeline"])
+    end_with_parent(settings["lifeline"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -196,7 +196,7 @@ def _reason(error: BaseException, source: str) -> str:
     return str(error) if isinstance(error, RewardError) else describe_error(error, source)
 
 
-def _end_with_parent(lifeline: int) -> None:
+def end_with_parent(lifeline: int) -> None:
     """Make the kernel end this process group when the parent is gone.
 
     The parent holds the other end of the socket, so even its SIGKILL closes it. The signal, SIGIO, needs no help:

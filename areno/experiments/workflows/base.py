@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from areno.errors import UsageError
 from areno.experiments.engine_client import EPISODE, EngineClient, Episode
 from areno.experiments.trajectory import Trajectory, check_trajectory, make_trajectory, stack
@@ -114,7 +116,8 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     if result is None or (isinstance(result, dict) and not result):
         return None
     if isinstance(result, dict) and is_interactions(result):
-        return make_trajectory([(found.row, found.reward) for found in result.values()])
+        trajectory = make_trajectory([(found.row, found.reward) for found in result.values()])
+        return {**trajectory, "num_turns": torch.tensor([found.num_turns for found in result.values()])}
     if check or not isinstance(result, dict) or "input_ids" not in result:
         check_trajectory(result)
     return result

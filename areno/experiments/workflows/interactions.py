@@ -23,12 +23,14 @@ class Interaction:
         row: tokens, log-probs, versions and what is trained on.
         reward: after discounting.
         messages: what the answer was given, and the answer.
+        num_turns: answers in the whole session.
     """
 
     id: str
     row: TrajectoryRow
     reward: float
     messages: list[dict[str, Any]]
+    num_turns: int
 
 
 def discounted(rewards: Sequence[float | None], turn_discount: float) -> list[float]:
@@ -72,7 +74,7 @@ def export_interactions(
         rows = [(said[max(row.turns)], row) for row in build_rows(said, LossMaskPolicy(), tokenizer)]
     return {
         f"{turn.response_id or turn.id}#{index}": Interaction(
-            turn.response_id or turn.id, row, returns[turn], [*turn.messages, turn.answer]
+            turn.response_id or turn.id, row, returns[turn], [*turn.messages, turn.answer], len(said)
         )
         for index, (turn, row) in enumerate(rows)
     }

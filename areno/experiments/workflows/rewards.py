@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import queue
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from areno.config.hooks import named_object
-from areno.errors import RewardError, UsageError
+from areno.errors import RewardError
+from areno.experiments.workflows.sending import name_of, pickled
 from areno.rewards import RewardRunner
 from areno.types import RewardRecord
 
@@ -51,7 +48,12 @@ class AsyncReward:
         max_workers: int | None = None,
         max_retries: int = 3,
     ) -> None:
-        self.name, self._sent = _sendable(reward_fn)
+        self._sent: bytes | str
+        if isinstance(reward_fn, str):
+            named_object(reward_fn, option="reward_fn")  # say now what is wrong with it
+            self.name = self._sent = reward_fn
+        else:
+            self.name, self._sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
         self._timeout_s, self._retries = timeout_seconds, max_retries
         workers = max_workers or max((os.cpu_count() or 1) // 2, 1)
         self._idle: queue.SimpleQueue[RewardRunner | None] = queue.SimpleQueue()
@@ -118,32 +120,3 @@ class AsyncReward:
 def as_reward_call(reward_fn: RewardFn | AsyncReward) -> AsyncReward:
     """The function with a deadline, unless it has one already."""
     return reward_fn if isinstance(reward_fn, AsyncReward) else AsyncReward(reward_fn)
-
-
-def _sendable(reward_fn: RewardFn) -> tuple[str, bytes | str]:
-    """Name of the function, and what its worker finds it by."""
-    if isinstance(reward_fn, str):
-        named_object(reward_fn, option="reward_fn")
-        return reward_fn, reward_fn
-    name = f"{getattr(reward_fn, '__module__', '')}.{getattr(reward_fn, '__qualname__', repr(reward_fn))}"
-    module = sys.modules.get(getattr(reward_fn, "__module__", ""))
-    by_value = module is not None and module.__name__ != "__main__" and not _can_be_imported(module.__name__)
-    try:
-        if by_value:
-            cloudpickle.register_pickle_by_value(module)
-        return name, cloudpickle.dumps(reward_fn)
-    except Exception as error:
-        raise UsageError(
-            f"reward_fn {name} cannot be sent to a worker process: {type(error).__name__}: {error}; define it at the top of "
-            "a module, and open what it needs inside of it"
-        ) from error
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _can_be_imported(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False

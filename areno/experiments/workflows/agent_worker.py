@@ -1,0 +1,69 @@
+"""The inside of an agent's process: one run after another, each with the session's variables in its environment.
+
+Loads neither torch nor a model; only what the agent itself imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from areno.rewards.worker import end_with_parent
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Run agents until the parent closes the connection.
+
+    Args:
+        settings: ``connection`` and ``lifeline``, file descriptors.
+    """
+    end_with_parent(settings["lifeline"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the agent prints belongs to the log
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = Connection(settings["connection"])
+    while True:
+        try:
+            sent = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(json.dumps(_run(sent)).encode())
+
+
+def _run(sent: bytes) -> list[Any]:
+    """``["value", returned]`` or ``["error", text]``; JSON, because what an agent says is data and never code."""
+    try:
+        job = pickle.loads(sent)
+        os.environ.update(job["environment"])
+        agent = cloudpickle.loads(job["agent"])
+        return ["value", returned_value(asyncio.run(agent.run(job["data"], **job["extra"])))]
+    except BaseException:
+        return ["error", traceback.format_exc()]
+
+
+def returned_value(returned: Any) -> float | dict[str, float] | None:
+    """What an agent has returned: one reward, rewards by the ids of answers, or None where it has set them itself.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if returned is None:
+        return None
+    if isinstance(returned, dict):
+        return {str(name): float(reward) for name, reward in returned.items()}
+    try:
+        return float(returned)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the agent's run returned {type(returned).__name__} {returned!r:.80}; return a reward (float), or rewards by the "
+            "ids of answers (dict)"
+        ) from None

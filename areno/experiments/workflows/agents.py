@@ -1,0 +1,178 @@
+"""Any agent as a workflow: an object with ``async run(data, **extra)`` that talks to an OpenAI or Anthropic client.
+
+All that it changes is the address. What it says is recorded by the server with the very tokens, and becomes training rows
+when its run has returned a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from typing import Any, Literal
+
+from areno.config.packages import missing_server_packages
+from areno.errors import AgentError, UsageError
+from areno.experiments.engine_client import EngineClient, GenerationSettings
+from areno.experiments.workflows.agent_worker import returned_value
+from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.experiments.workflows.interactions import ExportStyle, export_interactions
+from areno.experiments.workflows.processes import AgentProcesses
+from areno.experiments.workflows.sending import name_of, pickled
+from areno.experiments.workflows.sessions import AgentSession, SessionServer
+
+logger = logging.getLogger(__name__)
+
+AgentMode = Literal["inline", "subproc"]
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """One run of an agent per sample.
+
+    The run returns its reward as a number, which the last answer gets; or a dictionary from ids of answers to their rewards;
+    or None, when it has sent rewards to ``/rl/set_reward``. A run without any reward is an error.
+
+    Args:
+        agent: has ``async run(data, **extra)``; ``extra`` are ``base_url``, ``api_key`` and, inline, ``http_client``, as far
+            as it takes them, and what ``extra`` here adds.
+        gconfig: what its requests are sampled with unless they say otherwise.
+        mode: ``inline`` runs it in the event loop of all episodes, ``subproc`` in processes that find address and key in
+            their environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
+        turn_discount: see :func:`areno.experiments.workflows.interactions.discounted`.
+        export_style: ``individual`` or ``concat``, see :func:`export_interactions`.
+        engine_max_tokens: most tokens of a conversation.
+        tool_call_parser: how the model writes tool calls.
+        reasoning_parser: how the model writes reasoning.
+        subproc_max_workers: processes.
+        session_timeout_seconds: longest that a run may take.
+        set_reward_finish_timeout: how long further rewards are waited for when the run has ended.
+        model_name: the model's name in requests.
+        extra: further arguments of every run.
+
+    Raises:
+        UsageError: the object is no agent, an option is unknown, or the server's packages are not installed.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        gconfig: GenerationSettings,
+        *,
+        mode: AgentMode = "inline",
+        turn_discount: float = 1.0,
+        export_style: ExportStyle = "individual",
+        engine_max_tokens: int | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        subproc_max_workers: int = 4,
+        session_timeout_seconds: float = 3600,
+        set_reward_finish_timeout: float = 0.0,
+        model_name: str = "default",
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        if not is_agent(agent):
+            raise UsageError(f"{name_of(agent)} is no agent: it has no method `async def run(self, data, **extra)`")
+        if mode not in ("inline", "subproc"):
+            raise UsageError(f"agent.mode {mode!r} is not here; use inline or subproc")
+        if export_style not in ("individual", "concat"):
+            raise UsageError(f"agent.export_style {export_style!r} is unknown; use individual or concat")
+        if gconfig.min_new_tokens:
+            raise UsageError(
+                f"gconfig.min_new_tokens={gconfig.min_new_tokens}: requests of agents have no such field; set it to 0"
+            )
+        if missing := missing_server_packages():
+            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")
+        self.agent, self.gconfig, self.mode = agent, gconfig, mode
+        self._turn_discount, self._style, self._extra = turn_discount, export_style, dict(extra or {})
+        self._timeout_s, self._finish_s = session_timeout_seconds, set_reward_finish_timeout
+        self._server_options: dict[str, Any] = {
+            "model_name": model_name,
+            "engine_max_tokens": engine_max_tokens,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "timeout_s": session_timeout_seconds,
+        }
+        self._server: SessionServer | None = None
+        self._starting = asyncio.Lock()
+        self._sent = pickled(agent, "agent") if mode == "subproc" else b""
+        self._processes = AgentProcesses(subproc_max_workers) if mode == "subproc" else None
+
+    async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
+        """See :meth:`RolloutWorkflow.arun_episode`."""
+        server = await self._served(engine)
+        session = server.open()
+        try:
+            _set_rewards(session, await self._run(session, data))
+            if self._finish_s:
+                await asyncio.sleep(self._finish_s)
+        finally:
+            server.end(session)
+        turns = list(session.tape.turns)
+        if not any(turn.tokens for turn in turns):
+            raise AgentError(
+                f"agent {name_of(self.agent)} ended without an answer of the model; use its base_url and api_key"
+            )
+        if all(turn.reward is None for turn in turns):
+            raise AgentError(
+                f"agent {name_of(self.agent)} returned no reward and set none; return a number from run, or a dictionary "
+                "from ids of answers to rewards"
+            )
+        return dict(export_interactions(turns, self._turn_discount, self._style, engine.tokenizer))
+
+    async def aclose(self) -> None:
+        """End processes and server."""
+        if self._processes is not None:
+            self._processes.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def _served(self, engine: EngineClient) -> SessionServer:
+        async with self._starting:
+            if self._server is None:
+                self._server = await asyncio.to_thread(SessionServer, engine, self.gconfig, **self._server_options)
+                logger.info("agents find the model at %s", self._server.url)
+        return self._server
+
+    async def _run(self, session: AgentSession, data: dict[str, Any]) -> float | dict[str, float] | None:
+        extra = {"base_url": session.base_url, "api_key": session.api_key, **self._extra}
+        if self._processes is not None:
+            wanted = _accepted(self.agent.run, extra)
+            return await self._processes.run(self._sent, data, wanted, session.environment, self._timeout_s)
+        import httpx
+
+        # A client of its own: agents close what they are given. No certificates are looked up for a loopback address.
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline, httpx.AsyncClient(timeout=self._timeout_s, verify=False) as http_client:
+                wanted = _accepted(self.agent.run, {**extra, "http_client": http_client})
+                return returned_value(await self.agent.run(data, **wanted))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise AgentError(
+                f"agent {name_of(self.agent)} did not end within {self._timeout_s:g} s (agent.session_timeout_seconds)"
+            ) from error
+
+
+def is_agent(thing: Any) -> bool:
+    """Whether something has a method ``run`` that is a coroutine function."""
+    return inspect.iscoroutinefunction(getattr(thing, "run", None))
+
+
+def _accepted(run: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that ``run`` takes."""
+    parameters = inspect.signature(run).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return extra
+    return {name: value for name, value in extra.items() if name in parameters}
+
+
+def _set_rewards(session: AgentSession, returned: float | dict[str, float] | None) -> None:
+    if isinstance(returned, dict):
+        for name, reward in returned.items():
+            try:
+                session.tape.set_reward(reward, name)
+            except ValueError as error:
+                raise AgentError(f"the agent's run returned a reward for an unknown answer: {error}") from error
+    elif returned is not None and session.tape.turns:
+        session.tape.set_reward(returned)
