@@ -132,7 +132,7 @@ def test_whatever_happens_the_bounds_hold(batch, eta, most, dynamic, bound, on_s
 
 
 def test_eta_zero_begins_nothing_before_the_update():
-    with dispatching(batch=3, eta=0, most=100) as (dispatcher, engine):
+    with dispatching(batch=3, eta=0, most=100) as (dispatcher, _):
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
         time.sleep(0.05)
         assert dispatcher.staleness.stat.running == 0
@@ -225,9 +225,9 @@ def test_a_run_whose_episodes_all_raise_stops_with_the_first_exception():
 
 
 def test_a_run_that_the_filter_empties_stops_and_says_so():
-    with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _):
-        with pytest.raises(RolloutStoppedError, match=r"9 was refused by the filter.*look at the filter"):
-            dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
+    refused = pytest.raises(RolloutStoppedError, match=r"9 was refused by the filter.*look at the filter")
+    with dispatching(batch=2, max_rejections_in_a_row=9) as (dispatcher, _), refused:
+        dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), lambda _: False)
 
 
 def test_errors_between_accepted_episodes_stop_nothing():
@@ -240,7 +240,10 @@ def test_a_filter_that_raises_is_counted_like_a_workflow_that_does():
     def broken(trajectory: Any) -> bool:
         raise KeyError("no such key")
 
-    with dispatching(batch=2, max_errors_in_a_row=3) as (dispatcher, _), pytest.raises(RolloutStoppedError, match="KeyError"):
+    with (
+        dispatching(batch=2, max_errors_in_a_row=3) as (dispatcher, _),
+        pytest.raises(RolloutStoppedError, match="KeyError"),
+    ):
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking(), broken)
 
 
@@ -262,9 +265,11 @@ def test_a_stalled_wait_says_what_it_waits_for(caplog):
         async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> Any:
             await asyncio.sleep(1000)
 
-    with dispatching(batch=2, stall_report_s=0.1, stall_timeout_s=1.5) as (dispatcher, _):
-        with pytest.raises(EngineError, match=r"waiting for batch 0 .*nothing happened for 1.5 s; 0 of 2 ready, 2 running"):
-            dispatcher.prepare_batch(rows_of([""], [1]), Stuck())
+    with (
+        dispatching(batch=2, stall_report_s=0.1, stall_timeout_s=1.5) as (dispatcher, _),
+        pytest.raises(EngineError, match=r"waiting for batch 0 .*nothing happened for 1.5 s; 0 of 2 ready, 2 running"),
+    ):
+        dispatcher.prepare_batch(rows_of([""], [1]), Stuck())
     assert "the oldest is episode 0" in caplog.text
 
 
@@ -332,7 +337,7 @@ def test_after_a_crash_every_row_is_in_one_accepted_batch(seed, eta, crash_after
 
 
 def test_state_comes_before_the_first_batch():
-    with dispatching(batch=1) as (dispatcher, engine):
+    with dispatching(batch=1) as (dispatcher, _):
         state = dispatcher.export_state()
         dispatcher.prepare_batch(rows_of([""], [1]), Ticking())
         with pytest.raises(UsageError, match="load_state comes before the first batch"):

@@ -1,13 +1,12 @@
 """The inside of a reward worker: calls ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)``.
 
-Reward workers import this file by its path, so it stands alone and loads neither torch nor the rest of the package.
+Loads neither torch nor a model; only what the function itself needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -15,18 +14,23 @@ import cloudpickle
 from areno.config.hooks import named_object
 from areno.types import RewardRecord
 
-_known: dict[bytes | str, Callable[..., Any]] = {}
 
+class RewardCall:
+    """A reward function of workflows as one of records.
 
-def call_reward(record: RewardRecord) -> Any:
-    """Call the function that a record carries: as a name, or pickled. A coroutine function is run to its end."""
-    wanted = record.metadata["reward_fn"]
-    if wanted not in _known:
-        named = isinstance(wanted, str)
-        _known[wanted] = named_object(wanted, option="reward_fn") if named else cloudpickle.loads(wanted)
-    ids = record.metadata["prompt_ids"], record.tokens
-    returned = _known[wanted](record.prompt, record.completion, *ids, **record.source_record)
-    return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
+    Args:
+        sent: the function, pickled, or its name.
+    """
+
+    def __init__(self, sent: bytes | str) -> None:
+        # Under this name its file is found, which errors are told with.
+        self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
+
+    def __call__(self, record: RewardRecord) -> Any:
+        """Call the function; a coroutine function is run to its end."""
+        ids = record.metadata["prompt_ids"], record.tokens
+        returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
+        return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
 
 
 async def _result(returned: Any) -> Any:

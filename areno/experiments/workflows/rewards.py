@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,10 @@ from areno.types import RewardRecord
 RewardFn = Callable[..., Any] | str
 
 _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
-_CALL = f"{Path(__file__).with_name('reward_call.py')}:call_reward"
+_FILE = """from areno.experiments.workflows.reward_call import RewardCall
+
+reward_fn = RewardCall({sent!r})
+"""
 
 
 class AsyncReward:
@@ -48,12 +52,16 @@ class AsyncReward:
         max_workers: int | None = None,
         max_retries: int = 3,
     ) -> None:
-        self._sent: bytes | str
+        sent: bytes | str
         if isinstance(reward_fn, str):
             named_object(reward_fn, option="reward_fn")  # say now what is wrong with it
-            self.name = self._sent = reward_fn
+            self.name = sent = reward_fn
         else:
-            self.name, self._sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
+            self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
+        # As a file, so that workers load the function before a deadline runs.
+        self._folder = tempfile.TemporaryDirectory(prefix="areno-reward-")
+        self._file = Path(self._folder.name) / "reward.py"
+        self._file.write_text(_FILE.format(sent=sent), encoding="utf-8")
         self._timeout_s, self._retries = timeout_seconds, max_retries
         workers = max_workers or max((os.cpu_count() or 1) // 2, 1)
         self._idle: queue.SimpleQueue[RewardRunner | None] = queue.SimpleQueue()
@@ -63,7 +71,7 @@ class AsyncReward:
         self._closed = False
 
     async def __call__(
-        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
         """The reward.
 
@@ -82,14 +90,14 @@ class AsyncReward:
             completion=completions,
             tokens=completion_ids,
             source_record={name: value for name, value in data.items() if name not in _GIVEN},
-            metadata={"reward_fn": self._sent, "prompt_ids": prompt_ids},
+            metadata={"prompt_ids": prompt_ids},
         )
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, record)
 
     def _score(self, record: RewardRecord) -> float:
         runner = self._idle.get()
         try:
-            runner = runner or RewardRunner(path=_CALL, timeout_s=self._timeout_s, workers=1, on_error="drop")
+            runner = runner or RewardRunner(path=str(self._file), timeout_s=self._timeout_s, workers=1, on_error="drop")
             for attempt in range(self._retries + 1):
                 outcome = runner.run([record])[0]
                 if outcome.value is not None:
@@ -115,6 +123,7 @@ class AsyncReward:
             runner = self._idle.get()
             if runner is not None:
                 runner.close()
+        self._folder.cleanup()
 
 
 def as_reward_call(reward_fn: RewardFn | AsyncReward) -> AsyncReward:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -18,7 +18,10 @@ def name_of(thing: Any) -> str:
 
 
 def pickled(thing: Any, option: str) -> bytes:
-    """Pickle by name what another process can import, and by value what it cannot: closures, and files loaded by path.
+    """Pickle so that another process can load it, and needs no more of its module than it uses.
+
+    What is defined in a user's own file goes by value: the file may load a whole trainer, which a worker should not, and may
+    be one that no other process can import. What comes from a package goes by name.
 
     Args:
         thing: a function or an object.
@@ -27,24 +30,25 @@ def pickled(thing: Any, option: str) -> bytes:
     Raises:
         UsageError: it cannot be pickled.
     """
-    module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _can_be_imported(module.__name__)
+    own = getattr(thing, "func", thing)
+    module = sys.modules.get(getattr(own, "__module__", None) or "")
+    by_value = module is not None and module.__name__ != "__main__" and not _is_packaged(module)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
         return bytes(cloudpickle.dumps(thing))
     except Exception as error:
         raise UsageError(
-            f"{option} {name_of(thing)} cannot be sent to a worker process: {type(error).__name__}: {error}; define it at "
-            "the top of a module, and open what it needs inside of it"
+            f"{option} {name_of(thing)} cannot be sent to a worker process: {type(error).__name__}: {error}; open what it "
+            "needs inside of it, or give its name as text"
         ) from error
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _can_be_imported(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+def _is_packaged(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    return (
+        not file or "site-packages" in file or module.__name__.partition(".")[0] in ("areno", *sys.stdlib_module_names)
+    )
