@@ -63,6 +63,7 @@ class TrajectoryRow:
             temperature=self.temperature,
             group=group,
             truncated=self.truncated,
+            versions=self.versions,
         )
 
 

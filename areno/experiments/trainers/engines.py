@@ -90,8 +90,8 @@ def schedule_of(section: OptimizerSection, total_steps: int) -> LrSchedule:
     )
 
 
-def micro_batching(spec: MicroBatchSpec, together: int = 1) -> MicroBatching:
-    """How an optimizer step is cut; ``together`` neighbouring rows are never parted."""
+def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) -> MicroBatching:
+    """How an optimizer step is cut; ``together`` neighbouring rows are never parted, a ``tree`` shares what rows begin with."""
     algorithm: Any = spec.packing_algorithm
     return MicroBatching(
         n_mbs=spec.n_mbs,
@@ -99,6 +99,7 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1) -> MicroBatching:
         max_tokens_per_mb=spec.max_tokens_per_mb,
         n_mbs_divisor=spec.n_mbs_divisor,
         packing_algorithm=algorithm,
+        tree=tree,
     )
 
 

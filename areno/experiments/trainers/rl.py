@@ -93,7 +93,7 @@ class PPOTrainer(ExperimentTrainer):
         try:
             self.knobs = policy_loss_of(config.actor, config.teacher)
             self.shaping = shaping_of(config.actor)
-            self.batching = micro_batching(config.actor.mb_spec)
+            self.batching = micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
             self.fleet = self._start_fleet()
             self.client = EngineClient(
@@ -374,7 +374,9 @@ class PPOTrainer(ExperimentTrainer):
             parts = [
                 self.optimize(part, loss, self.batching, rate) for part in minibatches(rows, actor.ppo_n_minibatches)
             ]
-        numbers = in_scope(f"{self.section}/update", {**averaged(parts), "lr": rate})
+        told = averaged(parts)
+        told |= {"lr": rate, "update_successful": 1.0 - told.get("update_skipped", 0.0)}
+        numbers = in_scope(f"{self.section}/update", told)
         if critic is not None:
             values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
             rate, batching = self.critic_schedule.at(step), micro_batching(critic.mb_spec)

@@ -36,7 +36,9 @@ class SupervisedTrainer(ExperimentTrainer):
         if total_epochs is not None:
             self.config.total_train_epochs = total_epochs
             self._make_keepers()
-        self.batching = micro_batching(self.config.actor.mb_spec, together=self.together)
+        self.batching = micro_batching(
+            self.config.actor.mb_spec, together=self.together, tree=self.config.actor.enable_tree_training
+        )
         self.ensure_roles()
         self.run()
 
