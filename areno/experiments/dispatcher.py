@@ -29,10 +29,7 @@ from areno.experiments.staleness import StalenessManager, too_old
 from areno.experiments.tasks import Accept, Batch, OnStale, Plan, Rejection, Task, Verdict, Watchdog, judge
 from areno.experiments.trajectory import Trajectory
 from areno.experiments.workflows.base import as_trajectory
-<<<<<<< HEAD
 from areno.observability import tracing
-=======
->>>>>>> exp-control
 
 logger = logging.getLogger(__name__)
 
@@ -353,12 +350,8 @@ class BatchDispatcher:
     async def _run(self, task: Task) -> Trajectory | None:
         EPISODE.set(Episode(task.id))
         assert task.plan is not None
-<<<<<<< HEAD
         with tracing.session_context(task.id):
             trajectory = as_trajectory(await task.plan.workflow.arun_episode(self.client, task.data), self._check)
-=======
-        trajectory = as_trajectory(await task.plan.workflow.arun_episode(self.client, task.data), self._check)
->>>>>>> exp-control
         if trajectory is not None and self._dump is not None:
             self._dump.write(task.id, trajectory)
         return trajectory

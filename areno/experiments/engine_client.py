@@ -20,10 +20,7 @@ from typing import Any, Literal, Protocol
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import DataError, EngineError, UsageError
-<<<<<<< HEAD
 from areno.observability import tracing
-=======
->>>>>>> exp-control
 from areno.types import Request, RolloutResult, RolloutSequence, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -249,12 +246,8 @@ class EngineClient:
         began = time.monotonic()
         if self._tracing:
             logger.info("request %s: %d samples of %d prompt tokens", request.rid, samples, len(request.input_ids))
-<<<<<<< HEAD
         async with tracing.atrace_session_phase("generate"):
             sequences = await self._retried(Request(request.input_ids, sampling, self._seeds(samples)), request.rid)
-=======
-        sequences = await self._retried(Request(request.input_ids, sampling, self._seeds(samples)), request.rid)
->>>>>>> exp-control
         latency = time.monotonic() - began
         answers = [self._response(request, sampling, sequence, latency) for sequence in sequences]
         if self._tracing:

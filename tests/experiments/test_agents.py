@@ -52,11 +52,7 @@ class Talker:
             return None
         return {
             "number": 1.0,
-<<<<<<< HEAD
-            "by id": {ids[0]: 4.0, ids[-1]: 2.0},
-=======
             "by id": {ids[0]: 4.0, ids[-1]: 2.0} if ids else {},
->>>>>>> exp-control
             "text": "good",
             "none": None,
             "bad id": {"x": 1.0},

@@ -14,10 +14,7 @@ from typing import Any
 from areno.config.hooks import named_object
 from areno.errors import RewardError
 from areno.experiments.workflows.sending import name_of, pickled
-<<<<<<< HEAD
 from areno.observability import tracing
-=======
->>>>>>> exp-control
 from areno.rewards import RewardRunner
 from areno.types import RewardRecord
 
@@ -96,12 +93,8 @@ class AsyncReward:
             source_record={name: value for name, value in data.items() if name not in _GIVEN},
             metadata={"prompt_ids": prompt_ids},
         )
-<<<<<<< HEAD
         async with tracing.atrace_session_phase("reward"):
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, record)
-=======
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, record)
->>>>>>> exp-control
 
     def _score(self, record: RewardRecord) -> float:
         runner = self._idle.get()
