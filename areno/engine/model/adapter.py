@@ -139,6 +139,17 @@ class Adapter:
             self._base = []
 
     @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Weights and adapter apart while the block changes them; where they were added up, the new ones are afterwards."""
+        merged = self.merged
+        self.unmerge()
+        yield
+        merged |= self.merged  # a request that came in the meantime has added up what was half changed
+        self.unmerge()
+        if merged:
+            self.merge()
+
+    @contextmanager
     def off(self) -> Iterator[None]:
         """The module without its adapter: the model that it was made for."""
         self.unmerge()

@@ -31,6 +31,7 @@ class _Message:
         cancel_all: abort everything.
         cancelled: numbers of requests to abort.
         said: sum of all tokens that were sampled so far.
+        pause: all rest before this turn, until each has changed its weights.
         last: the loop ends.
     """
 
@@ -38,6 +39,7 @@ class _Message:
     cancel_all: bool = False
     cancelled: list[int] = field(default_factory=list)
     said: int = 0
+    pause: bool = False
     last: bool = False
 
 
@@ -49,12 +51,6 @@ class _Counting(RolloutLoop):
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         self.said += sum(draw.tokens.tolist())
         super()._take(sequences, draw)
-
-    @contextmanager
-    def weights_changing(self, version: int) -> Iterator[None]:
-        """Not in step with the other ranks."""
-        raise EngineError("weights cannot change while a model with tp_size above 1 generates; wait until it is idle")
-        yield
 
 
 class LeadingLoop(_Counting):
@@ -80,8 +76,17 @@ class LeadingLoop(_Counting):
                 arrived.append((self._count, self._requests.pop(group)))
                 self._count += 1
             cancelled = [self._numbers[group] for group in news.cancelled]
-            self._turns.from_first(_Message(arrived, news.cancel_all, cancelled, self.said))
+            self._turns.from_first(_Message(arrived, news.cancel_all, cancelled, self.said, news.pause))
         super()._apply(news)
+
+    @contextmanager
+    def weights_changing(self, version: int) -> Iterator[None]:
+        """See :meth:`RolloutLoop.weights_changing`; every rank of the replica must do the same."""
+        with self._wake:
+            self._refuse_ended()
+            self._start()  # it is this thread that tells the others
+        with super().weights_changing(version):
+            yield
 
     def _finish(self, sequence: Sequence) -> None:
         super()._finish(sequence)
@@ -121,7 +126,7 @@ class FollowingLoop(_Counting):
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups
             cancelled = [self._followed[number] for number in message.cancelled]
-            self._apply(News(list(groups.values()), message.cancel_all, cancelled))
+            self._apply(News(list(groups.values()), message.cancel_all, cancelled, message.pause))
         self._followed = {number: group for number, group in self._followed.items() if group.unfinished}
         return True
 

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 
 import torch
@@ -29,6 +29,7 @@ from areno.engine.rollout.decode import DecodeBatch
 from areno.engine.rollout.kv_cache import PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
+from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
@@ -93,12 +94,10 @@ class RolloutLoop:
         self._wake = threading.Condition()
         self._incoming: list[Group] = []
         self._open: dict[Future[RolloutResult], Group] = {}  # all that is not answered, wherever its sequences are
-        self._turning = threading.Lock()
+        self._pause = Pause(self._wake)
         self._closing = False
         self._failure: BaseException | None = None
-        self._busy = False
-        self._cancel = False
-        self._cancellations = False
+        self._busy = self._cancel = self._cancellations = False
         self._thread: threading.Thread | None = None
         release_workers()  # that loading the model has started
 
@@ -113,14 +112,8 @@ class RolloutLoop:
         groups = [self._group(request) for request in requests]
         release_workers()  # of whoever asks, and will most likely wait
         with self._wake:
-            if self._failure is not None:
-                raise EngineError(f"the rollout loop has died: {self._failure}") from self._failure
-            if self._closing:
-                raise EngineError("the rollout loop is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
-                self._thread.start()
-                atexit.register(_close_at_exit, weakref.ref(self))
+            self._refuse_ended()
+            self._start()
             self._incoming += groups
             self._open.update((group.future, group) for group in groups)
             self._wake.notify()
@@ -144,16 +137,24 @@ class RolloutLoop:
     def weights_changing(self, version: int) -> Iterator[None]:
         """Hold generation between two tokens while the block changes the weights, which then have ``version``.
 
-        Samples go on afterwards from what they have said, over a cache computed anew; every later token carries the
-        new version. Nothing that was cached under the old weights is used again.
+        Samples go on from what they have said, over a cache computed anew; every later token carries the new version.
+        An adapter is apart from its weights in the block, and added to the new ones afterwards. If the block fails, so
+        does the loop: nobody is answered from weights that are half changed.
         """
-        with self._turning:
-            yield
+        with self._pause.held(lambda: self._thread is None or self._closing or self._failure is not None):
+            self._refuse_ended()
+            try:
+                with self.model.adapter.changing() if self.model.adapter is not None else nullcontext():
+                    yield
+            except BaseException as error:
+                self._fail(error)
+                raise
             with self._wake:
                 self.scheduler.requeue()
             self._table = None
             self.decode.refresh()
-            self.weights_changed(version)
+            self.prefixes.clear()
+            self.version = version
 
     def cancel_all(self) -> None:
         """Answer every pending request with what it has so far, ``finish_reason`` "abort"; returns when the loop is idle."""
@@ -197,6 +198,18 @@ class RolloutLoop:
         self.decode.close()
         self.drop_cache()
 
+    def _refuse_ended(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the rollout loop has died: {self._failure}") from self._failure
+        if self._closing:
+            raise EngineError("the rollout loop is closed")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="areno-rollout", daemon=True)
+            self._thread.start()
+            atexit.register(_close_at_exit, weakref.ref(self))
+
     def _group(self, request: Request) -> Group:
         sampling = request.sampling
         refuse_endless(request, self.scheduler.budget_tokens)
@@ -221,7 +234,9 @@ class RolloutLoop:
         try:
             with torch.inference_mode():
                 while self._next_work():
-                    with self._turning:
+                    self._pause.rest()
+                    PROGRESS.tick()
+                    if self._failure is None:
                         self._turn()
         except BaseException as error:
             self._fail(error)
@@ -236,19 +251,20 @@ class RolloutLoop:
                 if self._progress is not None:
                     self._progress.idle()
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._incoming or self._closing)
+                self._wake.wait_for(lambda: self._incoming or self._closing or self._pause.wanted)
                 self.decode.refresh()
                 self._apply(self._news())
-            return self._busy or not self._closing
+            return self._failure is None and (self._busy or not self._closing)
 
     def _news(self) -> News:
         """What other threads have asked for since the last turn."""
         cancelled = [group for group in self._open.values() if group.cancelled] if self._cancellations else []
-        news = News(self._incoming, self._cancel, cancelled)
+        news = News(self._incoming, self._cancel, cancelled, self._pause.due)
         self._incoming, self._cancel, self._cancellations = [], False, False
         return news
 
     def _apply(self, news: News) -> None:
+        self._pause.agreed |= news.pause
         for group in news.arrived:
             self.scheduler.add(group.members)
         if news.cancel_all or news.cancelled:
@@ -268,7 +284,6 @@ class RolloutLoop:
 
     def _turn(self) -> None:
         """Prefill what is admitted, then decode one token for every running sequence."""
-        PROGRESS.tick()
         self._prefill_some()
         moves = self.scheduler.make_room()
         if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):
@@ -478,6 +493,5 @@ class RolloutLoop:
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:
     """A program that forgot to close its trainer must still end quietly: a thread inside torch would abort the process."""
-    left = loop()
-    if left is not None:
+    if (left := loop()) is not None:
         left.close()

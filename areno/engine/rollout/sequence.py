@@ -122,14 +122,16 @@ class News:
         arrived: new requests.
         cancel_all: abort everything.
         cancelled: requests to abort.
+        pause: rest before the next turn, until the weights have changed.
     """
 
     arrived: list[Group]
     cancel_all: bool = False
     cancelled: list[Group] = field(default_factory=list)
+    pause: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.arrived or self.cancel_all or self.cancelled)
+        return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
 
 
 def refuse_endless(request: Request, kv_tokens: int) -> None:

@@ -1,0 +1,57 @@
+"""Where a rollout loop rests between two turns while somebody else changes the weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Pause:
+    """One at a time asks for a pause; the loop takes it before its next turn.
+
+    A loop that goes in step with others first agrees with them before which turn that is. So there are three states: a
+    pause is wanted, it is agreed, and the loop rests.
+
+    Args:
+        wake: the loop's condition; it guards all states.
+    """
+
+    def __init__(self, wake: threading.Condition) -> None:
+        self._wake = wake
+        self._turns = threading.Lock()
+        self.wanted = False
+        self.agreed = False
+        self.resting = False
+
+    @property
+    def due(self) -> bool:
+        """Whether a pause is wanted that is not agreed yet."""
+        return self.wanted and not self.agreed
+
+    @contextmanager
+    def held(self, stands: Callable[[], bool]) -> Iterator[None]:
+        """Run the block while the loop rests.
+
+        Args:
+            stands: whether the loop takes no turns anyway.
+        """
+        with self._turns:
+            with self._wake:
+                self.wanted = True
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self.resting or stands())
+            try:
+                yield
+            finally:
+                with self._wake:
+                    self.wanted = self.agreed = self.resting = False
+                    self._wake.notify_all()
+
+    def rest(self) -> None:
+        """In the loop's thread: rest if that is agreed."""
+        with self._wake:
+            if self.agreed:
+                self.resting = True
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: not self.agreed)
