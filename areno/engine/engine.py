@@ -7,11 +7,11 @@ counts optimizer steps; every generated token carries the version that made it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,8 @@ from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ACTOR = "actor"
 _OPTIMIZER_FILE = "optimizer.pt"
 
@@ -61,6 +63,7 @@ class EngineConfig:
         keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
+        builds_decode: whether ``auto`` may build the step; else it only takes what another process has built.
         speculate: tokens that prompt lookup may guess ahead, see :mod:`areno.engine.rollout.speculation`; 0 guesses none.
         kv_cache_tokens: KV budget; None takes a share of the free memory.
         prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
@@ -69,6 +72,7 @@ class EngineConfig:
         trust_remote_code: allow code that a checkpoint ships.
         dummy_load: random weights instead of the checkpoint's.
         decode_progress_interval_s: seconds between decode progress lines.
+        neighbours: engines like this one that share the machine, each with ranks of its own.
         peers: other ranks that run an engine of the same configuration and get the same calls.
     """
 
@@ -81,6 +85,7 @@ class EngineConfig:
     activation_checkpointing: bool = True
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
+    builds_decode: bool = True
     speculate: int = 0
     kv_cache_tokens: int | None = None
     prefix_cache_tokens: int | None = 0
@@ -88,6 +93,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     dummy_load: bool = False
     decode_progress_interval_s: float = 10.0
+    neighbours: int = 1
     peers: Peers = field(default_factory=Peers)
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
@@ -157,7 +163,8 @@ class Engine:
             return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
             return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
-        more: dict[str, Any] = {"speculate": config.speculate, "builds": config.peers.replica == 0}
+        builds = config.builds_decode and config.peers.replica == 0
+        more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, **more, **common)
         if config.decode == "compiled" and model.adapter is not None:
             model.adapter.merge()  # the step is compared with the model
@@ -167,7 +174,7 @@ class Engine:
     def _share_of_memory(self, bytes_per_token: int) -> int:
         """KV tokens for which there is memory; ranks on CPUs share what there is, and all ranks take the same."""
         peers = self.config.peers
-        ranks = peers.layout.world_size if self.config.device.type == "cpu" else 1
+        ranks = peers.layout.world_size * self.config.neighbours if self.config.device.type == "cpu" else 1
         return peers.smallest(default_kv_tokens(self.config.device, bytes_per_token * ranks))
 
     def _progress(self) -> DecodeProgress | None:
@@ -244,7 +251,7 @@ class Engine:
     def end_rollout(self) -> None:
         """Abort what is still pending, and drop the cache unless it is to be kept."""
         self.loop.cancel_all()
-        self._wait_idle()
+        self.wait_idle()
         if not self.config.keep_rollout_state:
             self.loop.drop_cache()
 
@@ -257,10 +264,14 @@ class Engine:
         role: str = ACTOR,
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
-        self._wait_idle()
+        self.wait_idle()
         stats = self.role(role).train(rows, loss_fn, mini_bs, accumulation)
         self._stamp_version()
         return stats
+
+    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call a function with the engine of each rank, which is this one, and further arguments."""
+        return [function(self, *arguments)]
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +282,7 @@ class Engine:
             EngineError: a role of that name is there, made from something else.
             UsageError: a checkpoint cannot serve as its role.
         """
-        self._wait_idle()
+        self.wait_idle()
         for name, wanted in roles.items():
             known = self.roles.get(name)
             if known is None:
@@ -358,20 +369,20 @@ class Engine:
         self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
     ) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        self._wait_idle()
+        self.wait_idle()
         return self.role(role).score_logprobs(rows, temperatures, micro_bs)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""
-        self._wait_idle()
+        self.wait_idle()
         return self.role(role).score_values(rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
         """Score of each row at its last token."""
-        self._wait_idle()
+        self.wait_idle()
         return self.role(role).score_rewards(rows, micro_bs)
 
-    def _wait_idle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait for running generation; afterwards weights and adapter are apart again."""
         if self._loop is not None:
             self._loop.wait_idle()

@@ -126,8 +126,12 @@ class Adapter:
             for layer in self._layers:
                 weight = cast(nn.Parameter, layer.get_base_layer().weight)
                 self._base.append((weight, weight.data))
-                weight.data = weight.data + layer.get_delta_weight(NAME)
+                weight.data = self.sum_of(layer)
                 layer.merged_adapters.append(NAME)
+
+    def sum_of(self, layer: Any) -> Tensor:
+        """Weight plus adapter of a layer that has one, while they are apart."""
+        return layer.get_base_layer().weight.data + layer.get_delta_weight(NAME)
 
     def unmerge(self) -> None:
         """Point back at the weights as they were, bit for bit, and drop the sum."""

@@ -7,15 +7,14 @@ that has the least to do; what it says does not depend on which.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,13 +22,15 @@ from transformers import PreTrainedTokenizerBase
 from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
-from areno.engine.parallel.workers import STALL_S, WorkerGroup
+from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.sequence import refuse_endless
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.types import ModelRole, Request, RolloutResult, TrainSequence
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class EngineGroup:
         layout: of the ranks.
         devices: one per rank; None takes the CPU, or GPUs from 0 on.
         stall_s: a rank that makes no progress for so long ends the run.
+        processes: how the ranks are started.
+        on_failure: called once when a rank has failed, and the group with it.
 
     Raises:
         UsageError: the checkpoint cannot be used in this layout.
@@ -64,6 +67,8 @@ class EngineGroup:
         layout: Layout,
         devices: Sequence[torch.device] | None = None,
         stall_s: float = STALL_S,
+        processes: Processes | None = None,
+        on_failure: Callable[[EngineError], None] = lambda _error: None,
     ) -> None:
         self.path, self.config, self.layout = path, config, layout
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
@@ -73,7 +78,7 @@ class EngineGroup:
         self._numbers: dict[Future[RolloutResult], int] = {}
         self._count = 0
         self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._on_failure = on_failure
         places = list(devices or [config.device] * layout.world_size)
         try:
             self.workers = WorkerGroup(
@@ -84,7 +89,7 @@ class EngineGroup:
                 on_event=self._heard,
                 on_failure=self._failed,
                 busy=self._owes,
-                threads=max(cores // layout.world_size, 1),
+                processes=processes or Processes(),
                 stall_s=stall_s,
             )
             self._facts: Facts = self.workers.call("facts", ranks=[0])[0]
@@ -187,6 +192,7 @@ class EngineGroup:
             pending, self._pending, self._numbers = list(self._pending.values()), {}, {}
         for entry in pending:
             entry.future.set_exception(error)
+        self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Answer one request with what it has so far."""
@@ -295,6 +301,15 @@ class EngineGroup:
     def load_state(self, checkpoint: Path) -> None:
         """Continue with a state, saved in any layout."""
         self.workers.call("engine.load_state", checkpoint)
+
+    def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call a function with the engine of each rank, and further arguments; returns what each has returned.
+
+        Raises:
+            EngineError: a rank failed alone.
+            BaseException: what the function raised on all ranks.
+        """
+        return self.workers.call("apply", function, *arguments)
 
     def close(self) -> None:
         """End all ranks."""

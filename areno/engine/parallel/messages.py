@@ -21,11 +21,13 @@ class Start:
         make: makes the object whose methods are called, given a way to send :class:`Event` payloads.
         search_path: of modules, as in the process that asks.
         threads: for PyTorch.
+        own_log: write log records to the error output, too, which is a file.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
     search_path: list[str]
     threads: int
+    own_log: bool = False
 
 
 @dataclass(frozen=True, slots=True)

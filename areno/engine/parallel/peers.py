@@ -186,6 +186,11 @@ class Group:
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place."""
+        self._group.broadcast([values], dist.BroadcastOptions()).wait()
+        return values
+
     def _encode(self, value: Any) -> Tensor:
         return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8).to(self._device)
 
@@ -248,8 +253,7 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
     def group(name: str, own: int, size: int, device: torch.device = device) -> Channel:
         if size == 1:
             return Alone()
-        store = dist.PrefixStore(name, dist.FileStore(str(folder / name), size))
-        return Group(_process_group(store, own, size, device), device)
+        return meet(folder / name, own, size, device)
 
     if layout.tp_size > 1:
         store = dist.FileStore(str(folder / f"replica-{replica}"), layout.tp_size)
@@ -268,15 +272,33 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
     )
 
 
+def meet(file: Path, rank: int, size: int, device: torch.device, patience: timedelta = _PATIENCE) -> Group:
+    """Join processes of this machine in a group of its own; returns when all have come.
+
+    Args:
+        file: private to the group; it must not be there before.
+        rank: this process.
+        size: how many there are.
+        device: where what they say to each other is.
+        patience: how long each waits for the others, now and later.
+
+    Raises:
+        RuntimeError: somebody has not come.
+    """
+    return Group(_process_group(dist.FileStore(str(file), size), rank, size, device, patience), device)
+
+
 def _bound(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
-def _process_group(store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+def _process_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta
+) -> dist.ProcessGroup:
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # only PyTorch for GPUs has it
         options = nccl.Options()
-        options._timeout = _PATIENCE
+        options._timeout = patience
         return nccl(store, rank, size, options)  # type: ignore[no-any-return]
-    gloo: Any = dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
+    gloo: Any = dist.ProcessGroupGloo(store, rank, size, patience)
     return gloo  # type: ignore[no-any-return]

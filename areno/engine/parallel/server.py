@@ -131,6 +131,10 @@ class EngineServer:
             found = self.engine.score_rewards(role, chosen, micro_bs)
         return list(zip(mine, found, strict=True)) if self.peers.leads else []
 
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with this rank's engine."""
+        return function(self.engine, *arguments)
+
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has passed on to other replicas, by operation."""
         return dict(getattr(self.peers.data, "traffic", {}))

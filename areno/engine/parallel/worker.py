@@ -39,7 +39,7 @@ class _Worker:
         """Serve to the end."""
         start: Start = loads(self._connection.recv_bytes())
         threading.Thread(target=self._beat, name="areno-beat", daemon=True).start()
-        self._forward_logs()
+        self._forward_logs(start.own_log)
         sys.path[:] = start.search_path
         import torch
 
@@ -101,7 +101,7 @@ class _Worker:
         except OSError:
             os._exit(1)
 
-    def _forward_logs(self) -> None:
+    def _forward_logs(self, own_log: bool) -> None:
         send = self._send
 
         class Forward(logging.Handler):
@@ -111,6 +111,10 @@ class _Worker:
         root = logging.getLogger("areno")
         root.setLevel(logging.INFO)
         root.addHandler(Forward())
+        if own_log:
+            lines = logging.StreamHandler()
+            lines.setFormatter(logging.Formatter(f"%(asctime)s {os.getpid()} %(levelname)s %(name)s: %(message)s"))
+            root.addHandler(lines)
 
 
 def main() -> None:

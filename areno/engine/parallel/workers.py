@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -49,6 +49,25 @@ class _Rank:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """How the processes of a group are started.
+
+    Attributes:
+        name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
+        log_file: what they log, print and say when they crash is added to it; None leaves it with the starter's output.
+        environment: variables beside those of the starter.
+        threads: of PyTorch in each; None shares the cores out.
+        startup_s: how long they may take to make their objects; None trusts that they get on.
+    """
+
+    name: str = ""
+    log_file: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    startup_s: float | None = None
+
+
 class WorkerGroup:
     """Processes that each hold one object, and call its methods.
 
@@ -57,7 +76,7 @@ class WorkerGroup:
         on_event: gets the rank and payload of each event, in the group's own thread.
         on_failure: called once when the group has failed.
         busy: whether a rank owes something that is no call, such as a request that it generates for.
-        threads: of PyTorch in each process.
+        processes: how they are started.
         stall_s: a rank that has work and makes no progress for so long has failed.
 
     Raises:
@@ -71,28 +90,38 @@ class WorkerGroup:
         on_event: Callable[[int, Any], None] = lambda _rank, _payload: None,
         on_failure: Callable[[EngineError], None] = lambda _error: None,
         busy: Callable[[int], bool] = lambda _rank: False,
-        threads: int = 1,
+        processes: Processes | None = None,
         stall_s: float = STALL_S,
     ) -> None:
+        self._processes = processes or Processes(threads=1)
         self._on_event, self._on_failure, self._busy, self._stall_s = on_event, on_failure, busy, stall_s
         self._lock = threading.Lock()
         self._numbers = 0
         self._failure: EngineError | None = None
         self._closing = False
-        self._ranks = [_spawn(rank, threads) for rank in range(len(makers))]
+        threads = self._processes.threads or max(available_cores() // len(makers), 1)
+        self._ranks = [_spawn(rank, threads, self._processes) for rank in range(len(makers))]
         started: list[Future[Any]] = []
         for rank, make in zip(self._ranks, makers, strict=True):
             rank.methods[0] = "start"
             rank.waiting[0] = Future()
             started.append(rank.waiting[0])
-            rank.connection.send_bytes(dumps(Start(make, list(sys.path), threads)))
+            rank.connection.send_bytes(
+                dumps(Start(make, list(sys.path), threads, self._processes.log_file is not None))
+            )
         self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
         self._thread.start()
+        limit = self._processes.startup_s
+        timer = threading.Timer(limit or 0.0, self.abandon, [f"the workers have not started within {limit} s"])
+        if limit is not None:
+            timer.start()
         try:
             self._gather("start", started)
         except BaseException:
             self._end(None)
             raise
+        finally:
+            timer.cancel()
 
     @property
     def size(self) -> int:
@@ -130,6 +159,10 @@ class WorkerGroup:
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
         """Call a quick method on one rank at once, also while another call runs there."""
         return self._ask(method, arguments, [rank], now=True)[0]
+
+    def abandon(self, reason: str) -> None:
+        """Kill all processes: they cannot be used any more, for a reason that every call raises from now on."""
+        self._fail(EngineError(reason))
 
     def close(self) -> None:
         """End all processes; a second call does nothing."""
@@ -239,9 +272,15 @@ class WorkerGroup:
                 future.set_exception(message.error)
         elif isinstance(message, Event):
             self._on_event(rank.rank, message.payload)
-        elif isinstance(message, LogLine) and (rank.rank == 0 or message.level >= logging.WARNING):
-            text = message.text if rank.rank == 0 else f"[rank {rank.rank}] {message.text}"
-            logging.getLogger(message.logger).log(message.level, "%s", text)
+        elif isinstance(message, LogLine):
+            self._log(rank.rank, message)
+
+    def _log(self, rank: int, line: LogLine) -> None:
+        name = self._processes.name
+        if line.level >= logging.WARNING or (rank == 0 and not name):
+            source = name if self.size == 1 else f"{name} rank {rank}".strip()
+            text = f"[{source}] {line.text}" if name or rank else line.text
+            logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:
         """Find ranks that say nothing, or get nowhere."""
@@ -312,18 +351,26 @@ class WorkerGroup:
             rank.connection.close()
 
 
-def _spawn(rank: int, threads: int) -> _Rank:
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
     """Start a process that knows one end of a socket pair. It imports nothing of the program that asks."""
     ours, theirs = socket.socketpair()
     here = str(Path(areno.__file__).parents[1])
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    with theirs:
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **processes.environment}
+    environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+    with theirs, open(processes.log_file, "ab") if processes.log_file else contextlib.nullcontext() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "areno.engine.parallel.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     return _Rank(rank, process, Connection(ours.detach()))
 

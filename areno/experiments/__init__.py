@@ -1,0 +1,1 @@
+"""Experiments from YAML: workflows, asynchronous RL, rollout processes beside the trainer."""

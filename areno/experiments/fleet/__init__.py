@@ -1,0 +1,1 @@
+"""Rollout processes beside a trainer, and how new weights come into them."""

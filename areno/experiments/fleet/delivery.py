@@ -1,0 +1,245 @@
+"""How new weights get from a trainer to rollout replicas: shared memory, a collective, or a checkpoint on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.errors import EngineError, UsageError
+from areno.experiments.fleet import ranks
+from areno.experiments.fleet.ranks import BrokenChannelError, Update
+from areno.experiments.fleet.segment import Segment, layout
+from areno.experiments.fleet.tensors import TensorSpec
+
+Mode = Literal["shm", "xccl", "disk"]
+Replicas = Mapping[int, EngineGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOptions:
+    """How weights travel.
+
+    Attributes:
+        mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast by gloo between CPUs and by NCCL between GPUs;
+            ``disk``, a checkpoint folder.
+        verify: compare checksums of what was sent with what has arrived, and the parameters with that, bit by bit.
+        weight_chunked_mem_mb: size of one broadcast, at most, unless a single tensor is larger.
+        folder: where ``disk`` writes ``weight_update_v{version}``; None takes a temporary folder.
+        clear_checkpoint_after_load: keep no such folder but the newest, from which replicas are restarted.
+    """
+
+    mode: Mode = "shm"
+    verify: bool = False
+    weight_chunked_mem_mb: int = 1024
+    folder: Path | None = None
+    clear_checkpoint_after_load: bool = True
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.mode)
+        if self.weight_chunked_mem_mb < 1:
+            raise UsageError(f"weight_chunked_mem_mb={self.weight_chunked_mem_mb}: use at least 1")
+
+
+def refuse_unknown(mode: str) -> None:
+    """Check the name of a mode.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if mode not in get_args(Mode):
+        raise UsageError(f"weight_update_mode={mode}: use one of {', '.join(get_args(Mode))}")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update was like.
+
+    Attributes:
+        version: of the weights.
+        mode: how they travelled.
+        nbytes: size of the weights.
+        seconds: from the call to its end.
+        pauses_s: how long generation rested, by replica.
+    """
+
+    version: int
+    mode: Mode
+    nbytes: int
+    seconds: float
+    pauses_s: dict[int, float] = field(default_factory=dict)
+
+
+class Delivery:
+    """Carries weights; one update at a time.
+
+    Args:
+        specs: what the replicas want.
+        options: how.
+        keeps: keep the newest weights where a replica that starts later finds them.
+    """
+
+    def __init__(self, specs: list[TensorSpec], options: WeightOptions, *, keeps: bool) -> None:
+        self.specs = tuple(specs)
+        self.options = options
+        self.nbytes = sum(spec.nbytes for spec in specs)
+        self.newest: Update | None = None
+        self._keeps, self._torn = keeps, False
+        self._segment: Segment | None = None
+        self._channel = ""
+        self._members: list[EngineGroup] = []
+        self._sender: AnyEngine | None = None
+        self._rooms = Path(tempfile.mkdtemp(prefix="areno-weights-"))
+        self._channels = 0
+
+    def deliver(self, engine: AnyEngine, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
+        """Bring the trainer's weights to all replicas.
+
+        Raises:
+            UsageError: trainer and replicas have different models.
+            EngineError: something else than what was sent has arrived, or the trainer failed.
+        """
+        began = time.perf_counter()
+        digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
+        plain = Update(version=version, specs=self.specs, digests=digests)
+        previous, self.newest, self._torn = self.newest, None, True
+        if mode == "disk":
+            update = replace(plain, folder=str(self._saved(engine, version)))
+            pauses = self._receive(replicas, update)
+        elif mode == "shm":
+            update = replace(plain, segment=self._memory())
+            engine.each_rank(ranks.send, update)
+            pauses = self._receive(replicas, update)
+        else:
+            update = replace(plain, segment=self._memory() if self._keeps else "")
+            pauses = self._broadcast(engine, replicas, update)
+        self._clear(previous, update)
+        self.newest, self._torn = update if self._keeps else None, False
+        return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
+
+    def catch_up(self, replica: EngineGroup) -> None:
+        """Bring the newest weights to a replica that has just started.
+
+        Raises:
+            EngineError: the last update has failed, so that nobody knows them.
+        """
+        if self._torn:
+            raise EngineError("the last weight update has failed; update_weights must bring new ones first")
+        if self.newest is not None:
+            replica.each_rank(ranks.receive, self.newest)
+
+    def close(self) -> None:
+        """Free shared memory and folders."""
+        if self._segment is not None:
+            self._segment.close()
+        if self.newest is not None and self.newest.folder and self.options.clear_checkpoint_after_load:
+            shutil.rmtree(self.newest.folder, ignore_errors=True)
+        if self._channel and self._sender is not None:
+            with suppress(EngineError):
+                self._sender.each_rank(ranks.leave, self._channel)
+        shutil.rmtree(self._rooms, ignore_errors=True)
+
+    def _memory(self) -> str:
+        if self._segment is None:
+            self._segment = Segment(layout(self.specs)[1])
+        return self._segment.path
+
+    def _saved(self, engine: AnyEngine, version: int) -> Path:
+        """Write a checkpoint; its name is there when it is complete."""
+        folder = (self.options.folder or self._rooms) / f"weight_update_v{version}"
+        partial = folder.with_name(f".partial-{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        engine.save_model(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+        return folder
+
+    def _clear(self, previous: Update | None, update: Update) -> None:
+        outdated = previous.folder if previous is not None and previous.folder != update.folder else ""
+        done = "" if self._keeps else update.folder
+        for folder in (outdated, done) if self.options.clear_checkpoint_after_load else ():
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def _receive(self, replicas: Replicas, update: Update) -> dict[int, float]:
+        """All replicas take an update over, at the same time; how long each rested."""
+        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
+            asked = {n: pool.submit(group.each_rank, ranks.receive, update) for n, group in replicas.items()}
+        return self._pauses(replicas, asked)
+
+    @staticmethod
+    def _pauses(replicas: Replicas, asked: Mapping[int, Future[list[float]]]) -> dict[int, float]:
+        """Answers of replicas. One that has died counts for nothing; one that has refused is ended."""
+        pauses, failures = {}, []
+        for number, answer in asked.items():
+            error = answer.exception()
+            if error is None:
+                pauses[number] = max(answer.result())
+            elif not replicas[number].workers.failed:
+                replicas[number].workers.abandon(f"its weights could not be updated: {error}")
+                failures.append(EngineError(f"replica {number} could not take the new weights over: {error}"))
+        if failures:
+            raise failures[0]
+        return pauses
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def _broadcast(self, engine: AnyEngine, replicas: Replicas, update: Update) -> dict[int, float]:
+        """One broadcast to all; who has not got it takes the weights from shared memory, where they are kept there."""
+        spoken = replace(
+            update, channel=self._joined(engine, replicas), bucket_bytes=self.options.weight_chunked_mem_mb << 20
+        )
+        heard = replace(spoken, segment="")
+        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
+            asked = {n: pool.submit(group.each_rank, ranks.receive, heard) for n, group in replicas.items()}
+            try:
+                broken = engine.each_rank(ranks.send, spoken)[0]
+            except BaseException:
+                engine.each_rank(ranks.leave, spoken.channel)  # so that nobody waits for more
+                raise
+        if broken or any(future.exception() is not None for future in asked.values()):
+            self._leave()
+        cut_off = {n: replicas[n] for n, f in asked.items() if isinstance(f.exception(), BrokenChannelError)}
+        alive = {n: group for n, group in cut_off.items() if not group.workers.failed}
+        pauses = self._pauses(replicas, {n: future for n, future in asked.items() if n not in alive})
+        if alive and not update.segment:
+            raise EngineError(f"new weights have not arrived at the replicas {', '.join(map(str, alive))}: {broken}")
+        return pauses | self._receive(alive, update) if alive else pauses
+
+    def _joined(self, engine: AnyEngine, replicas: Replicas) -> str:
+        """The collective of the trainer and just these replicas, a new one where somebody has changed."""
+        members = list(replicas.values())
+        if self._channel and members == self._members and engine is self._sender:
+            return self._channel
+        self._leave()
+        self._channels += 1
+        channel = str(self._rooms / f"channel-{self._channels}")
+        size = 1 + sum(group.layout.world_size for group in members)
+        with ThreadPoolExecutor(len(members) + 1, thread_name_prefix="areno-join") as pool:
+            asked = [pool.submit(engine.each_rank, ranks.join, channel, 0, size)]
+            first = 1
+            for group in members:
+                asked.append(pool.submit(group.each_rank, ranks.join, channel, first, size))
+                first += group.layout.world_size
+        self._channel, self._members, self._sender = channel, members, engine
+        if any(answer.exception() is not None or any(answer.result()) for answer in asked):
+            self._leave()
+        return channel
+
+    def _leave(self) -> None:
+        channel, self._channel = self._channel, ""
+        for member in (self._sender, *self._members) if channel else ():
+            if member is not None:
+                with suppress(EngineError):
+                    member.each_rank(ranks.leave, channel)

@@ -1,0 +1,264 @@
+"""Rollout replicas beside a trainer, behind the methods that an engine generates with.
+
+Each replica is an engine in processes of its own, without optimizer or gradients, and its failure is nobody else's. A
+request goes to the replica that has the least to do. If that one dies, the request goes to another from its beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from areno.engine.engine import EngineConfig
+from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.workers import STALL_S, Processes, available_cores
+from areno.engine.rollout.load import EngineLoad
+from areno.engine.rollout.sequence import refuse_endless
+from areno.errors import EngineError, UsageError
+from areno.experiments.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
+from areno.experiments.fleet.tensors import wanted
+from areno.experiments.fleet.tickets import Desk
+from areno.experiments.scheduler.errors import SchedulerError
+from areno.experiments.scheduler.local import Job, LocalScheduler, Replica, Worker
+from areno.types import Request, RolloutResult
+
+# Idle threads of OpenMP sleep at once: whoever spins takes the core from the trainer, or from another replica.
+_NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """How a fleet is laid out, and what happens when a replica dies.
+
+    Attributes:
+        replicas: engines that generate.
+        tp_size: ranks of each.
+        role: names log files and messages.
+        log_folder: gets ``{role}-{number}.log``.
+        restart: start a dead or stuck replica again, with the current weights.
+        max_restarts: of each replica, within ten minutes; with one more failure the fleet ends.
+        backoff_s: pause before the first restart; it doubles each time.
+        startup_timeout_s: how long a replica may take to start.
+        stall_s: a replica that has work and makes no progress for so long is stuck.
+        threads: of PyTorch in each process; None shares the cores out between all ranks and one trainer.
+        environment: variables for the processes.
+    """
+
+    replicas: int = 1
+    tp_size: int = 1
+    role: str = "rollout"
+    log_folder: Path = Path("logs")
+    restart: bool = True
+    max_restarts: int = 3
+    backoff_s: float = 1.0
+    startup_timeout_s: float = 300.0
+    stall_s: float = STALL_S
+    threads: int | None = None
+    environment: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "tp_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: use at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaHealth:
+    """One replica.
+
+    Attributes:
+        worker: its processes, state, restarts and last error.
+        unfinished: requests that it works on.
+    """
+
+    worker: Worker
+    unfinished: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetHealth:
+    """All replicas.
+
+    Attributes:
+        replicas: one by one.
+        version: of the weights that were brought last.
+        restarts: how often replicas were started again.
+        resubmitted: requests that were begun again because their replica died; what they had said is lost.
+        waiting: requests that wait for a replica.
+    """
+
+    replicas: list[ReplicaHealth]
+    version: int
+    restarts: int
+    resubmitted: int
+    waiting: int
+
+
+class RolloutFleet:
+    """See the module's text.
+
+    Args:
+        path: checkpoint folder or hub id of the policy, as the trainer's.
+        config: of the trainer's engine; optimizer and training are left out.
+        options: layout and failures.
+        weights: how weights travel, unless an update says otherwise.
+        devices: one per rank, replica by replica; None takes the CPU, or GPUs from 0 on.
+
+    Attributes:
+        threads: of PyTorch in each process. A trainer that is to share the cores fairly takes as many.
+
+    Raises:
+        UsageError: the checkpoint cannot be used, or cannot in this layout.
+        WorkerCreationError: a replica could not be started.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: EngineConfig,
+        options: FleetOptions,
+        weights: WeightOptions | None = None,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        self.path, self.options, self.weights = path, options, weights or WeightOptions()
+        self.config = replace(config, trains="nothing", neighbours=options.replicas)
+        self.threads = options.threads or max(available_cores() // (options.replicas * options.tp_size + 1), 1)
+        self.version = 0
+        self._devices = devices
+        self._desk = Desk()
+        self._updating = threading.Lock()
+        self._replicas: dict[int, EngineGroup] = {}
+        self._delivery: Delivery | None = None
+        self._closed = False
+        self._scheduler = LocalScheduler(options.log_folder, options.startup_timeout_s)
+        self._scheduler.create_workers(self._job())
+        first = self._replicas[0]
+        self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
+        self.context_length, self.vocab_size, self.kv_tokens = first.context_length, first.vocab_size, first.kv_tokens
+        self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
+        """Queue requests; one future each. While no replica is up, they wait for one.
+
+        Raises:
+            EngineError: the fleet is closed, or a request can never fit the KV cache.
+            WorkerFailedError: replicas have failed more often than they may.
+        """
+        for request in requests:
+            refuse_endless(request, self.kv_tokens)
+        return self._desk.submit(requests)
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """Answer one request with what it has so far."""
+        self._desk.cancel(future)
+
+    def load(self) -> EngineLoad:
+        """What generation is busy with, over all replicas that are up."""
+        names = EngineLoad.__dataclass_fields__
+        totals = dict.fromkeys(names, 0)
+        for replica in self._up().values():
+            with suppress(EngineError):
+                load = replica.load()
+                totals = {name: totals[name] + getattr(load, name) for name in names}
+        return EngineLoad(**totals)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, engine: AnyEngine, version: int, mode: Mode | None = None, verify: bool | None = None
+    ) -> UpdateReport:
+        """Bring the trainer's weights to all replicas. Generation goes on, but for a pause between two tokens of each
+        replica; every later token carries ``version``.
+
+        Args:
+            engine: the trainer, which must not train meanwhile.
+            version: of its weights.
+            mode: how they travel; None as the fleet was made.
+            verify: compare checksums; None as the fleet was made.
+
+        Raises:
+            UsageError: there is no such mode, or trainer and replicas have different models.
+            EngineError: what has arrived is not what was sent, or the trainer or the fleet has ended.
+        """
+        chosen = mode or self.weights.mode
+        refuse_unknown(chosen)
+        with self._updating:
+            if self._closed or self._delivery is None:
+                raise EngineError("the rollout fleet is closed")
+            checked = self.weights.verify if verify is None else verify
+            report = self._delivery.deliver(engine, self._up(), version, chosen, checked)
+            self.version = version
+        return report
+
+    # -- supervision -----------------------------------------------------------------------------------------------
+
+    def health(self) -> FleetHealth:
+        """State of every replica, and what has happened so far."""
+        workers = [] if self._closed else self._scheduler.get_workers(self.options.role)
+        return FleetHealth(
+            replicas=[ReplicaHealth(worker, self._desk.unfinished(n)) for n, worker in enumerate(workers)],
+            version=self.version,
+            restarts=sum(worker.restarts for worker in workers),
+            resubmitted=self._desk.resubmitted,
+            waiting=self._desk.waiting(),
+        )
+
+    def close(self) -> None:
+        """End all replicas; what is pending is answered with what it has so far. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._desk.end(EngineError("the rollout fleet is closed"))
+        self._scheduler.delete_workers(self.options.role)
+        with self._updating:
+            if self._delivery is not None:
+                self._delivery.close()
+
+    def _up(self) -> dict[int, EngineGroup]:
+        return {n: group for n, group in sorted(self._replicas.items()) if not group.workers.failed}
+
+    def _job(self) -> Job:
+        options = self.options
+        environment = {} if "OMP_WAIT_POLICY" in os.environ else dict(_NO_SPINNING)
+        return Job(
+            role=options.role,
+            replicas=options.replicas,
+            make=self._make,
+            on_start=self._started,
+            on_ready=lambda number: self._desk.enter(number, self._replicas[number]),
+            on_lost=self._desk.leave,
+            on_given_up=self._given_up,
+            restarts=options.max_restarts if options.restart else 0,
+            backoff_s=options.backoff_s,
+            threads=self.threads,
+            environment=environment | (options.environment or {}),
+        )
+
+    def _make(self, number: int, processes: Processes, on_failure: Callable[[EngineError], None]) -> EngineGroup:
+        ranks = self.options.tp_size
+        devices = None if self._devices is None else self._devices[number * ranks : (number + 1) * ranks]
+        config = replace(self.config, builds_decode=number == 0)  # the others find it on disk
+        layout = Layout(1, ranks)
+        return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
+
+    def _started(self, number: int, made: Replica) -> None:
+        assert isinstance(made, EngineGroup)
+        with self._updating:  # an update that is under way goes on without this one, which then gets it here
+            if self._delivery is not None:
+                self._delivery.catch_up(made)
+            self._replicas[number] = made
+
+    def _given_up(self, _number: int, error: SchedulerError) -> None:
+        """Without restarts the others go on while there are any; with them, the cause must be found."""
+        if self.options.restart or not self._up():
+            self._desk.end(error)

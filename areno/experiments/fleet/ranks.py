@@ -1,0 +1,221 @@
+"""What a weight update does on each rank: that of the trainer, which sends, and those of the replicas, which receive.
+
+A replica first brings the new weights together while it generates on, and then swaps them in between two tokens. Only the
+swap is a pause, and until it begins nothing has changed: a transfer that breaks leaves the old weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areno.engine.engine import Engine
+from areno.engine.model.adapter import NAME
+from areno.engine.model.loading import load_causal_lm
+from areno.engine.parallel.peers import Group, Peers, meet
+from areno.engine.progress import PROGRESS
+from areno.errors import EngineError
+from areno.experiments.fleet.segment import attach, layout, view
+from areno.experiments.fleet.tensors import TensorSpec, digest, install, refuse_misfit, whole_tensors
+
+# How long the members of a collective wait for each other.
+PATIENCE_S = 120.0
+_channels: dict[str, Group] = {}
+
+
+class BrokenChannelError(EngineError):
+    """A collective transfer did not come to its end; nothing has been installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One transfer.
+
+    Attributes:
+        version: of the weights.
+        specs: what travels, in this order.
+        segment: shared memory that holds, or is to hold, all tensors.
+        channel: key of a collective that was joined before.
+        bucket_bytes: of one broadcast, at most, unless a single tensor is larger.
+        folder: checkpoint that holds them.
+        digests: checksum of each tensor, by name; with them, what arrives is checked.
+    """
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    segment: str = ""
+    channel: str = ""
+    bucket_bytes: int = 1 << 30
+    folder: str = ""
+    digests: Mapping[str, str] | None = None
+
+
+# -- on the trainer's ranks ------------------------------------------------------------------------------------------
+
+
+def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Checksum of each wanted tensor, by name."""
+    engine.wait_idle()
+    refuse_misfit(engine, specs)
+    return {spec.name: digest(tensor) for spec, tensor in _mine(engine, specs)}
+
+
+def send(engine: Engine, update: Update) -> str:
+    """Write the weights to shared memory, and tell them to the channel; returns how the channel broke, or nothing."""
+    engine.wait_idle()
+    refuse_misfit(engine, update.specs)
+    offsets, size = layout(update.specs)
+    memory = attach(update.segment, size, writable=True) if update.segment and engine.config.peers.first else None
+    tensors = _mine(engine, update.specs)
+    broken = ""
+    places = dict(zip((spec.name for spec in update.specs), offsets, strict=True))
+    for bucket in _buckets(update.specs, update.bucket_bytes):
+        filled = [next(tensors)[1] for _ in bucket] if engine.config.peers.replica == 0 else []
+        if not engine.config.peers.first:
+            continue
+        if memory is not None:
+            for spec, tensor in zip(bucket, filled, strict=True):
+                view(memory, places[spec.name], spec).copy_(tensor)
+        if update.channel and not broken:
+            broken = _broadcast(update.channel, bucket, filled, engine.config.device)
+        PROGRESS.tick()
+    return broken
+
+
+def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """The tensors, on the ranks of the first replica; nothing on others, whose weights are the same."""
+    if engine.config.peers.replica == 0:
+        yield from whole_tensors(engine, specs)
+
+
+def _broadcast(channel: str, bucket: Sequence[TensorSpec], tensors: list[Tensor], device: torch.device) -> str:
+    offsets, size = layout(bucket)
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    for offset, spec, tensor in zip(offsets, bucket, tensors, strict=True):
+        view(memory, offset, spec).copy_(tensor)
+    try:
+        _spread(channel, memory)
+    except BrokenChannelError as error:
+        return str(error)
+    return ""
+
+
+def _spread(channel: str, memory: Tensor) -> None:
+    if channel not in _channels:
+        raise BrokenChannelError("the trainer and the rollout replicas have not come together")
+    try:
+        _channels[channel].spread(memory)
+    except RuntimeError as error:
+        raise BrokenChannelError(f"new weights have not arrived: {error}") from error
+
+
+def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
+    """Runs of tensors of at most so many bytes, and at least one tensor."""
+    bucket: list[TensorSpec] = []
+    for spec in specs:
+        if bucket and sum(s.nbytes for s in bucket) + spec.nbytes > limit:
+            yield bucket
+            bucket = []
+        bucket.append(spec)
+    if bucket:
+        yield bucket
+
+
+# -- on the ranks of a replica ---------------------------------------------------------------------------------------
+
+
+def receive(engine: Engine, update: Update) -> float:
+    """Take new weights over; returns for how many seconds generation rested.
+
+    Raises:
+        BrokenChannelError: they have not arrived; the old ones stand.
+        EngineError: something else than what was sent has arrived.
+    """
+    tensors = _arrived(engine, update)
+    if update.digests is not None:
+        _compare(tensors, update.digests)
+    with engine.loop.weights_changing(update.version):
+        began = time.perf_counter()
+        install(engine, tensors, check=update.digests is not None)
+    return time.perf_counter() - began
+
+
+def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
+    """Whole tensors by name, in the wanted types."""
+    if update.channel:
+        return _from_channel(engine, update)
+    if update.folder:
+        return _from_folder(engine, update)
+    offsets, size = layout(update.specs)
+    memory = attach(update.segment, size, writable=False)
+    return {spec.name: view(memory, offset, spec) for offset, spec in zip(offsets, update.specs, strict=True)}
+
+
+def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for bucket in _buckets(update.specs, update.bucket_bytes):
+        offsets, size = layout(bucket)
+        memory = torch.empty(size, dtype=torch.uint8, device=engine.config.device)
+        _spread(update.channel, memory)
+        found.update((spec.name, view(memory, at, spec)) for at, spec in zip(offsets, bucket, strict=True))
+        PROGRESS.tick()
+    return found
+
+
+def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
+    """Weights of a checkpoint folder; ``transformers`` knows under which names they are stored."""
+    if engine.actor.model.adapter is not None:
+        stored = load_file(Path(update.folder) / "adapter_model.safetensors")
+        names = {spec.name: "base_model.model." + spec.name.replace(f".{NAME}.", ".") for spec in update.specs}
+        return {spec.name: stored[names[spec.name]].to(spec.dtype) for spec in update.specs}
+    options = replace(engine.config.load_options("the weight update"), peers=Peers(), device="cpu")
+    model = load_causal_lm(update.folder, options)
+    own = dict(model.module.named_parameters())
+    return {spec.name: own[spec.name].detach().to(spec.dtype) for spec in update.specs}
+
+
+def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
+    wrong = [name for name, tensor in tensors.items() if digest(tensor) != digests[name]]
+    if wrong:
+        raise EngineError(
+            f"{len(wrong)} of {len(digests)} weights have arrived as something else than was sent: {', '.join(wrong[:3])}"
+        )
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def join(engine: Engine, channel: str, first: int, size: int) -> str:
+    """Become a member of a collective, whose key is the path of a file.
+
+    Args:
+        engine: of a trainer, where rank 0 is the only member, or of a replica.
+        channel: the key.
+        first: number of this engine's first rank in it; 0 is the trainer's.
+        size: number of members.
+
+    Returns:
+        Nothing when all have come, else why not.
+    """
+    peers = engine.config.peers
+    if first or peers.first:
+        patience = timedelta(seconds=PATIENCE_S)
+        try:
+            _channels[channel] = meet(Path(channel), first + peers.place, size, engine.config.device, patience)
+        except RuntimeError as error:
+            return str(error) or "somebody has not come"
+    return ""
+
+
+def leave(_engine: Engine, channel: str) -> None:
+    """End a membership."""
+    with suppress(KeyError):
+        del _channels[channel]

@@ -1,0 +1,153 @@
+"""The weights of an engine as named whole tensors, whatever the layout of its ranks.
+
+Who receives says what it wants: names, types and shapes. A tied weight has one name. Where the receiver has an adapter,
+that is all it wants; where only the sender has one, it sends the sums that its own rollouts would run on. Rounding to the
+receiver's type is that of ``Tensor.copy_``, as the optimizer's from its master weights is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from areno.engine.engine import Engine
+from areno.engine.parallel.peers import Peers
+from areno.errors import EngineError, UsageError
+
+_ADAPTER = (".lora_", ".modules_to_save.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is to travel."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def wanted(engine: Engine) -> list[TensorSpec]:
+    """What a rollout engine needs in order to be up to date, in the order of its module."""
+    model = engine.actor.model
+    return [
+        TensorSpec(name, p.dtype, tuple(p.shape))
+        for name, p in model.module.named_parameters()
+        if model.adapter is None or any(mark in name for mark in _ADAPTER)
+    ]
+
+
+def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
+    """Check that a trainer has what is wanted; every rank comes to the same end.
+
+    Raises:
+        UsageError: a tensor is missing, has another shape, or cannot be made exactly.
+    """
+    model = engine.actor.model
+    own = dict(model.module.named_parameters())
+    for spec in specs:
+        base = _base_name(spec.name)
+        found = own.get(spec.name, own.get(base))
+        if found is None:
+            raise UsageError(
+                f"the trainer of {engine.path} has no tensor {spec.name}, which the rollout replicas want; give both the "
+                "same checkpoint and the same adapter"
+            )
+        if tuple(found.shape) != spec.shape:
+            raise UsageError(
+                f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape "
+                f"{tuple(found.shape)} here and {spec.shape} there; load both from the same checkpoint"
+            )
+        if spec.name not in own and model.adapter is not None and not model.adapter.merges:
+            raise UsageError(
+                "the rollout replicas have no adapter, and the trainer's cannot be added to its weights exactly (they are "
+                "not fp32 on a CPU); give the fleet an EngineConfig with the trainer's adapter"
+            )
+
+
+def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """The wanted tensors of a trainer, one at a time, in the wanted types; its generation must be idle.
+
+    Every rank of a replica must take them all, in this order: those that share a tensor put it together.
+    """
+    whole = _whole if engine.config.peers.layout.tp_size > 1 else torch.Tensor.detach
+    model = engine.actor.model
+    own = dict(model.module.named_parameters())
+    for spec in specs:
+        layer, _, last = spec.name.rpartition(".")
+        if spec.name in own:
+            tensor = whole(own[spec.name])
+        elif last == "weight" and model.adapter is not None:
+            tensor = model.adapter.sum_of(model.module.get_submodule(layer)).detach()
+        else:
+            tensor = whole(own[_base_name(spec.name)])
+        yield spec, tensor.to(spec.dtype)
+
+
+def _base_name(name: str) -> str:
+    """What a tensor of a layer is called where the layer has an adapter."""
+    layer, _, last = name.rpartition(".")
+    return f"{layer}.base_layer.{last}"
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    from areno.engine.parallel.sharding import local, whole_of
+
+    return whole_of(local(parameter.detach()), parameter)
+
+
+def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
+    """Copy whole tensors into the parameters of a rollout engine, each rank its part.
+
+    Args:
+        engine: whose generation rests.
+        tensors: by name.
+        check: compare the parameters with the tensors afterwards, bit by bit.
+
+    Raises:
+        EngineError: they differ.
+    """
+    own = dict(engine.actor.model.module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            part, target = _part(tensor, own[name], engine.config.peers), _local(own[name], engine.config.peers)
+            target.copy_(part)
+            if check and not torch.equal(raw(target), raw(part.to(target.device, target.dtype))):
+                raise EngineError(f"{name} is not what was sent after it was installed; the memory may be damaged")
+
+
+def _part(tensor: Tensor, like: Tensor, peers: Peers) -> Tensor:
+    if peers.layout.tp_size == 1:
+        return tensor
+    from areno.engine.parallel.sharding import part_of
+
+    return part_of(tensor, like)
+
+
+def _local(parameter: Tensor, peers: Peers) -> Tensor:
+    if peers.layout.tp_size == 1:
+        return parameter
+    from areno.engine.parallel.sharding import local
+
+    return local(parameter)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def digest(tensor: Tensor) -> str:
+    """A checksum of type, shape and bytes."""
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(raw(tensor).cpu().numpy().data)
+    return found.hexdigest()

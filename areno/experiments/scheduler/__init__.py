@@ -1,0 +1,1 @@
+"""Worker processes by role and replica: started, watched, started again."""
