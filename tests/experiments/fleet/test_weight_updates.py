@@ -1,0 +1,265 @@
+"""What replicas compute with after an update is what the trainer has, bit for bit, in every way that weights travel."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areno.engine.engine import Engine
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.errors import EngineError, UsageError
+from areno.experiments.fleet import ranks
+from areno.experiments.fleet.delivery import WeightOptions
+from areno.experiments.fleet.ranks import Update
+from areno.experiments.fleet.segment import Segment, layout
+from areno.experiments.fleet.tensors import wanted
+from tests.experiments.fleet.conftest import config
+from tests.experiments.fleet.support import (
+    adapter_of,
+    answers,
+    generated,
+    learn,
+    parameters_of,
+    requests,
+    same,
+    wait_for_tokens,
+    wait_until,
+)
+
+MODES = ("shm", "xccl", "disk")
+
+
+def replicas_of(fleet, function=parameters_of):
+    return [found for group in fleet._up().values() for found in group.each_rank(function)]
+
+
+def test_every_mode_brings_the_same_bits_and_a_fresh_engine_says_the_same(policy, trainer, open_fleet, tmp_path):
+    fleet = open_fleet(replicas=2, weights=WeightOptions(weight_chunked_mem_mb=1, folder=tmp_path / "updates"))
+    before = answers(trainer, requests(4))
+    assert answers(fleet, requests(4)) == before
+    for version, mode in enumerate((*MODES, "shm", "xccl"), start=1):
+        learn(trainer, seed=version)
+        report = fleet.update_weights(trainer, version, mode, verify=True)
+        assert (report.version, report.mode, set(report.pauses_s)) == (version, mode, {0, 1})
+        assert report.nbytes == sum(p.numel() * 4 for _, p in trainer.actor.model.parameters())  # tied weights once
+        for found in replicas_of(fleet):
+            assert same(found, parameters_of(trainer))
+        trainer.save_model(tmp_path / f"new-{version}")
+        fresh = Engine(str(tmp_path / f"new-{version}"), config())
+        said = answers(fresh, requests(4))
+        fresh.close()
+        results = [future.result(60).sequences[0] for future in fleet.submit(requests(4))]
+        assert [result.resp_tokens for result in results] == said
+        assert {v for result in results for v in result.versions} == {version}
+        assert said != before
+    assert os.listdir(tmp_path / "updates") == []  # the next update has cleared the folder
+
+
+def test_each_token_carries_the_version_of_the_weights_that_made_it(policy, trainer, open_fleet):
+    """Replay each sample on every version's own weights: a token is the likeliest under the version it is stamped with."""
+    fleet = open_fleet()
+    weights = [parameters_of(trainer)]
+    futures = fleet.submit(requests(3, tokens=900))
+    for version, mode in enumerate(MODES, start=1):
+        wait_for_tokens(fleet, 60)
+        learn(trainer, seed=version)
+        weights.append(parameters_of(trainer))
+        fleet.update_weights(trainer, version, mode)
+    module = AutoModelForCausalLM.from_pretrained(policy)
+    for request, future in zip(requests(3), futures, strict=True):
+        sample = future.result(timeout=120).sequences[0]
+        assert sample.versions == sorted(sample.versions)
+        assert set(sample.versions) == {0, 1, 2, 3}
+        context = request.prompt_tokens + sample.resp_tokens
+        for version, tensors in enumerate(weights):
+            module.load_state_dict(tensors, strict=False)
+            module.tie_weights()
+            with torch.no_grad():
+                logits = module(torch.tensor([context])).logits[0][len(request.prompt_tokens) - 1 : -1]
+            places = [i for i, v in enumerate(sample.versions) if v == version]
+            logp = logits.log_softmax(-1)
+            for i in places:
+                token = sample.resp_tokens[i]
+                assert logp[i, token] >= logp[i].max() - 1e-4
+                assert sample.resp_logprobs[i] == pytest.approx(float(logp[i, token]), abs=1e-4)
+
+
+def test_saving_and_reading_weights_do_not_hold_generation_up(trainer, open_fleet, tmp_path):
+    fleet = open_fleet()
+    futures = fleet.submit(requests(3, tokens=2000))
+    stop, counts = threading.Event(), []
+
+    def look():
+        while not stop.wait(0.02):
+            counts.append(generated(fleet))
+
+    watcher = threading.Thread(target=look)
+    wait_until(lambda: generated(fleet) > 20)
+    watcher.start()
+    for _ in range(5):
+        trainer.save_model(tmp_path / "saved")
+        learn(trainer)
+    evaluated = answers(fleet, requests(2, tokens=4))
+    stop.set()
+    watcher.join()
+    assert [len(tokens) for tokens in evaluated] == [4, 4]
+    assert not any(future.done() for future in futures) or counts[-1] > 1000
+    assert counts[-1] > counts[0] + 50
+    for future in futures:
+        assert len(future.result(timeout=120).sequences[0].resp_tokens) == 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtype):
+    """A bf16 trainer has fp32 masters; an fp32 trainer has a bf16 replica. Both give what rounding to nearest gives."""
+    trainer = Engine(str(policy), config(dtype=dtype))
+    fleet = open_fleet(config(dtype=torch.bfloat16))
+    learn(trainer)
+    for version, mode in enumerate(MODES, start=1):
+        fleet.update_weights(trainer, version, mode, verify=mode != "disk" or dtype == torch.bfloat16)
+        found = replicas_of(fleet)[0]
+        expected = {name: p.to(torch.bfloat16) for name, p in parameters_of(trainer).items()}
+        assert same(found, expected)
+    if dtype == torch.bfloat16:
+        masters = trainer.actor.optimizer.state_dict()["masters"]
+        assert all(torch.equal(found[name], master.to(torch.bfloat16)) for name, master in masters.items())
+    trainer.close()
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+LORA = AdapterOptions(rank=4)
+
+
+def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet):
+    trainer = Engine(str(policy), config(adapter=LORA))
+    fleet = open_fleet(config(adapter=LORA))
+    futures = fleet.submit(requests(2, tokens=600))
+    wait_until(lambda: generated(fleet) > 40)
+    for version, mode in enumerate(MODES, start=1):
+        learn(trainer, seed=version)
+        report = fleet.update_weights(trainer, version, mode, verify=True)
+        assert report.nbytes == sum(p.numel() * 4 for _, p in trainer.actor.model.parameters())  # far less than all
+        assert same(replicas_of(fleet, adapter_of)[0], adapter_of(trainer))
+        assert answers(fleet, requests(3)) == answers(trainer, requests(3))
+        trainer.wait_idle()
+    assert {3} < {v for future in futures for v in future.result(60).sequences[0].versions}
+    trainer.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
+    trainer = Engine(str(policy), config(adapter=LORA))
+    fleet = open_fleet()
+    learn(trainer)
+    fleet.update_weights(trainer, 1, mode, verify=True)
+    trainer.actor.model.adapter.merge()
+    merged = {name.replace(".base_layer", ""): p for name, p in parameters_of(trainer).items() if ".lora_" not in name}
+    assert same(replicas_of(fleet)[0], merged)
+    trainer.close()
+
+
+def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
+    trainer = Engine(str(policy), config(adapter=LORA, dtype=torch.bfloat16))
+    fleet = open_fleet(config(dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match="give the fleet an EngineConfig with the trainer's adapter"):
+        fleet.update_weights(trainer, 1)
+    trainer.close()
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [Layout(2, 1), Layout(1, 2)], ids=["dp2", "tp2"])
+def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, grid):
+    group = EngineGroup(str(policy), config(), grid)
+    try:
+        fleet = open_fleet()
+        for version, mode in enumerate(MODES, start=1):
+            learn(group, seed=version)
+            fleet.update_weights(group, version, mode, verify=True)
+            assert same(replicas_of(fleet)[0], group.each_rank(parameters_of)[0])
+            assert answers(fleet, requests(2)) == answers(group, requests(2))
+    finally:
+        group.close()
+
+
+def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, open_fleet):
+    fleet = open_fleet(tp_size=2)
+    futures = fleet.submit(requests(2, tokens=150))
+    for version, mode in enumerate(MODES, start=1):
+        wait_for_tokens(fleet, 8)
+        learn(trainer, seed=version)
+        fleet.update_weights(trainer, version, mode, verify=True)
+    for future in futures:
+        assert set(future.result(timeout=120).sequences[0].versions) == {0, 1, 2, 3}
+    for found in replicas_of(fleet):
+        assert same(found, parameters_of(trainer))
+    assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+    learn(trainer)
+    fleet.update_weights(trainer, 4)  # with nothing to generate
+    assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+
+
+# -- what must not be believed ---------------------------------------------------------------------------------------
+
+
+def written(trainer, memory) -> Update:
+    specs = tuple(wanted(trainer))
+    update = Update(version=1, specs=specs, segment=memory.path, digests=ranks.checksums(trainer, specs))
+    ranks.send(trainer, update)
+    return update
+
+
+def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, trainer):
+    replica = Engine(str(policy), config(trains="nothing"))
+    memory = Segment(layout(wanted(trainer))[1])
+    learn(trainer)
+    update = written(trainer, memory)
+    before = parameters_of(replica)
+    with open(memory.path, "r+b") as file:
+        file.seek(1001)
+        byte = file.read(1)[0]
+        file.seek(1001)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(EngineError, match=r"1 of \d+ weights have arrived as something else"):
+        ranks.receive(replica, update)
+    assert same(parameters_of(replica), before)
+    assert replica.loop.version == 0
+    ranks.receive(replica, replace(written(trainer, memory), version=7))
+    assert same(parameters_of(replica), parameters_of(trainer))
+    assert replica.loop.version == 7
+    memory.close()
+    replica.close()
+
+
+def test_a_change_that_fails_half_way_answers_nobody_from_half_changed_weights(policy):
+    replica = Engine(str(policy), config(trains="nothing"))
+    future = replica.submit(requests(1, tokens=4000))[0]
+    wait_until(lambda: replica.load().generated_total > 5)
+    with pytest.raises(RuntimeError, match="half way"), replica.loop.weights_changing(1):
+        raise RuntimeError("half way")
+    with pytest.raises(EngineError, match="half way"):
+        future.result(timeout=10)
+    with pytest.raises(EngineError, match="has died"):
+        replica.submit(requests(1))
+    replica.close()
+
+
+def test_mistakes_are_named(policy, trainer, open_fleet, tiny_checkpoint):
+    fleet = open_fleet(path=tiny_checkpoint)
+    with pytest.raises(UsageError, match="weight_update_mode=nccl: use one of shm, xccl, disk"):
+        fleet.update_weights(trainer, 1, "nccl")
+    with pytest.raises(UsageError, match="the same checkpoint"):
+        fleet.update_weights(trainer, 1)
+    with pytest.raises(UsageError, match="replicas=0: use at least 1"):
+        open_fleet(replicas=0)
+    with pytest.raises(EngineError, match="can never fit"):
+        fleet.submit(requests(1, tokens=9000))
