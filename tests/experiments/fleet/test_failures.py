@@ -1,0 +1,187 @@
+"""Replicas that are really killed and stopped: nothing is lost but time, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areno.errors import EngineError, UsageError
+from areno.experiments.scheduler.errors import WorkerCreationError, WorkerFailedError
+from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
+from tests.support.processes import alive, workers_of
+
+
+def pids(fleet) -> list[int]:
+    return [pid for replica in fleet.health().replicas for pid in replica.worker.pids]
+
+
+def states(fleet) -> list[str]:
+    return [replica.worker.state for replica in fleet.health().replicas]
+
+
+@pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
+def test_a_killed_replica_comes_back_with_the_current_weights_and_every_request_is_answered(
+    trainer, open_fleet, tmp_path, mode
+):
+    fleet = open_fleet(replicas=2)
+    learn(trainer)
+    fleet.update_weights(trainer, 5, mode)
+    current = parameters_of(trainer)
+    expected = answers(trainer, requests(6, tokens=300))
+    trainer.wait_idle()
+    learn(trainer)  # what the trainer has by now is nobody's business yet
+    futures = fleet.submit(requests(6, tokens=300))
+    wait_until(lambda: generated(fleet) > 100)
+    assert [replica.unfinished for replica in fleet.health().replicas] == [3, 3]
+    victim = pids(fleet)[0]
+    os.kill(victim, signal.SIGKILL)
+
+    samples = [future.result(timeout=120).sequences[0] for future in futures]
+    assert [sample.resp_tokens for sample in samples] == expected
+    assert all(set(sample.versions) == {5} for sample in samples)
+    wait_until(lambda: states(fleet) == ["ready", "ready"])
+    health = fleet.health()
+    assert (health.restarts, health.resubmitted, health.version, health.waiting) == (1, 3, 5, 0)
+    assert "was killed by signal 9" in health.replicas[0].worker.error
+    assert victim not in pids(fleet)
+    for group in fleet._up().values():
+        assert same(group.each_rank(parameters_of)[0], current)
+    assert (tmp_path / "logs" / "rollout-0.log").read_text().count("==== rollout/0, start") == 2
+    assert (tmp_path / "logs" / "rollout-1.log").read_text().count("==== rollout/1, start") == 1
+
+    fleet.update_weights(trainer, 6, mode, verify=True)  # the new process takes part
+    assert {v for f in fleet.submit(requests(4)) for v in f.result(60).sequences[0].versions} == {6}
+    left = pids(fleet)
+    fleet.close()
+    wait_until(lambda: not any(map(alive, left)), 10)
+    assert workers_of(os.getpid()) == []
+
+
+def test_requests_wait_for_the_only_replica_and_streams_are_not_begun_twice(open_fleet):
+    fleet = open_fleet()
+    heard = []
+    streamed = requests(1, tokens=2000)[0]
+    streamed.listener = lambda _, token: heard.append(token)
+    stream = fleet.submit([streamed])[0]
+    wait_until(lambda: len(heard) > 5)
+    os.kill(pids(fleet)[0], signal.SIGKILL)
+    with pytest.raises(EngineError, match="after it had begun to stream"):
+        stream.result(timeout=30)
+    futures = fleet.submit(requests(2, tokens=5))
+    fleet.cancel(futures[1])
+    assert futures[1].result(timeout=1).sequences[0].finish_reason == "abort"
+    assert fleet.health().waiting == 1
+    assert len(futures[0].result(timeout=60).sequences[0].resp_tokens) == 5
+    running = fleet.submit(requests(1, tokens=4000))[0]
+    wait_until(lambda: generated(fleet) > 50)
+    fleet.cancel(running)
+    partial = running.result(timeout=30).sequences[0]
+    assert partial.finish_reason == "abort"
+    assert 0 < len(partial.resp_tokens) < 4000
+
+
+def test_restarts_that_are_used_up_end_the_fleet_with_its_log(open_fleet, tmp_path):
+    fleet = open_fleet(max_restarts=1)
+    future = None
+    for _ in range(2):
+        wait_until(lambda: states(fleet) == ["ready"])
+        future = fleet.submit(requests(1, tokens=4000))[0]
+        wait_until(lambda: generated(fleet) > 5)
+        os.kill(pids(fleet)[0], signal.SIGKILL)
+        wait_until(lambda: states(fleet) != ["ready"])
+    pattern = (
+        r"(?s)rollout/0 has failed, and its 1 restarts are used up: .*signal 9.*last \d+ lines of .*rollout-0\.log"
+    )
+    with pytest.raises(WorkerFailedError, match=pattern) as caught:
+        future.result(timeout=30)
+    assert "==== rollout/0, start 2" in str(caught.value)
+    with pytest.raises(WorkerFailedError, match="restarts are used up"):
+        fleet.submit(requests(1))
+    assert states(fleet) == ["failed"]
+    assert workers_of(os.getpid()) == []
+
+
+def test_without_restarts_the_others_go_on_until_there_are_none(open_fleet):
+    fleet = open_fleet(replicas=2, restart=False)
+    expected = answers(fleet, requests(4, tokens=200))
+    futures = fleet.submit(requests(4, tokens=200))
+    os.kill(pids(fleet)[1], signal.SIGKILL)
+    assert [future.result(60).sequences[0].resp_tokens for future in futures] == expected
+    wait_until(lambda: states(fleet) == ["ready", "failed"])
+    last = fleet.submit(requests(1, tokens=4000))[0]
+    os.kill(pids(fleet)[0], signal.SIGKILL)
+    with pytest.raises(WorkerFailedError, match="it is not to be started again"):
+        last.result(timeout=30)
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(open_fleet, tmp_path):
+    with pytest.raises(UsageError, match="no-such-model"):
+        open_fleet(path=tmp_path / "no-such-model")
+    with pytest.raises(WorkerCreationError, match=r"have not started within 0\.05 s"):
+        open_fleet(startup_timeout_s=0.05)
+    with pytest.raises(UsageError, match="num_attention_heads"):
+        open_fleet(tp_size=3)
+    assert workers_of(os.getpid()) == []
+
+
+@pytest.mark.long
+def test_a_stopped_replica_is_replaced_within_half_a_minute(open_fleet):
+    fleet = open_fleet(replicas=2)
+    expected = answers(fleet, requests(4, tokens=300))
+    futures = fleet.submit(requests(4, tokens=300))
+    stopped = pids(fleet)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    assert [future.result(60).sequences[0].resp_tokens for future in futures] == expected
+    assert time.monotonic() - began < 30
+    wait_until(lambda: states(fleet) == ["ready", "ready"])
+    assert not alive(stopped)
+    assert fleet.health().resubmitted == 2
+
+
+@pytest.mark.long
+def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer, open_fleet):
+    """The broadcast breaks; who lives takes the weights from shared memory, and who is started again does, too."""
+    fleet = open_fleet(replicas=2)
+    fleet.update_weights(trainer, 1, "xccl")
+    for version, delay in enumerate((0.0, 0.003, 0.01), start=2):
+        wait_until(lambda: states(fleet) == ["ready", "ready"])
+        learn(trainer, seed=version)
+        victim = pids(fleet)[version % 2]
+        killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep({delay}); os.kill({victim}, 9)"])
+        fleet.update_weights(trainer, version, "xccl", verify=True)
+        killer.wait()
+        wait_until(lambda: fleet.health().restarts == version - 1 and states(fleet) == ["ready", "ready"])  # noqa: B023
+        for group in fleet._up().values():
+            assert same(group.each_rank(parameters_of)[0], parameters_of(trainer))
+    assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+
+
+def test_a_killed_parent_leaves_no_process_and_no_memory(policy, tmp_path):
+    program = (
+        "import sys, time\n"
+        "from areno.engine.engine import Engine\n"
+        "from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet\n"
+        "from tests.experiments.fleet.conftest import config\n"
+        "from tests.experiments.fleet.support import requests\n"
+        f"fleet = RolloutFleet({str(policy)!r}, config(), FleetOptions(replicas=2, log_folder={str(tmp_path)!r}))\n"
+        f"engine = Engine({str(policy)!r}, config())\n"
+        "fleet.update_weights(engine, 1)\n"
+        "fleet.submit(requests(4, tokens=4000))\n"
+        "print(*[pid for replica in fleet.health().replicas for pid in replica.worker.pids], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    before = set(Path("/dev/shm").iterdir())
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        workers = list(map(int, parent.stdout.readline().split()))
+        assert len(workers) == 2
+        assert all(map(alive, workers))
+        parent.kill()
+    wait_until(lambda: not any(map(alive, workers)), 10)
+    assert {path for path in Path("/dev/shm").iterdir() if "areno" in path.name} <= before
