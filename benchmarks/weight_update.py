@@ -120,10 +120,9 @@ def main() -> None:
                 f"tokens {row['gap_ms']} ms (usually {row['usual_gap_ms']} ms)",
                 flush=True,
             )
-    text = json.dumps(result)
     if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

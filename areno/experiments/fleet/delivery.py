@@ -105,7 +105,7 @@ class Delivery:
 
         Raises:
             UsageError: trainer and replicas have different models.
-            EngineError: something else than what was sent has arrived, or the trainer failed.
+            EngineError: the trainer failed; or a replica could not take the weights over, and is not replaced.
         """
         began = time.perf_counter()
         digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
@@ -113,17 +113,22 @@ class Delivery:
         previous, self.newest, self._torn = self.newest, None, True
         if mode == "disk":
             update = replace(plain, folder=str(self._saved(engine, version)))
+            self._store(update)
             pauses = self._receive(replicas, update)
         elif mode == "shm":
             update = replace(plain, segment=self._memory())
             engine.each_rank(ranks.send, update)
+            self._store(update)
             pauses = self._receive(replicas, update)
         else:
             update = replace(plain, segment=self._memory() if self._keeps else "")
             pauses = self._broadcast(engine, replicas, update)
         self._clear(previous, update)
-        self.newest, self._torn = update if self._keeps else None, False
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
+
+    def _store(self, update: Update) -> None:
+        """These weights are whole: from now on a replica that starts gets them."""
+        self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
         """Bring the newest weights to a replica that has just started.
@@ -178,9 +183,8 @@ class Delivery:
             asked = {n: pool.submit(group.each_rank, ranks.receive, update) for n, group in replicas.items()}
         return self._pauses(replicas, asked)
 
-    @staticmethod
-    def _pauses(replicas: Replicas, asked: Mapping[int, Future[list[float]]]) -> dict[int, float]:
-        """Answers of replicas. One that has died counts for nothing; one that has refused is ended."""
+    def _pauses(self, replicas: Replicas, asked: Mapping[int, Future[list[float]]]) -> dict[int, float]:
+        """Answers of replicas. One that has died counts for nothing; one that has refused is ended, to be replaced."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -189,7 +193,7 @@ class Delivery:
             elif not replicas[number].workers.failed:
                 replicas[number].workers.abandon(f"its weights could not be updated: {error}")
                 failures.append(EngineError(f"replica {number} could not take the new weights over: {error}"))
-        if failures:
+        if failures and not self._keeps:
             raise failures[0]
         return pauses
 
@@ -206,8 +210,10 @@ class Delivery:
             try:
                 broken = engine.each_rank(ranks.send, spoken)[0]
             except BaseException:
-                engine.each_rank(ranks.leave, spoken.channel)  # so that nobody waits for more
+                with suppress(EngineError):
+                    engine.each_rank(ranks.leave, spoken.channel)  # so that nobody waits for more
                 raise
+        self._store(update)
         if broken or any(future.exception() is not None for future in asked.values()):
             self._leave()
         cut_off = {n: replicas[n] for n, f in asked.items() if isinstance(f.exception(), BrokenChannelError)}

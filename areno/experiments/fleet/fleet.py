@@ -140,10 +140,14 @@ class RolloutFleet:
         self._closed = False
         self._scheduler = LocalScheduler(options.log_folder, options.startup_timeout_s)
         self._scheduler.create_workers(self._job())
-        first = self._replicas[0]
+        first = self._replicas[min(self._replicas)]
         self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
         self.context_length, self.vocab_size, self.kv_tokens = first.context_length, first.vocab_size, first.kv_tokens
-        self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
+        try:
+            self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
+        except BaseException:
+            self.close()
+            raise
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -188,7 +192,8 @@ class RolloutFleet:
 
         Raises:
             UsageError: there is no such mode, or trainer and replicas have different models.
-            EngineError: what has arrived is not what was sent, or the trainer or the fleet has ended.
+            EngineError: the trainer has failed, the fleet is closed, or a replica could not take the weights over and is
+                not restarted.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)

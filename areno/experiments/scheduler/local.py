@@ -154,7 +154,9 @@ class LocalScheduler:
             slot, error = failures[0]
             if isinstance(error, UsageError):
                 raise error
-            raise WorkerCreationError(f"{_name(slot)} could not be started: {error}\n{tail(slot.log_file)}") from error
+            raise WorkerCreationError(
+                f"{_name(slot)} could not be started: {_text(error)}\n{tail(slot.log_file)}"
+            ) from error
         return [_name(slot) for slot in slots]
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
@@ -212,7 +214,7 @@ class LocalScheduler:
 
     # -- one replica -----------------------------------------------------------------------------------------------
 
-    def _start(self, slot: _Slot) -> ArenoError | None:
+    def _start(self, slot: _Slot) -> Exception | None:
         """Make a replica, or say why that did not work."""
         job = slot.job
         with open(slot.log_file, "a", encoding="utf-8") as log:
@@ -226,11 +228,11 @@ class LocalScheduler:
         )
         try:
             replica = job.make(slot.number, processes, functools.partial(self._lost, slot))
-        except ArenoError as error:
+        except Exception as error:
             return error
         try:
             job.on_start(slot.number, replica)
-        except ArenoError as error:
+        except Exception as error:
             replica.workers.abandon(str(error))
             replica.close()
             return error
@@ -280,7 +282,7 @@ class LocalScheduler:
             if failure is None:
                 logger.warning("%s runs again", _name(slot))
                 return
-            slot.error = str(failure)
+            slot.error = _text(failure)
         with self._changed:
             if slot.state == "closed":
                 return
@@ -292,6 +294,11 @@ class LocalScheduler:
 def _given_up(slot: _Slot) -> WorkerFailedError:
     times = f"its {slot.used} restarts are used up" if slot.used else "it is not to be started again"
     return WorkerFailedError(f"{_name(slot)} has failed, and {times}: {slot.error}\n{tail(slot.log_file)}")
+
+
+def _text(error: Exception) -> str:
+    kind = "" if isinstance(error, ArenoError) else f"{type(error).__name__}: "
+    return kind + "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def tail(log_file: Path, lines: int = TAIL_LINES) -> str:

@@ -154,6 +154,31 @@ def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, ope
     trainer.close()
 
 
+def test_a_request_in_the_middle_of_a_change_leaves_no_half_changed_sum(policy):
+    """Submitting adds an adapter to its weights: what it adds while the adapter changes must not stay."""
+    replica = Engine(str(policy), config(adapter=LORA, trains="nothing"))
+    answers(replica, requests(1))
+    adapter, module = replica.actor.model.adapter, replica.actor.model.module
+    assert adapter.merged
+    named = dict(module.named_parameters())
+    lora = [name for name in named if ".lora_" in name]
+    with replica.loop.weights_changing(1), torch.no_grad():
+        assert not adapter.merged
+        for half in (lora[::2], lora[1::2]):
+            for name in half:
+                named[name].normal_(0, 0.1)
+            future = replica.submit(requests(1))[0]
+    layer = module.model.layers[0].self_attn.q_proj
+    summed = layer.base_layer.weight.clone()
+    assert adapter.merged
+    assert set(future.result(60).sequences[0].versions) == {1}
+    adapter.unmerge()
+    delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    assert torch.allclose(summed, layer.base_layer.weight + delta, atol=1e-6)
+    assert not torch.allclose(summed, layer.base_layer.weight, atol=1e-3)
+    replica.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
     trainer = Engine(str(policy), config(adapter=LORA))
