@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from areno.engine.model.attention import LayerAttention
 from areno.engine.kernels import decode_attention
+from areno.engine.model.attention import LayerAttention
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 

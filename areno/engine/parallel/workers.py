@@ -183,6 +183,8 @@ class WorkerGroup:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
+            if self._closing:
+                raise EngineError(f"{method}: the worker processes have been ended")
             self._numbers += 1
             number = self._numbers
         text = dumps(Call(number, method, arguments, now))

@@ -144,8 +144,15 @@ def receive(engine: Engine, update: Update) -> float:
         _compare(tensors, update.digests)
     with engine.loop.weights_changing(update.version):
         began = time.perf_counter()
+        _settle(engine.config.device)  # a step may be on its way that was launched with the old weights
         install(engine, tensors, check=update.digests is not None)
+        _settle(engine.config.device)
     return time.perf_counter() - began
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:

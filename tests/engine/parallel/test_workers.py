@@ -92,6 +92,14 @@ def test_ranks_that_cannot_start_say_why_and_leave_nothing():
     assert workers_of(os.getpid()) == []
 
 
+def test_a_closed_group_says_so_instead_of_waiting(group):
+    group.close()
+    with pytest.raises(EngineError, match="add: the worker processes have been ended"):
+        group.call("add", 1)
+    with pytest.raises(EngineError, match="have been ended"):
+        group.tell(0, "pid")
+
+
 @pytest.mark.long
 def test_a_stopped_rank_ends_the_group_within_30_seconds(group):
     os.kill(group.pids[1], signal.SIGSTOP)

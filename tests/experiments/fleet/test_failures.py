@@ -25,7 +25,7 @@ def states(fleet) -> list[str]:
     return [replica.worker.state for replica in fleet.health().replicas]
 
 
-@pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
+@pytest.mark.parametrize("mode", ["shm", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("xccl", "disk"))])
 def test_a_killed_replica_comes_back_with_the_current_weights_and_every_request_is_answered(
     trainer, open_fleet, tmp_path, mode
 ):
@@ -107,6 +107,7 @@ def test_restarts_that_are_used_up_end_the_fleet_with_its_log(open_fleet, tmp_pa
     assert workers_of(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_without_restarts_the_others_go_on_until_there_are_none(open_fleet):
     fleet = open_fleet(replicas=2, restart=False)
     expected = answers(fleet, requests(4, tokens=200))

@@ -116,7 +116,9 @@ def test_saving_and_reading_weights_do_not_hold_generation_up(trainer, open_flee
         assert len(future.result(timeout=120).sequences[0].resp_tokens) == 2000
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32", marks=pytest.mark.long)]
+)
 def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtype):
     """A bf16 trainer has fp32 masters; an fp32 trainer has a bf16 replica. Both give what rounding to nearest gives."""
     trainer = Engine(str(policy), config(dtype=dtype))
@@ -179,7 +181,7 @@ def test_a_request_in_the_middle_of_a_change_leaves_no_half_changed_sum(policy):
     replica.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["shm", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("xccl", "disk"))])
 def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
     trainer = Engine(str(policy), config(adapter=LORA))
     fleet = open_fleet()
@@ -191,6 +193,7 @@ def test_replicas_without_an_adapter_get_the_sums(policy, open_fleet, mode):
     trainer.close()
 
 
+@pytest.mark.long
 def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA, dtype=torch.bfloat16))
     fleet = open_fleet(config(dtype=torch.bfloat16))
@@ -202,7 +205,9 @@ def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", [Layout(2, 1), Layout(1, 2)], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "grid", [pytest.param(Layout(2, 1), id="dp2", marks=pytest.mark.long), pytest.param(Layout(1, 2), id="tp2")]
+)
 def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, grid):
     group = EngineGroup(str(policy), config(), grid)
     try:
