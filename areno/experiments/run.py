@@ -15,6 +15,7 @@ from areno.config.experiment.experiments import (
 )
 from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
+from areno.config.experiment.places import check_places
 from areno.errors import ArenoError, UsageError
 
 MATH_REWARD = "areno.experiments.workflows.math_reward.math_reward"
@@ -34,7 +35,8 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 
 
 def run_experiment(config: BaseExperimentConfig) -> None:
-    """Make the trainer and run it to its end."""
+    """Check what the configuration names, make the trainer, and run it to its end."""
+    check_places(config)
     with trainer_class(config)(config) as trainer:
         trainer.train()
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.run_sections import FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
 from areno.engine.engine import ACTOR, Engine
@@ -30,7 +31,7 @@ from areno.experiments.folders import ExperimentFolders
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery, RecoveryPoint
 from areno.experiments.saving import Saver
-from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of
+from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of, this_machine
 from areno.experiments.trainers.rows import RowSource
 from areno.observability import tracing
 from areno.observability.logs import LoggingSetup, setup_logging
@@ -75,10 +76,13 @@ class ExperimentTrainer(ABC):
         self._logging = setup_logging(self.run_dir) if LoggingSetup.active is None else None
         self._closed = False
         try:
+            resolved = resolve_for_machine(config, this_machine())
             self.run_dir.write_config(config_text(config))
             _log.info(
                 "%s/%s: everything is written to %s", config.experiment_name, config.trial_name, self.run_dir.path
             )
+            for line in resolved:
+                _log.info("%s", line)
             self._seed()
             self.tracker: StatsTracker = get("")
             self._configure_tracing()

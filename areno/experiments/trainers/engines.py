@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.lora_options import ALL_LINEAR
@@ -16,6 +18,7 @@ from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.workers import available_cores
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
@@ -32,6 +35,12 @@ def layout_of(backend: str, section: str) -> Layout:
     if parallel.pipeline > 1 or parallel.context > 1 or parallel.expert > 1:
         raise UsageError(f"{section}.backend {backend!r}: models are divided by d and t only; use fsdp:d..t..")
     return Layout(parallel.data, parallel.tensor)
+
+
+def this_machine() -> Machine:
+    """What this process may use."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(gpus, available_cores(), importlib.util.find_spec("flash_attn") is not None)
 
 
 def device_of() -> torch.device:
@@ -107,20 +116,8 @@ def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout
     """The engine in this process, or on ranks of its own.
 
     Raises:
-        UsageError: the checkpoint cannot be used, or is of another family than ``model_type`` says.
+        UsageError: the checkpoint cannot be used.
     """
     if layout.world_size == 1:
-        engine: AnyEngine = Engine(section.path, config)
-    else:
-        engine = EngineGroup(section.path, config, layout, stall_s=section.request_timeout)
-    if section.model_type:
-        _check_family(section)
-    return engine
-
-
-def _check_family(section: TrainEngineConfig) -> None:
-    from transformers import AutoConfig
-
-    found = AutoConfig.from_pretrained(section.path).model_type
-    if found != section.model_type:
-        raise UsageError(f"actor.model_type {section.model_type!r}: {section.path} is a {found}; correct one of them")
+        return Engine(section.path, config)
+    return EngineGroup(section.path, config, layout, stall_s=section.request_timeout)
