@@ -38,20 +38,35 @@ class Gaps:
         self._lock = threading.Lock()
         self._last: dict[int, float] = {}
         self._longest = 0.0
+        self._stopped = False
 
-    def start(self, tokens: int) -> None:
+    def start(self) -> None:
+        for stream in range(self.streams):
+            self._submit(stream)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _submit(self, stream: int) -> None:
         from areno.types import Request, SamplingParams
 
-        for stream in range(self.streams):
-            sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-            listener = lambda _sample, _token, stream=stream: self._heard(stream)  # noqa: E731
-            self.engine.submit([Request([5, 6, 7, 8] * 8, sampling, [stream], listener=listener)])
+        if self._stopped:
+            return
+        sampling = SamplingParams(max_new_tokens=1900, ignore_eos=True)
+        request = Request([5, 6, 7, 8] * 8, sampling, [stream], listener=lambda _sample, _token: self._heard(stream))
+        self.engine.submit([request])[0].add_done_callback(lambda _: self._submit(stream))
 
     def _heard(self, stream: int) -> None:
         now = time.perf_counter()
         with self._lock:
             self._longest = max(self._longest, now - self._last.get(stream, now))
             self._last[stream] = now
+
+    def settle(self) -> None:
+        """Wait until every sample has said something more."""
+        asked = time.perf_counter()
+        while any(last < asked for last in list(self._last.values())):
+            time.sleep(0.005)
 
     def take(self) -> float:
         """Longest gap since the last call, in ms."""
@@ -72,7 +87,7 @@ def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
         fleet = RolloutFleet(path, config, FleetOptions(replicas=replicas, log_folder=Path(logs), restart=False))
         torch.set_num_threads(fleet.threads)
         gaps = Gaps(fleet, 2 * replicas)
-        gaps.start(1900)
+        gaps.start()
         time.sleep(2.0)
         found: dict[str, Any] = {"modes": {}}
         version = 0
@@ -84,7 +99,7 @@ def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
                 usual.append(gaps.take())
                 version += 1
                 reports.append(fleet.update_weights(trainer, version, mode))
-                time.sleep(0.1)
+                gaps.settle()
                 longest.append(gaps.take())
             timed = reports[1:]
             found["modes"][mode] = {
@@ -96,6 +111,7 @@ def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
                 "usual_gap_ms": round(median(usual[1:]), 1),
             }
         found["mb"] = round(reports[0].nbytes / 1e6, 1)
+        gaps.stop()
         fleet.close()
     trainer.close()
     return found

@@ -6,6 +6,7 @@ swap is a pause, and until it begins nothing has changed: a transfer that breaks
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -163,6 +164,7 @@ def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
         return _from_folder(engine, update)
     offsets, size = layout(update.specs)
     memory = attach(update.segment, size, writable=False)
+    memory[:: mmap.PAGESIZE].sum()  # so that its pages are at hand when generation rests
     return {spec.name: view(memory, offset, spec) for offset, spec in zip(offsets, update.specs, strict=True)}
 
 
