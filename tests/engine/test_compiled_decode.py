@@ -137,14 +137,14 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
     answers(loop, mixed_requests())
     assert list(tmp_path.rglob("*")) == []  # a short queue does not pay
     monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
-    requests, rounds, slowest = mixed_requests(), 0, 0.0
+    requests, rounds, slowest, started = mixed_requests(), 0, 0.0, time.monotonic()
     expected = answers(eager, requests)
     while not loop.decode.compiled:
         began = time.perf_counter()
         assert_same(answers(loop, requests), expected)
         slowest = max(slowest, time.perf_counter() - began)
         rounds += 1
-        assert rounds < 3000
+        assert time.monotonic() - started < 600, "the build has the lowest priority, but it must end"
     assert rounds > 3, "tokens must come while the step is being built"
     assert_same(answers(loop, requests), expected)
     assert [r.message.split(" (")[0].split(",")[0] for r in caplog.records if r.name == LOGGER] == [
