@@ -1,7 +1,8 @@
 """From the engine's thread to the event loop: the tokens of one HTTP request, as they are sampled.
 
-The engine calls a listener per token and must not wait for anybody. So a token is only put down here, and the event loop
-is woken once for all tokens that gather until it looks.
+The engine calls a listener per token and must not wait for anybody. So a token is only put down here, with its time. For a
+stream the event loop is woken once for all tokens that gather until it looks; an answer that is sent whole wakes it when its
+samples have ended, and costs nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -20,8 +22,8 @@ from areno.types import GeneratedToken, Request, RolloutResult
 if TYPE_CHECKING:
     from areno.engine.parallel.group import AnyEngine
 
-TokenEvent = tuple[int, GeneratedToken]
-"""Index of the sample, over all prompts of the request, and its next token."""
+TokenEvent = tuple[int, GeneratedToken, float]
+"""Index of the sample, over all prompts of the request, its next token, and when that came, by ``time.perf_counter``."""
 
 
 class Generation:
@@ -31,13 +33,16 @@ class Generation:
         engine: generates them.
         requests: one per prompt; sample i of prompt p has the index ``samples of the prompts before + i``.
         on_end: called in the event loop once, when nothing is running any more.
+        streams: whether tokens are wanted as they come.
 
     Raises:
         EngineError: the engine takes no requests.
     """
 
-    def __init__(self, engine: AnyEngine, requests: Sequence[Request], on_end: Callable[[], None]) -> None:
-        self._engine, self._on_end = engine, on_end
+    def __init__(
+        self, engine: AnyEngine, requests: Sequence[Request], on_end: Callable[[], None], streams: bool = True
+    ) -> None:
+        self._engine, self._on_end, self._streams = engine, on_end, streams
         self._inbox = _Inbox(asyncio.get_running_loop())
         self._error: BaseException | None = None
         self._cancelled = False
@@ -82,7 +87,7 @@ class Generation:
             raise self._error
 
     def _take(self, first: int, index: int, token: GeneratedToken) -> None:
-        self._inbox.put((first + index, token))
+        self._inbox.put((first + index, token, time.perf_counter()), wakes=self._streams)
 
     def _ended(self, future: Future[RolloutResult]) -> None:
         self._inbox.put(future)
@@ -104,10 +109,10 @@ class _Inbox:
         self._ready = asyncio.Event()
         self._woken = False
 
-    def put(self, item: TokenEvent | Future[RolloutResult]) -> None:
-        """Leave an item; from any thread."""
+    def put(self, item: TokenEvent | Future[RolloutResult], wakes: bool = True) -> None:
+        """Leave an item, for a reader who is woken or looks later; from any thread."""
         self._items.append(item)
-        if not self._woken:
+        if wakes and not self._woken:
             self._woken = True
             self.call(self._ready.set)
 

@@ -88,9 +88,8 @@ class SampleClock:
         self._last = [time.perf_counter()] * samples
         self._begun = [False] * samples
 
-    def token(self, sample: int) -> None:
-        """A sample got a token."""
-        now = time.perf_counter()
+    def token(self, sample: int, now: float) -> None:
+        """A sample got a token, by ``time.perf_counter``."""
         passed = now - self._last[sample]
         (self._metrics.per_token if self._begun[sample] else self._metrics.first_token).observe(passed)
         self._last[sample], self._begun[sample] = now, True

@@ -32,7 +32,7 @@ async def respond(service: Service, request: Request, job: Job, answer: Answer) 
     Raises:
         ApiError: the queue is full, the server ends, or the engine fails.
     """
-    generation = service.generate(job.requests)
+    generation = service.generate(job.requests, streams=bool(job.body.stream))
     clock = SampleClock(service.metrics, sum(one.n for one in job.requests))
     if job.body.stream:
         return EventStream(service, generation, answer, clock)
@@ -113,8 +113,8 @@ class EventStream(Response):
                 yield _joined(self._answer.opening())
                 async for tokens in self._generation.tokens():
                     chunks = []
-                    for sample, token in tokens:
-                        self._clock.token(sample)
+                    for sample, token, when in tokens:
+                        self._clock.token(sample, when)
                         chunks += self._answer.push(sample, token)
                     if chunks:
                         yield _joined(chunks)
@@ -133,8 +133,8 @@ def _joined(chunks: list[dict[str, Any]]) -> bytes:
 async def _collect(service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> dict[str, Any]:
     try:
         async for tokens in generation.tokens():
-            for sample, token in tokens:
-                clock.token(sample)
+            for sample, token, when in tokens:
+                clock.token(sample, when)
                 answer.push(sample, token)
     except EngineError as error:
         raise _as_api_error(service, error) from error

@@ -16,6 +16,7 @@ from areno.errors import EngineError
 from areno.serving.errors import ApiError
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
+from areno.serving.heap import keep_heap_out_of_collections
 from areno.serving.metrics import ServingMetrics
 from areno.serving.recording import Recorder
 from areno.serving.text import TokenTexts
@@ -103,6 +104,7 @@ class Service:
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
+        keep_heap_out_of_collections()
 
     def fail(self, reason: str) -> None:
         """The engine can serve no more."""
@@ -188,8 +190,8 @@ class Service:
                 headers={"Retry-After": _RETRY_AFTER_S},
             )
 
-    def generate(self, requests: Sequence[Request]) -> Generation:
-        """Start generating.
+    def generate(self, requests: Sequence[Request], streams: bool = True) -> Generation:
+        """Start generating; ``streams`` says whether tokens are wanted as they come.
 
         Raises:
             ApiError: the queue is full, the server is not ready, or the engine refuses.
@@ -198,7 +200,7 @@ class Service:
         samples = sum(request.n for request in requests)
         self.make_room(samples)
         try:
-            generation = Generation(engine, requests, lambda: self._close(generation))
+            generation = Generation(engine, requests, lambda: self._close(generation), streams)
         except EngineError as error:
             raise ApiError(503, f"the engine takes no requests: {error}", code="engine_failed") from error
         self._open[generation] = samples

@@ -7,7 +7,11 @@ later token can change it. The window of decoded tokens stays short, which keeps
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_BYTES = 4
@@ -27,7 +31,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = _decoder(tokenizer)
+        self._tokenizer = tokenizer  # the decoder holds it weakly
         self._hidden = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._parts: list[str] = []
         self._window: list[int] = []  # tokens of the last finished piece as context, then the unfinished ones
@@ -85,7 +90,25 @@ class IncrementalDetokenizer:
         return self._emit(decoded, len(decoded.rstrip(_REPLACEMENT)))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decoder(tuple(token_ids))
+
+
+_DECODERS: WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = WeakKeyDictionary()
+
+
+def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
+    """What decodes a few tokens, and remembers: a model says the same pairs of tokens again and again."""
+    if tokenizer not in _DECODERS:
+        decode = weakref.WeakMethod(tokenizer.decode)
+
+        @functools.lru_cache(maxsize=1 << 16)
+        def remembered(token_ids: tuple[int, ...]) -> str:
+            method: Any = decode()
+            text: str = method(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            return text
+
+        _DECODERS[tokenizer] = remembered
+    return _DECODERS[tokenizer]
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
