@@ -13,9 +13,7 @@ import openai
 class LetterAgent:
     """Asks, corrects the model, and asks again; both answers are judged."""
 
-    async def run(
-        self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any = None
-    ) -> dict[str, float]:
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any = None) -> dict[str, float]:
         """One episode.
 
         Args:

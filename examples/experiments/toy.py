@@ -109,7 +109,9 @@ def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed
         ids, labels = [], []
         for row in rows(_ROWS, drawn.getrandbits(32)):
             chat = [{"role": "user", "content": row["prompt"]}]
-            prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)).input_ids
+            prompt = tokenizer(
+                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ).input_ids
             answer = tokenizer(row["response" if drawn.random() < share else "rejected"]).input_ids
             ids.append([*prompt, *answer, tokenizer.eos_token_id])
             labels.append([-100] * len(prompt) + ids[-1][len(prompt) :])

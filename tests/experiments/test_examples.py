@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import areno  # noqa: F401  (before torch)
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+import areno  # noqa: F401  (before torch)
 from areno.cli.main import main
 from areno.experiments.folders import ExperimentFolders
 from examples.experiments import toy
