@@ -55,9 +55,10 @@ class Example:
 
 UPDATE = "ppo_actor/update/"
 STALE = (f"{UPDATE}behave_imp_weight/avg", f"{UPDATE}behave_approx_kl/avg", "ppo_actor/rs_upper")
+EVALUATED = ("evaluator.freq_steps=1",)
 TABLE = {
     "ppo": Example(("ppo_critic/critic_loss/avg", "timeperf/critic_train_step")),
-    "grpo": Example(changes=("valid_dataset=null", "evaluator.freq_steps=null", "evaluator.eval_before_train=false")),
+    "grpo": Example(("eval-rollout/reward/avg",), changes=("evaluator.freq_steps=2",)),
     "dr_grpo": Example(),
     "rloo": Example(),
     "reinforce": Example(("ppo_actor/kl_rewards/avg", "timeperf/ref_logp")),
@@ -77,9 +78,13 @@ TABLE = {
     "agent": Example(),
     "lora": Example(),
     "sft": Example(("sft/ppl/avg",), measure="sft/loss", start=1.0, end=0.8, below=True),
-    "dpo": Example(("dpo/chosen_reward/avg", "dpo/eval/loss"), measure="dpo/reward_accuracy/avg", end=0.9),
-    "ipo": Example(("dpo/reward_margin/avg",), measure="dpo/reward_accuracy/avg", end=0.9),
-    "reward_model": Example(("rw/pos_score/avg", "rw/eval/loss"), measure="rw/correct_ratio/avg", end=0.9),
+    "dpo": Example(
+        ("dpo/chosen_reward/avg", "dpo/eval/loss"), measure="dpo/reward_accuracy/avg", end=0.9, changes=EVALUATED
+    ),
+    "ipo": Example(("dpo/reward_margin/avg",), measure="dpo/reward_accuracy/avg", end=0.9, changes=EVALUATED),
+    "reward_model": Example(
+        ("rw/pos_score/avg", "rw/eval/loss"), measure="rw/correct_ratio/avg", end=0.9, changes=EVALUATED
+    ),
     "gsm8k_grpo": Example(STALE),
 }
 RL = ("rollout/reward/avg", REWARD, "ppo_actor/advantages/avg", f"{UPDATE}actor_loss/avg", f"{UPDATE}grad_norm")
