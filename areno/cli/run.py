@@ -8,7 +8,7 @@ USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
        areno run FILE.yaml --help        all settings of the experiment
 
-Any setting can be given: areno run examples/experiments/toy_grpo.yaml actor.optimizer.lr=1e-3 seed=42
+Any setting can be given: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 What the file says in train_dataset.type decides what is run: rl, sft, rw or dpo.
 """
 

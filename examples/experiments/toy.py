@@ -1,9 +1,13 @@
-"""A toy for experiments on a laptop: a random model of 0.2 M parameters, and a task that it learns in a few steps.
+"""A toy for experiments on a laptop: a model of 0.1 M parameters, and a task that it learns in 20 steps.
 
     python examples/experiments/toy.py --output /tmp/areno-toy
 
-writes ``model/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist of it),
-``sft.jsonl`` (with a ``response``) and ``pairs.jsonl`` (``chosen`` and ``rejected``).
+writes ``model/``, ``teacher/``, ``train.jsonl`` and ``valid.jsonl`` (a ``prompt`` names a letter; the answer should consist
+of it), ``sft.jsonl`` (with a ``response``), and ``pairs.jsonl`` and ``valid_pairs.jsonl`` (``chosen`` and ``rejected``).
+
+Like any model that reinforcement learning begins with, this one can do the task, but seldom does. It is made from random
+weights in a few seconds by plain PyTorch: first half of the answers that it sees are right, then one in twenty; the others are
+random letters, so that it earns about 0.1 of 1. The teacher is the same model after further steps on right answers.
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-LETTERS = "abcdefgh"
-ANSWER = 8
-_WORDINGS = ("Say {}.", "Repeat {}!", "Write {} eight times.")
+LETTERS = "abcdefghijklmnop"
+LENGTHS = 4, 8
+_WORDINGS = ("Say {}.", "Repeat {}!", "Write {} again and again.")
+_SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Steps of the training before, and which share of the answers is right in them.
+_MODEL_STEPS = (1.0,) * 60 + (0.1,) * 20
+_TEACHER_STEPS = (1.0,) * 30
+_ROWS = 32
 
 
 def letter_reward(
@@ -37,15 +46,20 @@ def judge(prompt: str, completions: str, prompt_ids: list[int], completion_ids: 
     return float(letter_reward(prompt, completions, prompt_ids, completion_ids, **data) > 0.5)
 
 
+def undecided(trajectory: dict[str, Any]) -> bool:
+    """A filter: leave out groups that are all right or all wrong, because they teach nothing."""
+    return bool(0 < trajectory["rewards"].mean() < 1)
+
+
 def rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Prompts with their letters, answers and bad answers."""
+    """Prompts with their letters, right answers and random ones."""
     drawn = random.Random(seed)
     found = []
     for _ in range(count):
-        letter = drawn.choice(LETTERS)
-        bad = "".join(drawn.choice(LETTERS) for _ in range(ANSWER))
+        letter, length = drawn.choice(LETTERS), drawn.randint(*LENGTHS)
+        wrong = "".join(drawn.choice(LETTERS) for _ in range(length))
         prompt = drawn.choice(_WORDINGS).format(letter)
-        found.append({"prompt": prompt, "letter": letter, "response": letter * ANSWER, "rejected": bad})
+        found.append({"prompt": prompt, "letter": letter, "response": letter * length, "rejected": wrong})
     return found
 
 
@@ -54,37 +68,74 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def make_model(folder: Path, seed: int = 0) -> None:
-    """A random model whose tokens are single characters."""
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+def make_tokenizer() -> Any:
+    """A tokenizer whose tokens are single bytes."""
+    from areno.quickstart.model import train_tokenizer
 
-    characters = sorted({c for row in rows(200, 0) for text in row.values() for c in text})
-    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|end|>", pad_token="<|pad|>", chat_template=_TEMPLATE
-    )
+    return train_tokenizer(_WORDINGS, words=".", vocab_size=260, special_tokens=_SPECIAL, template=_TEMPLATE)
+
+
+def random_model(tokenizer: Any, seed: int) -> Any:
+    """A model that knows nothing; wide initial weights and many small heads let one so small learn to copy soon."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         intermediate_size=128,
         max_position_embeddings=512,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return LlamaForCausalLM(config)
+
+
+def teach(model: Any, tokenizer: Any, shares: tuple[float, ...], lr: float, seed: int) -> None:
+    """Train on answers of which a share is right, one optimizer step for each share, with a rate that falls to 0."""
+    import torch
+
+    drawn = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+    for step, share in enumerate(shares):
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, 1 - step / len(shares))
+        ids, labels = [], []
+        for row in rows(_ROWS, drawn.getrandbits(32)):
+            chat = [{"role": "user", "content": row["prompt"]}]
+            prompt = tokenizer(
+                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ).input_ids
+            answer = tokenizer(row["response" if drawn.random() < share else "rejected"]).input_ids
+            ids.append([*prompt, *answer, tokenizer.eos_token_id])
+            labels.append([-100] * len(prompt) + ids[-1][len(prompt) :])
+        longest = max(map(len, ids))
+        padded = [row + [tokenizer.pad_token_id] * (longest - len(row)) for row in ids]
+        wanted = [row + [-100] * (longest - len(row)) for row in labels]
+        model(input_ids=torch.tensor(padded), labels=torch.tensor(wanted)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_model(folder: Path, seed: int = 0, teacher: Path | None = None) -> None:
+    """Write the model that the experiments train, and a teacher where one is wanted."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = make_tokenizer()
+    model = random_model(tokenizer, seed)
+    for place, shares, lr in ((folder, _MODEL_STEPS, 6e-3), (teacher, _TEACHER_STEPS, 3e-3)):
+        if place is not None:
+            teach(model, tokenizer, shares, lr, seed)
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
 
 
 def make_toy(folder: Path, count: int = 512) -> None:
@@ -92,16 +143,14 @@ def make_toy(folder: Path, count: int = 512) -> None:
     import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(folder / "model")
+    make_model(folder / "model", teacher=folder / "teacher")
     train, valid = rows(count, 0), rows(32, 1)
-    keep = ("prompt", "letter")
-    write(folder / "train.jsonl", ({name: row[name] for name in keep} for row in train))
-    write(folder / "valid.jsonl", ({name: row[name] for name in keep} for row in valid))
-    write(folder / "sft.jsonl", ({name: row[name] for name in ("prompt", "response")} for row in train))
-    write(
-        folder / "pairs.jsonl",
-        ({"prompt": row["prompt"], "chosen": row["response"], "rejected": row["rejected"]} for row in train),
-    )
+    for name, found in (("train", train), ("valid", valid)):
+        write(folder / f"{name}.jsonl", ({key: row[key] for key in ("prompt", "letter")} for row in found))
+    write(folder / "sft.jsonl", ({key: row[key] for key in ("prompt", "response")} for row in train))
+    for name, found in (("pairs", train), ("valid_pairs", valid)):
+        pairs = ({"prompt": row["prompt"], "chosen": row["response"], "rejected": row["rejected"]} for row in found)
+        write(folder / f"{name}.jsonl", pairs)
 
 
 if __name__ == "__main__":

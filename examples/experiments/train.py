@@ -1,6 +1,6 @@
 """A program of one's own around an experiment: the place for data sets, workflows and filters in Python.
 
-python3 examples/experiments/train.py --config examples/experiments/toy_grpo.yaml actor.optimizer.lr=1e-3 seed=42
+python3 examples/experiments/train.py --config examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 """
 
 from __future__ import annotations
