@@ -22,6 +22,8 @@ _ZERO1 = "each rank holds whole weights and shards only the optimizer, so there 
 _OFFLOAD = (
     "moving parts to host memory is not there yet; leave it out, and use gradient_checkpointing or a smaller batch"
 )
+_STARTUP = "starting and loading have one limit; leave it out, and use setup_timeout"
+_NAMES = "processes of one machine are the trainer's own and publish no addresses; leave it out"
 
 REFUSED = {
     "SGLangConfig.*": _SGLANG,
@@ -41,6 +43,10 @@ REFUSED = {
     "TrainEngineConfig._version": _SERVICES,
     "TrainEngineConfig.admin_api_key": _SERVICES,
     "TrainEngineConfig.log_level": _SERVICES,
+    "TrainEngineConfig.pad_to_maximum": "micro-batches are packed without padding; leave it out",
+    "TrainEngineConfig.grad_reduce_dtype": "gradients are added up in float32 only; leave it out",
+    "TrainEngineConfig.optimizer_dtype": "master weights and moments are float32 only; leave it out",
+    "TrainEngineConfig.workers_ready_timeout": _STARTUP,
     "TeacherConfig.offload": _OFFLOAD,
     "FSDPEngineConfig.wrap_policy": _ZERO1,
     "FSDPWrapPolicy.*": _ZERO1,
@@ -60,16 +66,23 @@ REFUSED = {
     "InferenceEngineConfig.routing_strategy": _SERVICES,
     "InferenceEngineConfig.poll_interval": _SERVICES,
     "InferenceEngineConfig.admin_api_key": _SERVICES,
+    "InferenceEngineConfig.workers_ready_timeout": _STARTUP,
+    "InferenceEngineConfig.pause_grace_period": (
+        "a weight update stops generation between two tokens and drops no request, so there is nothing to wait for; leave it out"
+    ),
     "InferenceEngineConfig.api_url": "generating with an outside server is not there yet; leave it out, and use areno:dN",
     "InferenceEngineConfig.provider_api_key": "generating with an outside server is not there yet; leave it out",
     "TrainDatasetConfig.pin_memory": "batches are token lists that need no page-locked memory; leave it out",
+    "TrainDatasetConfig.num_workers": "rows are read in the trainer's process; leave it out",
     "TrainDatasetConfig.num_dataset_workers": _DATA_SERVICE,
     "TrainDatasetConfig.scheduling_spec": _DATA_SERVICE,
     "TrainDatasetConfig.setup_timeout": _DATA_SERVICE,
     "ClusterSpecConfig.n_nodes": "more than one machine is not there yet; use 1",
     "ClusterSpecConfig.cluster_name": "clusters are not there yet; leave it out, there is only this machine",
-    "NameResolveConfig.etcd3_addr": "name resolving by etcd is not there yet; leave it out, and use type nfs or memory",
-    "NameResolveConfig.ray_actor_name": "name resolving by Ray is not there yet; leave it out, and use type nfs or memory",
+    "NameResolveConfig.nfs_record_root": _NAMES,
+    "NameResolveConfig.etcd3_addr": "name resolving by etcd is not there yet; leave it out",
+    "NameResolveConfig.ray_actor_name": "name resolving by Ray is not there yet; leave it out",
+    "AgentConfig.admin_api_key": "only the trainer opens and ends sessions, so that no key is needed; leave it out",
     "SchedulerConfig.endpoint": _REMOTE_SCHEDULER,
     "SchedulerConfig.deploy_mode": _REMOTE_SCHEDULER,
     "SchedulerConfig.functioncall_service_domain": _REMOTE_REWARD,
@@ -94,12 +107,16 @@ REFUSED = {
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "NameResolveConfig.type": {
-        "etcd3": "name resolving by etcd is not there yet; use nfs or memory",
-        "ray": "name resolving by Ray is not there yet; use nfs or memory",
+        "memory": _NAMES,
+        "etcd3": "name resolving by etcd is not there yet; leave it out",
+        "ray": "name resolving by Ray is not there yet; leave it out",
     },
     "SchedulerConfig.type": {
         "ray": "Ray is not there yet; use local, which runs on this machine",
         "slurm": "Slurm is not there yet; use local, which runs on this machine",
+    },
+    "OptimizerConfig.type": {
+        "adam_bf16": "moments in bf16 are not there yet; use adam, whose moments are in fp32",
     },
     "AgentConfig.mode": {
         "online": "sessions from outside (online) are not there yet; use inline or subproc with an agent of yours",
