@@ -35,3 +35,8 @@ def slow(prompt: str, completions: str, prompt_ids: list[int], completion_ids: l
     """Tells which process answers."""
     time.sleep(0.05)
     return float(os.getpid())
+
+
+def specials(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """How many special tokens are in the text."""
+    return float(completions.count("<|"))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import areno  # noqa: F401  (before torch)
 import torch
 
+import areno  # noqa: F401  (before torch)
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.engine.engine import Engine
 from areno.experiments.run import trainer_class
@@ -18,7 +18,10 @@ from tests.config.experiment.samples import changed
 
 CLASSES = {"rl": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
 PROMPTS = [{"prompt": f"What is {a} plus {a}?", "answer": str(2 * a)} for a in range(12)]
-ANSWERED = [{**row, "response": f"It is {row['answer']}."} for row in PROMPTS]
+ANSWERED = [
+    {**row, "response": f"It is {row['answer']}." + " The answer is this." * (number % 3)}
+    for number, row in enumerate(PROMPTS)
+]
 PAIRS = [{"prompt": row["prompt"], "chosen": "It is even.", "rejected": "Who knows?"} for row in PROMPTS]
 ROWS = {"rl": PROMPTS, "sft": ANSWERED, "rw": PAIRS, "dpo": PAIRS}
 

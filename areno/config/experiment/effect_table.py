@@ -68,7 +68,7 @@ REFUSED = {
     "InferenceEngineConfig.admin_api_key": _SERVICES,
     "InferenceEngineConfig.workers_ready_timeout": _STARTUP,
     "InferenceEngineConfig.pause_grace_period": (
-        "a weight update stops generation between two tokens and drops no request, so there is nothing to wait for; leave it out"
+        "a weight update stops generation between two tokens and drops no request, so nothing is waited for; leave it out"
     ),
     "InferenceEngineConfig.api_url": "generating with an outside server is not there yet; leave it out, and use areno:dN",
     "InferenceEngineConfig.provider_api_key": "generating with an outside server is not there yet; leave it out",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.build import build_config, real_path, unknown_key, without_aliases

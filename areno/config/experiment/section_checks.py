@@ -114,7 +114,10 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
     if config.pad_to_maximum and config.mb_spec.max_tokens_per_mb is None:
         yield "pad_to_maximum", "pads to mb_spec.max_tokens_per_mb, which is null; give it"
     if config.enable_tree_training and config.mb_spec.packing_algorithm != "ffd":
-        yield "enable_tree_training", "packs rows by what they share; set mb_spec.packing_algorithm to ffd, or leave it out"
+        yield (
+            "enable_tree_training",
+            "packs rows by what they share; set mb_spec.packing_algorithm to ffd, or leave it out",
+        )
     if config.fsdp.memory_efficient_load and config.init_from_scratch:
         yield "init_from_scratch", "reads no weights, so fsdp.memory_efficient_load has nothing to do; leave one out"
     yield from _workers(config.scheduling_spec, (1, 2))

@@ -27,8 +27,8 @@ from areno.errors import UsageError
 class OptimizerConfig:
     """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
 
-    ``adam_8bit`` keeps the moments in 8 bits. ``sgd`` has none: it follows the gradient. ``offload`` keeps masters, moments and summed gradients in the computer's
-    memory, and updates there; it is for models on a GPU.
+    ``adam_8bit`` keeps the moments in 8 bits. ``sgd`` has none: it follows the gradient. ``offload`` keeps masters, moments
+    and summed gradients in the computer's memory, and updates there; it is for models on a GPU.
     """
 
     lr: float = 1e-4

@@ -233,7 +233,9 @@ def test_what_the_actor_repeats_must_be_equal():
     assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
     assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
     assert accepted({"gconfig.temperature": 0.5}).actor.temperature == 0.5
-    with pytest.raises(UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment that samples nothing"):
+    with pytest.raises(
+        UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment that samples nothing"
+    ):
         config_from(changed(SFT, {"actor.temperature": 0.7}), SFTConfig)
 
 
