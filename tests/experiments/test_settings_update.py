@@ -112,24 +112,23 @@ def rows_to_shape() -> list[TrainSequence]:
 
 
 def normalised(values: list[float], groups: list[int], norm: dict[str, Any]) -> list[float]:
-    """(x - mean) / (std + eps), each over the batch or over the group."""
+    """(x - mu) / (sigma + eps); sigma is the root mean square of x - mu over the batch or the group."""
+
+    def peers(of: list[float], level: str, index: int) -> list[float]:
+        return [v for v, g in zip(of, groups, strict=True) if level == "batch" or g == groups[index]]
+
+    centred = list(values)
+    for index, value in enumerate(values if norm["mean_level"] else []):
+        near = peers(values, norm["mean_level"], index)
+        middle = (sum(near) - value) / (len(near) - 1) if norm["mean_leave1out"] else sum(near) / len(near)
+        centred[index] = value - middle
+    if not norm["std_level"]:
+        return centred
     found = []
-    for index, value in enumerate(values):
-
-        def peers(level: str, index: int = index) -> list[float]:
-            return [v for v, g in zip(values, groups, strict=True) if level == "batch" or g == groups[index]]
-
-        middle, spread = 0.0, 1.0
-        if norm["mean_level"]:
-            near = peers(norm["mean_level"])
-            middle = (sum(near) - value) / (len(near) - 1) if norm["mean_leave1out"] else sum(near) / len(near)
-        if norm["std_level"]:
-            near = peers(norm["std_level"])
-            mean = sum(near) / len(near)
-            spread = (
-                math.sqrt(sum((v - mean) ** 2 for v in near) / (len(near) - int(norm["std_unbiased"]))) + norm["eps"]
-            )
-        found.append((value - middle) / spread)
+    for index, value in enumerate(centred):
+        near = peers(centred, norm["std_level"], index)
+        spread = math.sqrt(sum(v * v for v in near) / (len(near) - int(norm["std_unbiased"])))
+        found.append(value / (spread + norm["eps"]))
     return found
 
 
