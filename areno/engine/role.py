@@ -254,10 +254,15 @@ def load_role(
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
         return make_optimizer(model.parameters(), config)
-    for wanted, option in ((config.adam_8bit, "--adam-8bit"), (config.offload, "--offload-optimizer")):
+    unshared = {
+        "optimizer.type sgd": config.sgd,
+        "--adam-8bit": config.adam_8bit,
+        "--offload-optimizer": config.offload,
+    }
+    for option, wanted in unshared.items():
         if wanted:
             raise UsageError(
-                f"{option} with --world-size {peers.layout.world_size}: replicas share the optimizer's states out in fp32, "
+                f"{option} with {peers.layout.world_size} ranks: replicas share the optimizer's states out in fp32, "
                 "and nothing else yet; leave it out"
             )
     from areno.engine.parallel.sharding import partial_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from areno.config.experiment.experiments import (
 from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
 from areno.config.experiment.places import check_places
-from areno.errors import ArenoError, UsageError
+from areno.errors import ArenoError, EngineError, UsageError
+
+_log = logging.getLogger(__name__)
 
 MATH_REWARD = "areno.experiments.workflows.math_reward.math_reward"
 
@@ -35,10 +38,22 @@ def trainer_class(config: BaseExperimentConfig) -> Any:
 
 
 def run_experiment(config: BaseExperimentConfig) -> None:
-    """Check what the configuration names, make the trainer, and run it to its end."""
+    """Check what the configuration names, make the trainer, and run it to its end.
+
+    A failure of a process is followed by up to ``recover.retries`` further attempts, where recovery is switched on; each
+    goes on from the newest restart point.
+    """
     check_places(config)
-    with trainer_class(config)(config) as trainer:
-        trainer.train()
+    retries = config.recover.retries if config.recover.mode in ("on", "auto") else 0
+    for attempt in range(1, retries + 2):
+        try:
+            with trainer_class(config)(config) as trainer:
+                trainer.train()
+            return
+        except EngineError as error:
+            if attempt > retries:
+                raise
+            _log.warning("the experiment goes on from its newest restart point (%d of %d): %s", attempt, retries, error)
 
 
 def program(config_cls: type[BaseExperimentConfig] | None = None, argv: Sequence[str] | None = None) -> int:

@@ -8,11 +8,14 @@ import os
 import sqlite3
 import subprocess
 import sys
+import types
+from dataclasses import asdict
 
 import pytest
 
 from areno.errors import UsageError
 from areno.observability.services import RunName, open_services
+from tests.config.experiment.samples import rl
 
 RUN = RunName("my exp", "trial/1", {"lr": 0.5})
 
@@ -181,3 +184,74 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(section, pa
 def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         open_services(RUN, tmp_path, **sections)
+
+
+# -- sections of an experiment ---------------------------------------------------------------------------------------
+
+
+def section(name, **fields):
+    """A section of ``stats_logger`` as an experiment hands it on."""
+    loggers = rl(**{f"stats_logger__{name}__{key}": value for key, value in fields.items()}).stats_logger
+    return {name: asdict(getattr(loggers, name))}
+
+
+@needs("wandb")
+def test_wandb_fields_reach_the_run(tmp_path):
+    fields = {
+        **{
+            "mode": "offline",
+            "project": "p",
+            "name": "n",
+            "job_type": "j",
+            "group": "g",
+            "notes": "text",
+            "entity": "me",
+        },
+        **{"tags": ["a", "b"], "config": {"shown": 3}, "id_suffix": "eval"},
+    }
+    send(tmp_path, [[0]], **section("wandb", **fields))
+    run = wandb_records(tmp_path)[0][0]
+    assert (run.project, run.display_name, run.run_group, run.entity) == ("p", "n", "g", "me")
+    assert (list(run.tags), run.notes, run.job_type, run.run_id) == (["a", "b"], "text", "j", "my-exp_trial-1_eval")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["shown"] == 3
+    assert "lr" not in config
+    assert open_services(RUN, tmp_path, **section("wandb")) == []
+
+
+class StandIn(types.ModuleType):
+    """In place of a package whose cloud cannot be reached: keeps what it is called with."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.calls = {}
+
+    def login(self, **given):
+        self.calls["login"] = given
+
+    def init(self, *names, **given):
+        self.calls["init"] = {**given, **({"project": names[0]} if names else {})}
+        return types.SimpleNamespace(finish=lambda: None, log=lambda *_, **__: None)
+
+
+def test_swanlab_gets_what_its_section_says(tmp_path, monkeypatch):
+    package = StandIn("swanlab")
+    monkeypatch.setitem(sys.modules, "swanlab", package)
+    fields = {"project": "p", "name": "n", "config": {"shown": 3}, "logdir": str(tmp_path / "x"), "api_key": "key"}
+    open_services(RUN, tmp_path, **section("swanlab", mode="cloud", **fields))
+    told = package.calls["init"]
+    assert package.calls["login"] == {"api_key": "key"}
+    assert (told["project"], told["name"], told["config"], told["log_dir"], told["mode"]) == (
+        *("p", "n", {"shown": 3}, str(tmp_path / "x")),
+        "online",
+    )
+    assert open_services(RUN, tmp_path, **section("swanlab")) == []
+
+
+def test_trackio_gets_what_its_section_says(tmp_path, monkeypatch):
+    package = StandIn("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    open_services(RUN, tmp_path, **section("trackio", mode="online", project="p", name="n", space_id="a/b"))
+    told = package.calls["init"]
+    assert (told["project"], told["name"], told["space_id"]) == ("p", "n", "a/b")
+    assert open_services(RUN, tmp_path, **section("trackio")) == []

@@ -22,6 +22,7 @@ from areno.config.experiment.loader import (
     experiment_class,
     load_expr_config,
     parse_cli_args,
+    settled,
     to_structured_cfg,
 )
 from areno.config.experiment.saving import conf_as_dict, save_config
@@ -58,5 +59,6 @@ __all__ = [
     "load_expr_config",
     "parse_cli_args",
     "save_config",
+    "settled",
     "to_structured_cfg",
 ]

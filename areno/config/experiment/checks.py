@@ -18,6 +18,7 @@ from areno.config.experiment.experiments import (
     PPOConfig,
     RWConfig,
 )
+from areno.config.experiment.idle_checks import idle_settings
 from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
@@ -36,7 +37,14 @@ def check_config(config: BaseExperimentConfig) -> None:
         UsageError: every problem, with its setting, value and remedy; numbered if there are several.
     """
     problems = Problems()
-    for text in (*_names(config), *_sections(config), *_experiment(config), *refusals(config), *_backends(config)):
+    for text in (
+        *_names(config),
+        *_sections(config),
+        *_experiment(config),
+        *idle_settings(config),
+        *refusals(config),
+        *_backends(config),
+    ):
         problems.add(text)
     problems.raise_if_any()
 
@@ -140,7 +148,7 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 def _copied(ref: Any, config: Any) -> Iterator[str]:
     """A reference only scores: what it says about training must be unsaid, or a copy of the actor's section."""
-    scored = set(settings_of(TrainEngineConfig)) - {"optimizer", "weight_update_mode", "use_lora"}
+    scored = set(settings_of(TrainEngineConfig))
     for name, entry in settings_of(type(ref)).items():
         value = getattr(ref, name)
         if name not in scored and value not in (entry.default, getattr(config.actor, name)):

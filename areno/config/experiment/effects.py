@@ -41,7 +41,12 @@ class Pending:
     """The setting is accepted and checked; no test shows its effect yet."""
 
 
-Entry = Refused | Effect | Pending
+@dataclass(frozen=True)
+class Parts:
+    """A section: each of its settings has a row of its own."""
+
+
+Entry = Refused | Effect | Pending | Parts
 
 
 def entry_of(entry: Setting) -> Entry:
@@ -58,6 +63,8 @@ def entry_of(entry: Setting) -> Entry:
             return Refused(REFUSED[name])
     if key in PENDING or all_of_class in PENDING:
         return Pending()
+    if entry.shape in ("section", "sections"):
+        return Parts()
     raise KeyError(key)
 
 

@@ -29,6 +29,10 @@ ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 """Attention by name; a kernel of the Hugging Face hub is given as ``owner/repo[@revision][:entry]``."""
 
 
+ATTENTION_HERE = (AUTO, "sdpa", "eager", "flash_attention_2")
+"""Those that areno has: PyTorch's fused kernels, or (eager) every score written out."""
+
+
 @dataclass
 class TrainEngineConfig:
     """A model, how it is trained and on which devices."""
@@ -58,7 +62,9 @@ class TrainEngineConfig:
     )
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, help="How a step is cut into micro-batches.")
     pad_to_maximum: bool = setting(False, help="Pad every micro-batch to max_tokens_per_mb.")
-    disable_dropout: bool = setting(False, help="Train without dropout, even if the model has it.")
+    disable_dropout: bool = setting(
+        False, help="Train without dropout. areno always does: rollout never drops, and ratios would be noise."
+    )
     gradient_checkpointing: bool = setting(False, help="Compute activations again in the backward pass to save memory.")
     dtype: str = setting(
         AUTO,

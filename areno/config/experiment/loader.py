@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.build import build_config, real_path, unknown_key, without_aliases
 from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
 from areno.config.experiment.help import render_help
-from areno.config.experiment.settings import paths_of
+from areno.config.experiment.settings import paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, copied, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems
@@ -116,6 +116,32 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
     config = build_config(allocated(tree), config_cls)
     check_config(config)
     return config
+
+
+def settled(config: Config) -> Config:
+    """Return a checked copy of a configuration, also of one that was put together in Python.
+
+    What differs from its default counts as given; the rest is inherited as in a file.
+
+    Raises:
+        UsageError: as in `config_from`.
+    """
+    return config_from(_given(config), type(config))
+
+
+def _given(config: Any) -> Tree:
+    tree: Tree = {}
+    for name, entry in settings_of(type(config)).items():
+        value = getattr(config, name)
+        if entry.shape == "section":
+            inner = None if value is None else _given(value)
+            if inner or (value is None) != (entry.default is None):
+                tree[name] = inner
+        elif entry.shape == "sections":
+            tree[name] = [_given(item) for item in value]
+        elif value != entry.default:
+            tree[name] = value
+    return tree
 
 
 def allocated(tree: Tree) -> Tree:

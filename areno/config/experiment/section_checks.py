@@ -8,6 +8,7 @@ from typing import Any
 
 from areno.config.experiment.engine_sections import (
     ATTENTION,
+    ATTENTION_HERE,
     PPOActorConfig,
     TeacherConfig,
     TrainEngineConfig,
@@ -106,10 +107,17 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
             "attn_impl",
             f"{name!r} is unknown{nearest(name, ATTENTION)}; choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]",
         )
+    elif name not in ATTENTION_HERE:
+        yield "attn_impl", f"{name} is not there yet; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
     if not config.use_lora:
         yield from idle(config, ("lora_rank", "lora_alpha", "target_modules"), "without an adapter; set use_lora too")
     if config.pad_to_maximum and config.mb_spec.max_tokens_per_mb is None:
         yield "pad_to_maximum", "pads to mb_spec.max_tokens_per_mb, which is null; give it"
+    if config.enable_tree_training and config.mb_spec.packing_algorithm != "ffd":
+        yield (
+            "enable_tree_training",
+            "packs rows by what they share; set mb_spec.packing_algorithm to ffd, or leave it out",
+        )
     if config.fsdp.memory_efficient_load and config.init_from_scratch:
         yield "init_from_scratch", "reads no weights, so fsdp.memory_efficient_load has nothing to do; leave one out"
     yield from _workers(config.scheduling_spec, (1, 2))
@@ -125,6 +133,9 @@ def check_rollout(config: InferenceEngineConfig) -> Problems:
 def check_agent(config: AgentConfig) -> Problems:
     """Exports that need certain tokens, and settings of processes that are not started."""
     yield from _workers(config.scheduling_spec, (1,))
+    for spec in config.scheduling_spec:
+        because = "for agents, which run in the trainer's process or inherit its environment; leave it out"
+        yield from ((f"scheduling_spec.0.{name}", text) for name, text in idle(spec, ("cpu", "env_vars"), because))
     if config.export_style == "concat" and config.chat_template_type != "concat":
         yield (
             "export_style",
@@ -138,6 +149,9 @@ def check_agent(config: AgentConfig) -> Problems:
 def _workers(specs: list[Any], counts: tuple[int, ...]) -> Problems:
     if len(specs) not in counts:
         yield "scheduling_spec", f"has {len(specs)} entries; give {' or '.join(map(str, counts))}"
+    for spec in specs[1:]:
+        because = "in a second entry, because worker and engine are one process; write it into the first"
+        yield from ((f"scheduling_spec.1.{name}", text) for name, text in idle(spec, ("env_vars",), because))
 
 
 def check_strategy(config: SchedulingStrategy) -> Problems:
@@ -145,7 +159,9 @@ def check_strategy(config: SchedulingStrategy) -> Problems:
     if config.type == "colocation" and not config.target:
         yield "target", "is missing: name the role whose devices are shared, such as actor"
     if config.type == "separation":
-        yield from idle(config, ("target",), "with type separation; use colocation")
+        yield from idle(config, ("target", "fork"), "with type separation; use colocation")
+    elif not config.fork:
+        yield "fork", "false: processes that share a device are processes of their own here; leave it out"
 
 
 def check_actor(config: PPOActorConfig) -> Problems:
@@ -198,8 +214,12 @@ def _proximal(config: PPOActorConfig) -> Problems:
             )
     else:
         yield from idle(config, ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too")
-    if config.m2_threshold is not None and not config.should_compute_prox_logp():
-        yield "m2_threshold", "compares log-probs before the update with those of rollout; set recompute_logprob too"
+    if config.m2_threshold is not None and not (config.use_decoupled_loss and config.should_compute_prox_logp()):
+        yield (
+            "m2_threshold",
+            "compares log-probs before the update with those of rollout; set use_decoupled_loss too, with prox_logp_method "
+            "recompute or metrics",
+        )
 
 
 def check_teacher(config: TeacherConfig) -> Problems:

@@ -27,8 +27,8 @@ from areno.errors import UsageError
 class OptimizerConfig:
     """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
 
-    ``adam_8bit`` keeps the moments in 8 bits. ``offload`` keeps masters, moments and summed gradients in the computer's
-    memory, and updates there; it is for models on a GPU.
+    ``adam_8bit`` keeps the moments in 8 bits. ``sgd`` has none: it follows the gradient. ``offload`` keeps masters, moments
+    and summed gradients in the computer's memory, and updates there; it is for models on a GPU.
     """
 
     lr: float = 1e-4
@@ -41,6 +41,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     grad_clip_norm: float | None = None
     adam_8bit: bool = False
+    sgd: bool = False
     offload: bool = False
 
     @classmethod
@@ -143,6 +144,8 @@ def make_optimizer(parameters: Sequence[tuple[str, nn.Parameter]], config: Optim
 
 def make_adam(tensors: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The update rule over fp32 tensors: whole weights, masters, or flat shards of them."""
+    if config.sgd:
+        return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
     rates: dict[str, Any] = {
         "lr": config.lr,
         "betas": config.betas,
@@ -157,6 +160,8 @@ def make_adam(tensors: Sequence[nn.Parameter], config: OptimizerConfig) -> torch
 def take_moments(adam: torch.optim.Optimizer) -> None:
     """Make the moments of every tensor of a rule of :func:`make_adam` now, zero as its first step would find them."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
+        if isinstance(adam, torch.optim.SGD):
+            return
         if isinstance(adam, adam_8bit.Adam8bit):
             adam.moments_of(parameter)
         elif not adam.state[parameter]:
@@ -256,6 +261,8 @@ class MasterAdamW(Paced):
         """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
         pairs = zip(self._parameters, self._masters, strict=True)
         masters = sum(4 * master.numel() for p, master in pairs if p is not master)
+        if self.config.sgd:
+            return masters
         if self.config.adam_8bit:
             return masters + sum(adam_8bit.state_bytes(master.numel()) for master in self._masters)
         return masters + sum(8 * master.numel() for master in self._masters)
@@ -281,6 +288,7 @@ class MasterAdamW(Paced):
             "constant_rate": self._constant_rate,
             "names": list(self._names),
             "adam_8bit": self.config.adam_8bit,
+            "sgd": self.config.sgd,
             "adam": self._adam.state_dict()["state"],
             "masters": {name: master.detach() for name, p, master in masters if p is not master},
         }
@@ -298,6 +306,8 @@ class MasterAdamW(Paced):
             raise ValueError(
                 "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
             )
+        if state.get("sgd", False) != self.config.sgd:
+            raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):

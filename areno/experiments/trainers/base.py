@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.run_sections import FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
@@ -70,6 +71,7 @@ class ExperimentTrainer(ABC):
         train_dataset: Sequence[Mapping[str, Any]] | None = None,
         valid_dataset: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        config = settled(config)
         self.config: Any = config
         self.folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
         self.run_dir = self.folders.create()

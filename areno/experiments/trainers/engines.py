@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
@@ -18,11 +20,13 @@ from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
-from areno.engine.parallel.workers import available_cores
+from areno.engine.parallel.workers import Processes, available_cores
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
 from areno.errors import UsageError
+
+_ROWS_PER_PASS = 8
 
 
 def layout_of(backend: str, section: str) -> Layout:
@@ -68,7 +72,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         trains=trains,
         optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),
         adapter=adapter,
-        attn_backend="native" if section.attn_impl in ("eager", "sdpa", "flex_attention") else "flash",
+        attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
         dummy_load=section.init_from_scratch,
         decode="eager",  # rollout has engines of its own
@@ -84,6 +88,7 @@ def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
         eps=section.eps,
         weight_decay=section.weight_decay,
         grad_clip_norm=section.gradient_clipping,
+        sgd=section.type == "sgd",
     )
 
 
@@ -112,6 +117,13 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
     )
 
 
+def rows_per_pass(spec: MicroBatchSpec, rows: Sequence[Sequence[int]]) -> int:
+    """Rows that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
+    if spec.max_tokens_per_mb is None or not rows:
+        return _ROWS_PER_PASS
+    return max(spec.max_tokens_per_mb // max(len(row) for row in rows), 1)
+
+
 def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> AnyEngine:
     """The engine in this process, or on ranks of its own.
 
@@ -120,4 +132,16 @@ def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout
     """
     if layout.world_size == 1:
         return Engine(section.path, config)
-    return EngineGroup(section.path, config, layout, stall_s=section.request_timeout)
+    processes = Processes(startup_s=section.setup_timeout)
+    return EngineGroup(section.path, config, layout, stall_s=section.request_timeout, processes=processes)
+
+
+def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
+    """A device per rank of rollout: behind those of the actor, or with ``colocation`` the same ones; None is the CPU."""
+    if not gpus:
+        return None
+    first = layout_of(config.actor.backend, "actor").world_size
+    if "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type):
+        first = 0
+    ranks = layout_of(config.rollout.backend, "rollout").world_size
+    return [torch.device("cuda", (first + rank) % gpus) for rank in range(ranks)]

@@ -19,6 +19,7 @@ import torch
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import AUTO
 from areno.config.experiment.experiments import PPOConfig
+from areno.engine.engine import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
 from areno.experiments.dispatcher import BatchDispatcher
@@ -36,7 +37,10 @@ from areno.experiments.trainers.engines import (
     engine_config,
     micro_batching,
     optimizer_of,
+    rollout_devices,
+    rows_per_pass,
     schedule_of,
+    this_machine,
 )
 from areno.experiments.trainers.rows import RowSource, load_dataset, without_long
 from areno.experiments.trainers.samples import batch_samples
@@ -49,6 +53,7 @@ from areno.experiments.trainers.update import (
     policy_loss_of,
     roles_of,
     shaping_of,
+    told_by_workflows,
     with_version,
 )
 from areno.experiments.trajectory import Trajectory, train_sequences
@@ -91,6 +96,7 @@ class PPOTrainer(ExperimentTrainer):
         self.dispatchers: list[BatchDispatcher] = []
         self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
         super().__init__(config, train_dataset, valid_dataset)
+        config = self.config
         try:
             self.knobs = policy_loss_of(config.actor, config.teacher)
             self.shaping = shaping_of(config.actor)
@@ -144,15 +150,21 @@ class PPOTrainer(ExperimentTrainer):
         optimizer = None
         if critic is not None and critic.optimizer is not None:
             made = optimizer_of(critic.optimizer)
-            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")
+            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm", "sgd")
             optimizer = {name: getattr(made, name) for name in names}
         self.engine.ensure_roles(roles_of(self.config, optimizer))
 
-    def _start_fleet(self) -> RolloutFleet:
-        config, rollout, actor = self.config, self.config.rollout, self.config.actor
-        parallel = ModelAllocation.from_str(rollout.backend, "rollout").parallel
-        running = (rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    def rollout_engine(self) -> tuple[str, EngineConfig]:
+        """Checkpoint and configuration of an engine that generates."""
+        config, actor = self.config, self.config.actor
+        running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
         engine = engine_config(actor, seed=config.seed, max_running=max(running, 1))
+        return actor.path, replace(engine, trains="nothing")
+
+    def _start_fleet(self) -> RolloutFleet:
+        rollout, actor = self.config.rollout, self.config.actor
+        parallel = ModelAllocation.from_str(rollout.backend, "rollout").parallel
+        path, engine = self.rollout_engine()
         mode: Any = actor.weight_update_mode
         if mode == AUTO:
             mode = "xccl" if device_of().type == "cuda" else "shm"
@@ -167,7 +179,8 @@ class PPOTrainer(ExperimentTrainer):
             environment={name: str(value) for name, value in spec.env_vars.items()} or None,
         )
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
-        fleet = RolloutFleet(actor.path, replace(engine, decode="auto"), options, weights)
+        devices = rollout_devices(self.config, this_machine().gpus)
+        fleet = RolloutFleet(path, replace(engine, decode="auto"), options, weights, devices)
         if device_of().type == "cpu":
             torch.set_num_threads(fleet.threads)
         if actor.init_from_scratch:
@@ -266,6 +279,8 @@ class PPOTrainer(ExperimentTrainer):
             "session_timeout_seconds": agent.session_timeout_seconds,
             "set_reward_finish_timeout": agent.set_reward_finish_timeout,
         }
+        if config.actor.use_lora:
+            options["model_name"] = gconfig.lora_name
         return resolve_workflow(
             named, gconfig, workflow_kwargs=kwargs or None, agent_options=options, n_samples=gconfig.n_samples
         )
@@ -319,6 +334,9 @@ class PPOTrainer(ExperimentTrainer):
         }
         turns = [float(n) for t in batch.trajectories if "num_turns" in t for n in t["num_turns"]]
         found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
+        if self.config.actor.log_agent_stats:
+            for key in self.config.actor.log_agent_stats_keys:
+                found[f"agent/{key}"] = told_by_workflows(batch.trajectories, key)
         numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
         return numbers
 
@@ -330,7 +348,8 @@ class PPOTrainer(ExperimentTrainer):
         values = None
         if self.config.critic is not None:
             with self.timed("critic_values"):
-                values = self.engine.score_values(CRITIC, [row.tokens for row in rows])
+                tokens = [row.tokens for row in rows]
+                values = self.engine.score_values(CRITIC, tokens, rows_per_pass(self.config.critic.mb_spec, tokens))
         with self.timed("compute_advantage"):
             populations = shape_advantages(rows, self.shaping, values)
         numbers |= in_scope(self.section, {**summaries(populations), **row_counts(rows), **self.knobs.scalars()})
@@ -358,9 +377,12 @@ class PPOTrainer(ExperimentTrainer):
         }
         for role, (key, column, wanted) in roles.items():
             if wanted:
+                section = self.config.ref if role == REF and self.config.ref is not None else self.config.actor
+                at_once = rows_per_pass(section.mb_spec, tokens)
                 with self.timed(key):
-                    for row, found in zip(rows, self.engine.score_logprobs(role, tokens, warmth), strict=True):
-                        setattr(row, column, found)
+                    found = self.engine.score_logprobs(role, tokens, warmth, at_once)
+                for row, logprobs in zip(rows, found, strict=True):
+                    setattr(row, column, logprobs)
         if not roles["actor"][2]:
             return {}
         told = logprob_statistics(rows, [row.logprobs for row in rows])

@@ -14,7 +14,7 @@ from areno.config.experiment.experiments import DPOConfig, RWConfig
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.experiments.frequency import StepInfo
 from areno.experiments.trainers.base import ExperimentTrainer, in_scope
-from areno.experiments.trainers.engines import micro_batching
+from areno.experiments.trainers.engines import micro_batching, rows_per_pass
 from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.experiments.trainers.update import REF
 from areno.loss_fns.named import language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
@@ -174,7 +174,9 @@ class DPOTrainer(PairTrainer):
     def prepare(self, rows: list[TrainSequence]) -> None:
         """Log-probs of the reference."""
         with self.timed("ref_logp"):
-            found = self.engine.score_logprobs(REF, [row.tokens for row in rows])
+            tokens = [row.tokens for row in rows]
+            at_once = rows_per_pass(self.config.ref.mb_spec, tokens)
+            found = self.engine.score_logprobs(REF, tokens, micro_bs=at_once)
         for row, logprobs in zip(rows, found, strict=True):
             row.ref_logprobs = logprobs
 

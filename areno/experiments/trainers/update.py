@@ -12,6 +12,8 @@ import torch
 from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfig
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.update_sections import NormConfig, RejectionSamplingConfig
+from areno.errors import UsageError
+from areno.experiments.trajectory import Trajectory
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.rejection import RejectionSampling
@@ -125,3 +127,16 @@ def logprob_statistics(new: Sequence[TrainSequence], old: Sequence[Sequence[floa
 def with_version(loss: Any, knobs: PolicyLoss, version: int) -> Any:
     """The loss of an update that makes ``version``."""
     return functools.partial(loss, knobs=knobs, version=version)
+
+
+def told_by_workflows(trajectories: Sequence[Trajectory], key: str) -> list[float]:
+    """What workflows have returned under a key of their own, one number per entry.
+
+    Raises:
+        UsageError: none of the trajectories has it.
+    """
+    found = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
+    if trajectories and not found:
+        names = ", ".join(sorted(set().union(*trajectories)))
+        raise UsageError(f"actor.log_agent_stats_keys {key!r} is in no trajectory; they have {names}")
+    return torch.cat(found).tolist() if found else []

@@ -49,7 +49,7 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ({"actor.sapo_tau_neg": 2.0}, "without SAPO", {"actor.sapo_tau_neg": 2.0, "actor.use_sapo_loss": True}),
         ({"actor.use_sapo_loss": True, "actor.eps_clip": 0.3}, "does not clip", {"actor.use_sapo_loss": True}),
         ({"actor.use_sapo_loss": True, "actor.use_cispo_loss": True}, "two losses", {"actor.use_cispo_loss": True}),
-        ({"actor.m2_threshold": 0.04}, "set recompute_logprob", {"actor.m2_threshold": 0.04} | DECOUPLED),
+        ({"actor.m2_threshold": 0.04}, "set use_decoupled_loss", {"actor.m2_threshold": 0.04} | DECOUPLED),
         (
             {"actor.overlong_reward_penalty": True},
             "actor.overlong_tokens is missing",
@@ -103,16 +103,18 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ({"critic": {}}, "the critic would not learn", {"critic.optimizer.lr": 1e-4}),
         (
             {"ref": {"optimizer": {"lr": 1.0}}},
-            "a reference is not trained",
+            "ref.optimizer has no effect: ref lives in the actor's engine",
             {"ref": {"optimizer": "${actor.optimizer}"}},
         ),
         ({"ref": {"eps_clip": 0.3}}, "ref.eps_clip 0.3 has no effect", {"ref": "${actor}"}),
-        ({"actor.attn_impl": "sdp"}, "did you mean sdpa?", {"actor.attn_impl": "owner/kernel@main:entry"}),
+        ({"actor.attn_impl": "sdp"}, "did you mean sdpa?", {"actor.attn_impl": "sdpa"}),
+        ({"actor.attn_impl": "owner/kernel@main:entry"}, "is not there yet", {"actor.attn_impl": "eager"}),
         ({"actor.lora_rank": 8}, "set use_lora", {}),
+        ({"actor.pad_to_maximum": True}, "pads to mb_spec", {}),
         (
-            {"actor.pad_to_maximum": True},
-            "pads to mb_spec",
-            {"actor.pad_to_maximum": True, "actor.mb_spec.max_tokens_per_mb": 8},
+            {"actor.enable_tree_training": True, "actor.mb_spec.packing_algorithm": "kk"},
+            "set mb_spec.packing_algorithm to ffd",
+            {"actor.enable_tree_training": True},
         ),
         (
             {"actor.mb_spec.n_mbs": None},
@@ -231,7 +233,10 @@ def test_what_the_actor_repeats_must_be_equal():
     assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
     assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
     assert accepted({"gconfig.temperature": 0.5}).actor.temperature == 0.5
-    assert accepted({"actor.temperature": 0.7}, SFT, SFTConfig).actor.temperature == 0.7
+    with pytest.raises(
+        UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment that samples nothing"
+    ):
+        config_from(changed(SFT, {"actor.temperature": 0.7}), SFTConfig)
 
 
 def test_one_step_takes_one_batch():
@@ -241,7 +246,8 @@ def test_one_step_takes_one_batch():
 
 def test_adapter_settings_of_rollout_are_those_of_the_actor():
     assert accepted({"actor.use_lora": True, "gconfig.lora_name": "mine"}).rollout.use_lora is True
-    assert accepted({"gconfig.lora_name": "mine"}).rollout.lora_name == "mine"
+    assert accepted({"actor.use_lora": True, "gconfig.lora_name": "mine"}).rollout.lora_name == "mine"
+    assert "gconfig.lora_name mine has no effect without an adapter" in refused({"gconfig.lora_name": "mine"})
     assert "differs from actor.use_lora" in refused({"rollout.use_lora": True})
     assert "differs from gconfig.lora_name" in refused({"rollout.lora_name": "other"})
 
@@ -327,3 +333,61 @@ def test_every_setting_has_help_in_a_sentence():
     for path, entry in paths_of(GRPOConfig).items():
         assert entry.info.help.endswith("."), path
         assert len(entry.info.help) < 200, path
+
+
+def test_what_another_section_decides_is_said():
+    cases = {
+        "critic.dtype": "float32",
+        "critic.gradient_checkpointing": True,
+        "ref.init_from_scratch": True,
+        "ref.request_timeout": 5.0,
+    }
+    for path, value in cases.items():
+        role = path.partition(".")[0]
+        given = {path: value, "actor.dtype": "bfloat16"} | ({"critic.optimizer": {}} if role == "critic" else {})
+        assert f"has no effect: {role} lives in the actor's engine" in refused(given), path
+    accepted({"ref": "${actor}", "actor.gradient_checkpointing": True})
+    accepted({"ref.mb_spec.max_tokens_per_mb": 64})
+
+
+def test_a_model_has_one_tokenizer():
+    assert "tokenizer_path 'other' differs from actor.path 'some/model'" in refused({"tokenizer_path": "other"})
+    assert "rollout.tokenizer_path 'other' differs" in refused({"rollout.tokenizer_path": "other"})
+    assert accepted({"tokenizer_path": "${actor.path}"}).rollout.tokenizer_path == "some/model"
+
+
+def test_a_split_is_for_a_loader():
+    assert "train_dataset.split main has no effect without a loader" in refused({"train_dataset.split": "main"})
+    accepted({"train_dataset.split": "main", "train_dataset.dataset_kwargs.loader": "rows.py:load"})
+
+
+def test_an_evaluation_takes_all_rows():
+    assert "valid_dataset.batch_size 3 has no effect" in refused(VALID | {"valid_dataset.batch_size": 3})
+    accepted(VALID | {"valid_dataset.batch_size": 8})  # as for training, in files that repeat one section
+
+
+def test_environments_are_those_of_processes_that_are_started():
+    for path in ("actor.scheduling_spec.0.env_vars", "rollout.agent.scheduling_spec.0.env_vars"):
+        assert "env_vars" in refused({path: {"A": "1"}}), path
+    assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
+    accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
+
+
+def test_colocated_processes_are_processes():
+    shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
+    accepted(shared)
+    assert "are processes of their own" in refused(shared | {"rollout.scheduling_strategy.fork": False})
+
+
+def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_actor():
+    teacher = {"teacher.path": "t", "teacher.rollout": {}}
+    accepted(teacher)
+    accepted({"teacher.path": "t", "teacher.train": {}, "teacher.engine_type": "train"})
+    assert "teacher.rollout is missing" in refused({"teacher.path": "t"})
+    assert "teacher.train is missing" in refused({"teacher.path": "t", "teacher.engine_type": "train"})
+    assert "teacher.rollout.queue_size 3 has no effect" in refused(teacher | {"teacher.rollout.queue_size": 3})
+
+
+def test_concatenated_rows_are_asked_for_twice():
+    assert "set chat_template_type to concat" in refused({"rollout.agent.export_style": "concat"})
+    accepted({"rollout.agent": {"export_style": "concat", "chat_template_type": "concat"}})

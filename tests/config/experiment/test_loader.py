@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from areno.config.experiment import (
     DPOConfig,
     GRPOConfig,
+    NormConfig,
+    OptimizerConfig,
     RWConfig,
     SFTConfig,
     conf_as_dict,
@@ -24,6 +26,7 @@ from areno.config.experiment import (
     load_expr_config,
     parse_cli_args,
     save_config,
+    settled,
 )
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.experiment.tree import Override, apply_override, parse_override
@@ -63,9 +66,9 @@ def test_a_saved_configuration_loads_to_itself(tmp_path, cls):
 
 
 def test_secrets_are_not_written(tmp_path):
-    config = rl(stats_logger__wandb__wandb_api_key="s3cret", rollout__agent__admin_api_key="s3cret")
+    config = rl(stats_logger__wandb__wandb_api_key="s3cret", stats_logger__swanlab__api_key="s3cret")
     assert "s3cret" not in save_config(config, tmp_path).read_text()
-    assert config.rollout.agent.admin_api_key == "s3cret"
+    assert config.stats_logger.swanlab.api_key == "s3cret"
 
 
 def test_names_and_root_are_written_once():
@@ -90,13 +93,9 @@ def test_an_unset_setting_takes_what_it_inherits():
     assert (empty.backend, empty.path) == ("fsdp:d1", "some/model")
     assert config.rollout.max_concurrent_rollouts == config.rollout.consumer_batch_size == 8
     assert config.actor.max_new_tokens == 64
-    own = rl(ref__path="another/model", tokenizer_path="a/tokenizer", rollout__max_concurrent_rollouts=3)
+    own = rl(ref__path="another/model", rollout__max_concurrent_rollouts=3)
     assert own.ref is not None
-    assert (own.ref.path, own.tokenizer_path, own.rollout.max_concurrent_rollouts) == (
-        "another/model",
-        "a/tokenizer",
-        3,
-    )
+    assert (own.ref.path, own.rollout.max_concurrent_rollouts) == ("another/model", 3)
 
 
 def test_a_teacher_has_no_adapter_of_the_actor():
@@ -184,12 +183,12 @@ def test_an_override_of_any_field_needs_no_plus(tmp_path):
             "gconfig.stop=[END]",
             "saver.freq_steps=null",
         ),
-        *("actor.scheduling_spec.0.env_vars={A: 1}", "train_dataset.dataset_kwargs.columns=[q, a]"),
+        *("rollout.scheduling_spec.0.env_vars={A: 1}", "train_dataset.dataset_kwargs.columns=[q, a]"),
     )
     assert config.actor.mb_spec.max_tokens_per_mb == 128
     assert config.critic.optimizer.lr == 2e-3
     assert config.gconfig.stop == ["END"]
-    assert config.actor.scheduling_spec[0].env_vars == {"A": 1}
+    assert config.rollout.scheduling_spec[0].env_vars == {"A": 1}
     assert config.train_dataset.dataset_kwargs == {"columns": ["q", "a"]}
 
 
@@ -311,7 +310,7 @@ def test_the_file_must_be_given_and_exist(tmp_path):
         ("stats_logger.wandb.mode", True, "online"),
         ("stats_logger.wandb.mode", False, "disabled"),
         ("actor.adv_norm.mean_level", "None", None),
-        ("actor.optimizer_dtype", "bf16", "bfloat16"),
+        ("actor.dtype", "bf16", "bfloat16"),
         ("actor.dtype", "fp32", "float32"),
         ("actor.optimizer.lr", "1e-4", 1e-4),
         ("trial_name", 7, "7"),
@@ -393,3 +392,24 @@ def test_configurations_can_be_made_in_python():
     assert dataclasses.replace(config.gconfig, n_samples=3).n_samples == 3
     assert config.gconfig.new(top_p=0.5).top_p == 0.5
     assert config.actor.mb_spec.new(n_mbs=2).n_mbs == 2
+
+
+def test_a_configuration_made_in_python_is_settled_as_one_from_a_file():
+    made = GRPOConfig(experiment_name="e", trial_name="t")
+    made.train_dataset.path, made.train_dataset.type, made.train_dataset.batch_size = "rows.jsonl", "rl", 8
+    made.actor.path, made.actor.backend, made.rollout.backend = "some/model", "fsdp:d1", "areno:d1"
+    made.actor.optimizer, made.gconfig.n_samples = OptimizerConfig(lr=1e-4), 4
+    made.actor.reward_norm = NormConfig(mean_level="group")
+    found = settled(made)
+    assert (found.actor.kl_ctl, found.rollout.consumer_batch_size, found.actor.reward_norm.group_size) == (0.0, 8, 4)
+    assert (found.saver.experiment_name, found.tokenizer_path) == ("e", "some/model")
+    assert made.rollout.consumer_batch_size == 0  # the caller's own stays as it is
+    made.actor.kl_ctl = 0.2
+    with pytest.raises(UsageError, match=r"actor\.kl_ctl 0\.2 needs a reference"):
+        settled(made)
+
+
+@pytest.mark.parametrize("cls", SAMPLES)
+def test_settling_twice_changes_nothing(cls):
+    config = config_from(SAMPLES[cls], cls)
+    assert settled(config) == config

@@ -1,0 +1,103 @@
+"""Settings that one section has and another one decides: said, where they would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from areno.config.experiment.engine_sections import TrainEngineConfig
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.section_checks import idle, shown
+from areno.config.experiment.settings import settings_of, walk
+
+_OWN = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
+_OWN |= {"scheduling_strategy", "scheduling_spec"}
+_TRAINED = {"critic": {"optimizer", "mb_spec"}, "ref": {"mb_spec"}}
+LOADER = "loader"
+
+
+def idle_settings(config: BaseExperimentConfig) -> Iterator[str]:
+    """Say which settings nothing would read, because of what other sections say."""
+    yield from _tokenizers(config)
+    yield from _rows(config)
+    yield from _environments(config)
+    for role, own in _TRAINED.items():
+        engine = getattr(config, role, None)
+        if isinstance(engine, TrainEngineConfig):
+            yield from _shared(role, engine, config, own)
+    if isinstance(config, PPOConfig):
+        yield from _teacher(config)
+        if not config.actor.use_lora:
+            because = "without an adapter; set actor.use_lora too"
+            for name in ("gconfig", "eval_gconfig"):
+                given = getattr(config, name)
+                if given is not None:
+                    yield from (f"{name}.{key} {text}" for key, text in idle(given, ("lora_name",), because))
+    else:
+        actor: Any = config.actor  # type: ignore[attr-defined]  (each kind of experiment has one)
+        because = "in an experiment that samples nothing; leave it out"
+        yield from (f"actor.{key} {text}" for key, text in idle(actor, ("temperature",), because))
+
+
+def _tokenizers(config: BaseExperimentConfig) -> Iterator[str]:
+    model = getattr(getattr(config, "actor", None), "path", "")
+    found = {"tokenizer_path": config.tokenizer_path}
+    if isinstance(config, PPOConfig):
+        found["rollout.tokenizer_path"] = config.rollout.tokenizer_path
+    for name, value in found.items():
+        if value not in ("", model):
+            yield f"{name} {value!r} differs from actor.path {model!r}: a model has its tokenizer in its folder; leave it out"
+
+
+def _rows(config: BaseExperimentConfig) -> Iterator[str]:
+    for name in ("train_dataset", "valid_dataset"):
+        section = getattr(config, name)
+        if section is not None and LOADER not in section.dataset_kwargs:
+            because = f"without a loader that takes it; name it in {name}.dataset_kwargs.{LOADER}, or leave it out"
+            yield from (f"{name}.{key} {text}" for key, text in idle(section, ("split",), because))
+    if config.valid_dataset is not None:
+        because = "because an evaluation takes all rows together; leave it out"
+        own = [
+            name
+            for name in ("batch_size", "shuffle", "drop_last")
+            if getattr(config.valid_dataset, name) != getattr(config.train_dataset, name)
+        ]
+        yield from (f"valid_dataset.{key} {text}" for key, text in idle(config.valid_dataset, tuple(own), because))
+
+
+def _environments(config: BaseExperimentConfig) -> Iterator[str]:
+    for role in ("actor", "critic", "ref"):
+        engine = getattr(config, role, None)
+        for index, spec in enumerate(engine.scheduling_spec if isinstance(engine, TrainEngineConfig) else ()):
+            if spec.env_vars and not index:
+                yield (
+                    f"{role}.scheduling_spec.0.env_vars has no effect: training runs in the process that was started; set "
+                    "them in its environment"
+                )
+
+
+def _shared(role: str, engine: TrainEngineConfig, config: Any, own: set[str]) -> Iterator[str]:
+    for name, entry in settings_of(TrainEngineConfig).items():
+        value = getattr(engine, name)
+        same = (settings_of(type(engine))[name].default, getattr(config.actor, name))
+        if name not in _OWN | own and value not in same and entry.shape != "sections":
+            words = f"{role}.{name} {shown(value)}".strip()
+            yield f"{words} has no effect: {role} lives in the actor's engine, which decides it; leave it out"
+
+
+def _teacher(config: PPOConfig) -> Iterator[str]:
+    if config.teacher is None:
+        return
+    for name in ("rollout", "train"):
+        section = getattr(config.teacher, name)
+        for path, entry, value in walk(section) if section is not None else ():
+            if entry.shape in ("section", "sections"):
+                continue
+            key = path.rpartition(".")[2]
+            same = [entry.default, config.teacher.path, config.cluster.fileroot]
+            same += [getattr(part, key, None) for part in (config, config.actor, config.rollout, config.gconfig)]
+            if value not in same and key not in ("consumer_batch_size", "max_concurrent_rollouts", "temperature"):
+                yield (
+                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; leave "
+                    "it out"
+                )

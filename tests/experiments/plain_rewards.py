@@ -1,0 +1,42 @@
+"""Reward functions for worker processes; importing this module imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Differs between answers, and is the same for the same answer."""
+    return sum(completion_ids) % 7 / 7
+
+
+def nothing(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Always 0."""
+    return 0.0
+
+
+def by_row(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """1 for a row whose answer is a multiple of 4, else 0."""
+    return float(int(data["answer"]) % 4 == 0)
+
+
+def late(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Tells that it was called, and never answers."""
+    folder = Path(data["folder"])
+    (folder / f"{time.time_ns()}-{os.getpid()}").touch()
+    time.sleep(1000)
+    return 1.0
+
+
+def slow(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Tells which process answers."""
+    time.sleep(0.05)
+    return float(os.getpid())
+
+
+def specials(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """How many special tokens are in the text."""
+    return float(completions.count("<|"))

@@ -1,0 +1,78 @@
+"""Settings of processes: replicas and ranks that are really started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from areno.errors import ArenoError
+from areno.experiments.run import trainer_class
+from areno.experiments.trainers import PPOTrainer
+from tests.experiments.trainer_stage import run_kind, settings_of_kind, trainer_of
+
+
+def marked(name: str) -> set[int]:
+    """Processes with a variable of this name in their environment."""
+    found = set()
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{name}=".encode() in place.read_bytes():
+                found.add(int(place.parent.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tiny_checkpoint, tmp_path):
+    """Two of them find the variable; what they were sent by disk is what the trainer has."""
+    given: dict[str, Any] = {
+        "rollout.backend": "areno:d2",
+        "rollout.scheduling_spec.0.env_vars": {"ARENO_TEST_MARK": "a"},
+        "actor.weight_update_mode": "disk",
+        "total_train_steps": 2,
+    }
+    config = settings_of_kind("rl", tiny_checkpoint, tmp_path, given)
+    sent: list[Path] = []
+    with PPOTrainer(config) as trainer:
+        assert len(marked("ARENO_TEST_MARK")) == 2
+        update = trainer.fleet.update_weights  # type: ignore[union-attr]
+
+        def told(*args: Any) -> Any:
+            report = update(*args)
+            sent.extend(trainer.folders.checkpoints.rglob("*.safetensors"))
+            return report
+
+        trainer.fleet.update_weights = told  # type: ignore[union-attr,method-assign]
+        trainer.train()
+        assert sent
+        versions = [record["ppo_actor/update/version_stats/v_theta"] for record in trainer.run_dir.read_metrics()]
+        assert versions == [1, 2]
+    assert not marked("ARENO_TEST_MARK")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("rl", {"rollout.setup_timeout": 0.05}), ("sft", {"actor.backend": "fsdp:d2", "actor.setup_timeout": 0.05})],
+)
+def test_whoever_starts_too_slowly_is_named(tiny_checkpoint, tmp_path, kind, changes):
+    config = settings_of_kind(kind, tiny_checkpoint, tmp_path, changes)
+    with pytest.raises(ArenoError, match=r"0\.05 s"):
+        trainer_class(config)(config)
+
+
+def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path):
+    alone = run_kind("sft", tiny_checkpoint, tmp_path / "1", {"saver.freq_steps": 2})
+    config = settings_of_kind(
+        "sft", tiny_checkpoint, tmp_path / "2", {"actor.backend": "fsdp:d2", "saver.freq_steps": 2}
+    )
+    with trainer_of(config) as trainer:
+        assert trainer.engine.layout.world_size == 2
+        trainer.train()
+        (file,) = trainer.folders.checkpoints.rglob("*globalstep1/model.safetensors")
+    (other,) = alone.checkpoints.rglob("*globalstep1/model.safetensors")
+    whole = load_file(other)
+    for name, value in load_file(file).items():
+        assert float((value - whole[name]).abs().max()) < 2e-3, name

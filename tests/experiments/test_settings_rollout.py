@@ -1,0 +1,497 @@
+"""Settings of generation, rollout, rewards, workflows and agents, shown by what small runs do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areno.errors import ArenoError, RewardError
+from areno.experiments.tasks import RolloutStoppedError
+from areno.experiments.trainers.engines import rollout_devices
+from areno.experiments.trajectory import samples_of
+from areno.experiments.workflows.rlvr import RLVRWorkflow
+from tests.config.experiment.samples import rl as example
+from tests.experiments.trainer_stage import HereTrainer, Run, settings_of_kind
+
+REWARDS = "tests.experiments.plain_rewards."
+AGENTS = "tests.experiments.settings_agents."
+
+
+class RolloutRun(Run):
+    """With the batches that were trained on."""
+
+    batches: list[Any]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return [row for batch in self.batches for t in batch.trajectories for row in samples_of(t)]
+
+    def answers(self) -> list[list[int]]:
+        """Sampled tokens of each sample."""
+        return [
+            [token for token, trained in zip(row["input_ids"], row["loss_mask"], strict=True) if trained]
+            for row in self.samples
+        ]
+
+
+@pytest.fixture
+def rl(tiny_checkpoint, tmp_path) -> Callable[..., RolloutRun]:
+    """Runs PPO; settings are dotted names."""
+    numbers = iter(range(1000))
+
+    def run(
+        changes: dict[str, Any] | None = None,
+        watch: Callable[[HereTrainer], None] | None = None,
+        workflow: Any = None,
+        **more: Any,
+    ) -> RolloutRun:
+        root = tmp_path / str(next(numbers))
+        config = settings_of_kind("rl", tiny_checkpoint, root, {"total_train_steps": 1, **(changes or {}), **more})
+        with HereTrainer(config) as trainer:
+            batches: list[Any] = []
+            prepare = trainer.dispatcher.prepare_batch
+            trainer.dispatcher.prepare_batch = lambda *given: batches.append(prepare(*given)) or batches[-1]  # type: ignore[method-assign]
+            if watch is not None:
+                watch(trainer)
+            trainer.train(workflow)
+            found = RolloutRun(trainer)
+            found.batches = batches
+            return found
+
+    return run
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+ALONE = {"gconfig.n_samples": 1, "actor.reward_norm": None}
+GREEDY = {**ALONE, "gconfig.greedy": True, "gconfig.max_new_tokens": 12}
+
+
+def in_order(run: RolloutRun) -> list[list[int]]:
+    """Prompts with answers, whatever the order of rows."""
+    return sorted(row["input_ids"] for row in run.samples)
+
+
+def test_a_group_has_n_samples(rl):
+    for samples in (2, 5):
+        groups = [t for batch in rl({"gconfig.n_samples": samples}).batches for t in batch.trajectories]
+        assert [len(t["rewards"]) for t in groups] == [samples] * 4
+
+
+def test_answers_have_at_most_so_many_tokens(rl):
+    endless = {"gconfig.ignore_eos": True}
+    assert {len(answer) for answer in rl({**endless, "gconfig.max_new_tokens": 9}).answers()} == {9}
+    lengths = [
+        len(row["input_ids"]) for row in rl({**endless, "gconfig.max_new_tokens": 90, "gconfig.max_tokens": 40}).samples
+    ]
+    assert set(lengths) == {40}
+
+
+def test_stop_tokens_stop_and_not_before_the_least_length(rl):
+    every = {"gconfig.stop_token_ids": [token for token in range(512) if token != 7], "gconfig.max_new_tokens": 8}
+    assert {len(answer) for answer in rl(every).answers()} <= {1, 2}
+    least = rl({**every, "gconfig.min_new_tokens": 5}).answers()
+    assert min(map(len, least)) >= 5
+
+
+def test_greedy_answers_do_not_depend_on_the_seed(rl):
+    greedy = [in_order(rl({**GREEDY, "seed": seed, "train_dataset.batch_size": 12})) for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+    for near in ({"gconfig.top_k": 1}, {"gconfig.top_p": 1e-6}, {"gconfig.temperature": 1e-4}):
+        given = {**ALONE, "gconfig.max_new_tokens": 12, "train_dataset.batch_size": 12, **near}
+        assert in_order(rl(given)) == greedy[0], near
+    free = {**ALONE, "gconfig.max_new_tokens": 12, "train_dataset.batch_size": 12}
+    assert in_order(rl(free)) != greedy[0]
+
+
+def test_a_penalty_makes_answers_repeat_themselves_less(rl):
+    def distinct(penalty: float) -> int:
+        given = {
+            **GREEDY,
+            "gconfig.max_new_tokens": 40,
+            "gconfig.frequency_penalty": penalty,
+            "gconfig.ignore_eos": True,
+        }
+        return sum(len(set(answer)) for answer in rl(given).answers())
+
+    assert distinct(2.0) > distinct(0.0) > distinct(-2.0)
+
+
+def test_texts_that_stop(rl, tiny_checkpoint):
+    whole = rl({**GREEDY, "gconfig.ignore_eos": True})
+    tokenizer = whole.trainer.engine.tokenizer
+    texts = [tokenizer.decode(answer) for answer in whole.answers()]
+    word = texts[0].strip()[:1] or texts[0][:1]
+    stopped = rl({**GREEDY, "gconfig.ignore_eos": True, "gconfig.stop": [word]})
+    assert sum(map(len, stopped.answers())) < sum(map(len, whole.answers()))
+
+
+WILD = {"gconfig.n_samples": 16, "gconfig.max_new_tokens": 60, "gconfig.temperature": 20.0}
+
+
+def test_an_end_of_sequence_may_be_ignored(rl):
+    lengths = {
+        ignore: {len(answer) for answer in rl({**WILD, "gconfig.ignore_eos": ignore}).answers()}
+        for ignore in (False, True)
+    }
+    assert min(lengths[False]) < 60
+    assert lengths[True] == {60}
+
+
+def test_rewards_see_special_tokens_when_asked_for(rl):
+    def seen(skip: bool) -> float:
+        given = {
+            **WILD,
+            "gconfig.skip_special_tokens": skip,
+            "gconfig.ignore_eos": True,
+            "reward.fn": REWARDS + "specials",
+        }
+        return rl(given).column("rollout/reward/max")[0]
+
+    assert seen(False) > seen(True) == 0
+
+
+def test_an_evaluation_samples_by_its_own_settings(rl, tmp_path):
+    given = {
+        "valid_dataset.path": "${train_dataset.path}",
+        "valid_dataset.type": "rl",
+        "evaluator.freq_steps": 1,
+        "eval_gconfig": {"max_new_tokens": 3, "ignore_eos": True, "n_samples": 1, "max_tokens": 128},
+    }
+    short = rl({**given, "gconfig.ignore_eos": True}).column("eval-rollout/seq_len/max")[0]
+    assert (
+        rl({**given, "eval_gconfig": None, "gconfig.ignore_eos": True}).column("eval-rollout/seq_len/max")[0]
+        == short + 3
+    )
+
+
+# -- how far rollout runs ahead --------------------------------------------------------------------------------------
+
+
+def peaks(trainer: HereTrainer) -> dict[str, int]:
+    """Most episodes that ran, and that waited, at once."""
+    found = {"running": 0, "enqueued": 0}
+    manager = trainer.dispatcher.staleness
+    add = manager._add
+
+    def told(**changes: int) -> None:
+        add(**changes)
+        for name in found:
+            found[name] = max(found[name], getattr(manager.stat, name))
+
+    manager._add = told  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "most"),
+    [
+        ({"rollout.max_concurrent_rollouts": 1}, "running", 1),
+        ({"rollout.max_concurrent_rollouts": 3}, "running", 3),
+        ({"rollout.max_head_offpolicyness": 3, "rollout.queue_size": 2}, "enqueued", 2),
+        ({"rollout.max_head_offpolicyness": 3, "rollout.queue_size": 7}, "enqueued", 7),
+    ],
+)
+def test_so_many_episodes_run_and_wait(rl, changes, name, most):
+    found: list[dict[str, int]] = []
+    rl({**changes, "total_train_steps": 3}, watch=lambda trainer: found.append(peaks(trainer)))
+    assert found[0][name] == most
+
+
+def test_rollout_runs_ahead_as_far_as_it_may(rl):
+    steps = {"total_train_steps": 4, "total_train_epochs": 2}
+    behind = {
+        ahead: rl({**steps, "rollout.max_head_offpolicyness": ahead}).column("rollout/staleness/max")
+        for ahead in (0, 2)
+    }
+    assert behind[0] == [0, 0, 0, 0]
+    assert 0 < max(behind[2]) <= 2
+
+
+def test_what_is_too_old_is_dropped_or_run_again(rl):
+    steps = {"total_train_steps": 4, "total_train_epochs": 2, "rollout.max_head_offpolicyness": 3}
+    repeats = {}
+    for how in ("drop", "regenerate"):
+        run = rl({**steps, "rollout.max_staleness": 0, "rollout.on_stale": how})
+        assert set(run.column("rollout/staleness/max")) == {0}
+        assert run.column("rollout/stale")[-1] > 0
+        used = [task for batch in run.batches for task in batch.task_ids]
+        repeats[how] = max(used)
+    assert repeats["regenerate"] < repeats["drop"]
+
+
+def test_requests_are_logged_when_asked_for(rl, caplog):
+    for on in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "areno.experiments.engine_client"):
+            rl({"rollout.enable_rollout_tracing": on})
+        assert any(record.message.startswith("request ") for record in caplog.records) == on
+
+
+class Greedy(RLVRWorkflow):
+    """Says that prompts are to be trained on."""
+
+    async def arun_group(self, engine: Any, data: dict[str, Any], samples: int) -> Any:
+        found = await super().arun_group(engine, data, samples)
+        return [{**t, "loss_mask": torch.ones_like(t["loss_mask"])} for t in found]
+
+
+def test_trajectories_are_checked_when_asked_for(rl):
+    def run(check: bool) -> RolloutRun:
+        def own(trainer: HereTrainer) -> None:
+            trainer._workflow = lambda *_, evaluates: resolved(trainer)  # type: ignore[method-assign,assignment]
+
+        return rl({"rollout.check_trajectory_format": check}, watch=own)
+
+    def resolved(trainer: HereTrainer) -> Any:
+        from areno.experiments.workflows.base import GroupedRolloutWorkflow
+
+        return GroupedRolloutWorkflow(Greedy(**trainer._built_in(trainer.config.gconfig)), 2)
+
+    assert run(False).steps == 1
+    with pytest.raises(RolloutStoppedError, match="loss_mask of a trajectory"):
+        run(True)
+
+
+def test_trajectories_are_written_when_asked_for(rl):
+    assert not (rl().folder / "rollout").exists()
+    run = rl({"rollout.dump_to_file": True})
+    lines = [
+        json.loads(line)
+        for path in (run.folder / "rollout/0").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert sorted(line["reward"] for line in lines) == sorted(row["rewards"] for row in run.samples)
+
+
+def test_a_request_has_a_deadline_and_further_tries(rl, caplog):
+    endless = {"gconfig.max_new_tokens": 4000, "gconfig.max_tokens": 4090, "gconfig.ignore_eos": True, **ALONE}
+    endless["train_dataset.batch_size"] = 1
+    tries = {}
+    for retries in (0, 2):
+        caplog.clear()
+        with pytest.raises(ArenoError, match=r"rollout\.request_timeout"):
+            rl({**endless, "rollout.request_timeout": 0.03, "rollout.request_retries": retries})
+        said = [record.message for record in caplog.records if "is sent again" in record.message]
+        tries[retries] = max((int(text.partition("(")[2].partition(" of")[0]) for text in said), default=0)
+    assert tries == {0: 0, 2: 2}
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_outside_of_the_success_band_are_left_out(rl):
+    judged = {"reward.fn": REWARDS + "by_row", "actor.reward_norm": None}
+    assert rl(judged).column("rollout/filtered") == [0]
+    high = rl({**judged, "success_rate_lb": 0.5})
+    assert {row["rewards"] for row in high.samples} == {1.0}
+    assert high.column("rollout/filtered")[0] > 0
+    assert {row["rewards"] for row in rl({**judged, "success_rate_ub": 0.5}).samples} == {0.0}
+
+
+def test_a_dynamic_batch_counts_what_was_left_out(rl):
+    judged = {
+        "reward.fn": REWARDS + "by_row",
+        "actor.reward_norm": None,
+        "success_rate_lb": 0.5,
+        "total_train_steps": 3,
+    }
+    whole, dynamic = rl(judged), rl({**judged, "dynamic_bs": True})
+    assert set(whole.column("ppo_actor/n_seqs")) == {8}
+    assert sum(dynamic.column("ppo_actor/n_seqs")) < 24
+
+
+# -- rewards and workflows -------------------------------------------------------------------------------------------
+
+
+def test_the_reward_function_is_the_named_one(rl):
+    assert max(rl({"reward.fn": REWARDS + "nothing"}).column("rollout/reward/max")) == 0
+    assert max(rl({"reward.fn": REWARDS + "letters"}).column("rollout/reward/max")) > 0
+
+
+def test_a_late_reward_is_called_again(tiny_checkpoint, tmp_path):
+    for retries, timeout in ((0, 0.2), (2, 0.2)):
+        calls = tmp_path / f"calls{retries}"
+        calls.mkdir()
+        given = {"reward.fn": REWARDS + "late", "reward.timeout_seconds": timeout, "reward.max_retries": retries}
+        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / str(retries), given)) as trainer:
+            reward = trainer._built_in(trainer.config.gconfig)["reward_fn"]
+            with pytest.raises(RewardError, match=rf"{timeout:g} s"):
+                asyncio.run(reward("p", "c", [1], [2], folder=str(calls)))
+            reward.close()
+        assert len(list(calls.iterdir())) == retries + 1
+
+
+def test_rewards_are_computed_by_so_many_processes(rl):
+    for workers in (1, 2):
+        run = rl({"reward.fn": REWARDS + "slow", "reward.max_workers": workers, "gconfig.n_samples": 4})
+        assert len({row["rewards"] for row in run.samples}) == workers
+
+
+def test_the_workflow_and_its_arguments(rl):
+    def answers(**kwargs: Any) -> float:
+        given = {"workflow.path": "multi_turn", "workflow.kwargs": kwargs, "reward.fn": REWARDS + "nothing"}
+        given |= {"actor.reward_norm": None, "gconfig.ignore_eos": True, "gconfig.max_tokens": 2048}
+        return sum(map(len, rl(given).answers()))
+
+    alone = sum(map(len, rl({"gconfig.ignore_eos": True}).answers()))
+    assert answers(max_turns=1) == alone
+    assert answers(max_turns=3) == 3 * alone
+
+
+class Telling(RLVRWorkflow):
+    """Returns a number of its own with each sample."""
+
+    async def arun_group(self, engine: Any, data: dict[str, Any], samples: int) -> Any:
+        found = await super().arun_group(engine, data, samples)
+        return [{**t, "tools": torch.tensor([float(i)])} for i, t in enumerate(found)]
+
+
+def test_numbers_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_path):
+    def run(name: str, **actor: Any) -> Run:
+        given = {f"actor.{key}": value for key, value in actor.items()} | {"total_train_steps": 1}
+        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / name, given)) as trainer:
+            trainer.train(Telling, workflow_kwargs=trainer._built_in(trainer.config.gconfig))
+            return Run(trainer)
+
+    assert run("on", log_agent_stats=True, log_agent_stats_keys=["tools"]).column("rollout/agent/tools/avg") == [0.5]
+    assert not run("off").column("rollout/agent/tools/avg")
+    with pytest.raises(ArenoError, match=r"log_agent_stats_keys 'hammers' is in no trajectory"):
+        run("wrong", log_agent_stats=True, log_agent_stats_keys=["hammers"])
+
+
+# -- agents ----------------------------------------------------------------------------------------------------------
+
+AGENT = {
+    "rollout.agent.agent_cls_path": AGENTS + "Talker",
+    "actor.reward_norm": None,
+    "train_dataset.batch_size": 1,
+    "gconfig.n_samples": 1,
+    "gconfig.max_tokens": 512,
+}
+
+
+def agent(**more: Any) -> dict[str, Any]:
+    return AGENT | {f"rollout.agent.{name}": value for name, value in more.items()}
+
+
+def test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation(rl):
+    each = rl(agent(turn_discount=0.5))
+    assert [row["rewards"] for row in each.samples] == [0.25, 0.5, 1.0]
+    assert [row["rewards"] for row in rl(agent()).samples] == [1.0, 1.0, 1.0]
+    one = rl(agent(export_style="concat", chat_template_type="concat"))
+    assert len(one.samples) == 1
+    assert len(one.answers()[0]) == sum(map(len, each.answers()))
+
+
+def test_a_conversation_has_at_most_so_many_tokens(rl):
+    endless = {"gconfig.ignore_eos": True}
+    longest = max(len(row["input_ids"]) for row in rl(agent() | endless).samples)
+    cut = rl(agent(engine_max_tokens=longest - 3) | endless)
+    assert max(len(row["input_ids"]) for row in cut.samples) == longest - 3
+
+
+def test_an_agent_has_so_long(rl):
+    with pytest.raises(RolloutStoppedError, match=r"1 s.*agent\.session_timeout_seconds"):
+        given = {"workflow.kwargs": {"how": "sleeps", "turns": 1}, "workflow.path": "agent"}
+        rl(agent(session_timeout_seconds=1) | given | {"train_dataset.batch_size": 4})
+
+
+def test_rewards_may_come_after_the_agent_has_ended(rl):
+    def run(seconds: float) -> RolloutRun:
+        def late(trainer: HereTrainer) -> None:
+            from tests.experiments.settings_agents import Talker
+
+            trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="late", turns=1))  # type: ignore[method-assign]
+
+        plain = {
+            name: value for name, value in agent(set_reward_finish_timeout=seconds).items() if "cls_path" not in name
+        }
+        return rl(plain, watch=late)
+
+    assert [row["rewards"] for row in run(2.0).samples] == [1.0]
+    with pytest.raises(RolloutStoppedError, match="returned no reward"):
+        run(0.0)
+
+
+def test_agents_run_here_or_in_so_many_processes(rl):
+    given = {"rollout.agent.agent_cls_path": AGENTS + "Process", "gconfig.n_samples": 2}
+    here = rl(agent() | given)
+    assert {row["rewards"] for row in here.samples} == {float(torch.tensor(float(os.getpid())))}
+    for workers in (1, 2):
+        run = rl(agent(mode="subproc", subproc_max_workers=workers) | given)
+        processes = {row["rewards"] for row in run.samples}
+        assert len(processes) == workers
+        assert float(os.getpid()) not in processes
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_is_unknown_is_named(rl, name):
+    with pytest.raises(ArenoError, match="nonesuch"):
+        rl(agent(**{name: "nonesuch"}))
+
+
+def test_an_adapter_is_served_under_its_name(rl):
+    pytest.importorskip("peft")
+
+    def named(trainer: HereTrainer) -> None:
+        from tests.experiments.settings_agents import Talker
+
+        trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="named", turns=1))  # type: ignore[method-assign]
+
+    plain = {name: value for name, value in AGENT.items() if "cls_path" not in name}
+    assert rl({**plain, "actor.use_lora": True, "gconfig.lora_name": "mine"}, watch=named).steps == 1
+    with pytest.raises(RolloutStoppedError):
+        rl({**plain, "actor.use_lora": True}, watch=named)
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------
+
+
+def sessions_of(run: RolloutRun) -> list[Path]:
+    return list(run.folder.rglob("sessions-r*.jsonl"))
+
+
+def test_sessions_are_written_when_asked_for(rl):
+    assert not sessions_of(rl({"perf_tracer.session_tracer.enabled": False}))
+    (path,) = sessions_of(rl({"perf_tracer.session_tracer.enabled": True}))
+    assert len(path.read_text().splitlines()) >= 4
+
+
+@pytest.mark.parametrize(("threshold", "written"), [(1, True), (1000, False)])
+def test_sessions_are_written_after_so_many(rl, threshold, written):
+    found: list[bool] = []
+
+    def look(trainer: HereTrainer) -> None:
+        update = trainer._update
+
+        def seen(*given: Any) -> Any:
+            found.append(bool(list(trainer.run_dir.path.rglob("sessions-r*.jsonl"))))
+            return update(*given)
+
+        trainer._update = seen  # type: ignore[method-assign]
+
+    given = {"perf_tracer.session_tracer": {"enabled": True, "flush_threshold": threshold}}
+    rl(given, watch=look)
+    assert found == [written]
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_rollout_has_devices_of_its_own_unless_it_shares_the_actor_s():
+    apart = example(actor__backend="fsdp:d2", rollout__backend="areno:d2")
+    names = [str(device) for device in rollout_devices(apart, 4) or ()]
+    assert names == ["cuda:2", "cuda:3"]
+    shared = {"type": "colocation", "target": "actor"}
+    together = example(actor__backend="fsdp:d2", rollout__backend="areno:d2", rollout__scheduling_strategy=shared)
+    assert [str(device) for device in rollout_devices(together, 4) or ()] == ["cuda:0", "cuda:1"]
+    assert rollout_devices(apart, 0) is None
