@@ -39,6 +39,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
 )
 from areno.experiments.trainers.rows import RowSource, load_dataset, without_long
+from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
     CRITIC,
     REF,
@@ -304,6 +305,7 @@ class PPOTrainer(ExperimentTrainer):
         numbers = self._rollout_statistics(batch, rows)
         if rows:
             numbers |= self._update(rows, at)
+            self.run_dir.append_samples(batch_samples(at.global_step, batch, rows, self.engine.tokenizer))
         with self.timed("update_weights"):
             assert self.fleet is not None
             self.fleet.update_weights(self.engine, at.global_step + 1)
