@@ -38,7 +38,9 @@ def make_task(folder: Path, count: int = 48) -> Task:
     folder.mkdir(parents=True, exist_ok=True)
     toy.make_model(folder / "model")
     letters = toy.LETTERS
-    names = [a + b + c for a in letters for b in letters for c in letters][:: max(len(letters) ** 3 // count, 1)][:count]
+    names = [a + b + c for a in letters for b in letters for c in letters][:: max(len(letters) ** 3 // count, 1)][
+        :count
+    ]
     rows = [{"prompt": f"Say {name}.", "letter": name[0]} for name in names]
     toy.write(folder / "train.jsonl", rows)
     return Task(folder / "model", folder / "train.jsonl", [row["prompt"] for row in rows])
@@ -141,7 +143,9 @@ class Run:
         return found
 
     def points(self) -> list[Path]:
-        return sorted(path for path in self.checkpoints.glob("recover/step_*") if (path / "trainer_state/state.json").exists())
+        return sorted(
+            path for path in self.checkpoints.glob("recover/step_*") if (path / "trainer_state/state.json").exists()
+        )
 
     def rollout_state(self) -> dict[str, Any]:
         return pickle.loads((self.points()[-1] / "rollout.pkl").read_bytes())
@@ -165,7 +169,11 @@ class Run:
     def pids(self) -> list[int]:
         """All processes of this run, the first one included."""
         wanted = f"{_MARK}={self.mark}".encode()
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if wanted in _bytes(pid, "environ").split(b"\0") and alive(pid)]
+        return [
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if wanted in _bytes(pid, "environ").split(b"\0") and alive(pid)
+        ]
 
     def workers(self, *, rollout: bool) -> list[int]:
         """Ranks of rollout replicas, or of the trainer."""

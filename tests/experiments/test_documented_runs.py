@@ -50,7 +50,7 @@ NUMBERS = {
     "sample_staleness_proximal_min sample_staleness_theta_avg sample_staleness_theta_max sample_staleness_theta_min "
     "v_theta v_proximal n_valid_generated_tokens",
     "rollout": "accepted rejected",
-    "timeperf": "rollout ref_logp recompute_logp compute_advantage train_step update_weights save checkpoint_for_recover",
+    "timeperf": "rollout ref_logp recompute_logp compute_advantage train_step update_weights save rollout_pause",
 }
 
 
@@ -86,11 +86,24 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
     assert re.search(r"Epoch 1/1 step 3/3 global step 3 ", run.log)
     assert run.steps() == [0, 1, 2]
     metrics = run.lines("metrics.jsonl")
-    wanted = [f"{scope}/{name}/{part}" for scope, names in TENSORS.items() for name in names.split() for part in ("avg", "min", "max")]
+    wanted = [
+        f"{scope}/{name}/{part}"
+        for scope, names in TENSORS.items()
+        for name in names.split()
+        for part in ("avg", "min", "max")
+    ]
     wanted += [f"{scope}/{name}" for scope, names in NUMBERS.items() for name in names.split()]
-    wanted += [f"{name}/avg" for name in (*SHORT_NAMES, "rollout/reward", *(f"ppo_actor/update/compute_logp/kl_div_{k}" for k in ("direct", "taylor", "dual")))]
+    wanted += [
+        f"{name}/avg"
+        for name in (
+            *SHORT_NAMES,
+            "rollout/reward",
+            *(f"ppo_actor/update/compute_logp/kl_div_{k}" for k in ("direct", "taylor", "dual")),
+        )
+    ]
     for line in metrics:
         assert [name for name in wanted if name not in line] == []
+        assert "timeperf/checkpoint_for_recover" in line or line["step"] == 0  # told with the step that follows
         assert line["ppo_actor/n_seqs"] == 32
         assert line["ppo_actor/task_reward/avg"] == 0.0  # letters are no right answers
         assert line["ppo_actor/update/version_stats/v_theta"] == line["step"] + 1
@@ -100,7 +113,12 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
 
 def test_the_quickstarts_success_band_leaves_prompts_out(task, tmp_path, runs):
     rows = [{**boba(prompt, 0), "letter": prompt[4]} for prompt in task.prompts]
-    band = ("success_rate_lb=0.05", "success_rate_ub=0.3", f"reward.fn={TOY}:letter_reward", "rollout.dump_to_file=true")
+    band = (
+        "success_rate_lb=0.05",
+        "success_rate_ub=0.3",
+        f"reward.fn={TOY}:letter_reward",
+        "rollout.dump_to_file=true",
+    )
     run = quickstart(task, tmp_path, rows, *band, "total_train_steps=2", "exp_ctrl.ckpt_freq_steps=1")
     runs.append(run.finish())
     rates = {}
@@ -135,8 +153,10 @@ def test_configuration_errors_come_before_torch(task, tmp_path):
     spy = (
         "import sys, atexit, runpy\n"
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__') if sys.argv[0].endswith('.py') else runpy.run_module('areno', run_name='__main__', alter_sys=True)\n"
+        "name, sys.argv = sys.argv[1], sys.argv[1:]\n"
+        "sys.path.insert(0, name.rpartition('/')[0])\n"
+        "run = runpy.run_path if name.endswith('.py') else runpy.run_module\n"
+        "run(name, run_name='__main__')\n"
     )
     entries = {
         "train.py": ["examples/experiments/train.py", "--config", str(tmp_path / "file.yaml"), *wrong],
@@ -144,79 +164,96 @@ def test_configuration_errors_come_before_torch(task, tmp_path):
         "main_async_ppo.py": ["training/main_async_ppo.py", "actor.path=/nowhere", "group_size=many", "group_sise=3"],
     }
     for name, argv in entries.items():
-        done = subprocess.run([sys.executable, "-c", spy, *argv], cwd=ROOT, capture_output=True, text=True, env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)})
+        done = subprocess.run(
+            [sys.executable, "-c", spy, *argv],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={"PATH": "/usr/bin", "PYTHONPATH": str(ROOT)},
+        )
         assert done.returncode != 0, name
-        assert re.search("n_sample|group_si", done.stderr), (name, done.stderr)
+        assert done.stderr.startswith("error: "), (name, done.stderr)
+        assert re.search("n_sample|group_sise", done.stderr), (name, done.stderr)
         assert done.stderr.rstrip().endswith("False"), (name, done.stderr)
 
 
-SERVICES = {
+LONG = {
     "rollout__backend": "areno:d2",
-    "rollout__agent__agent_cls_path": AGENT,
-    "rollout__agent__export_style": "individual",
-    "total_train_steps": 6,
     "gconfig__max_new_tokens": 24,
     "gconfig__max_tokens": 256,
     "gconfig__ignore_eos": True,
     "gconfig__n_samples": 4,
-    "saver__freq_steps": 1,
-    "evaluator__freq_steps": 2,
-    "valid_dataset__type": "rl",
-    "valid_dataset__batch_size": 4,
 }
 
 
-def test_an_agent_over_a_fleet_with_services_and_traces(task, tmp_path, runs):
-    """Inline agents; evaluation and saving do not hold generation up; services and tools get all that was measured."""
+def test_services_and_traces_have_what_was_measured_and_nothing_holds_generation_up(task, tmp_path, runs):
+    """Evaluation and saving fall into the middle of answers: spans of generation go on through them."""
     more = {
+        "total_train_steps": 6,
+        "gconfig__max_new_tokens": 120,
+        "rollout__max_head_offpolicyness": 8,
+        "saver__freq_steps": 1,
+        "saver__mode": "sync",
+        "evaluator__freq_steps": 2,
         "valid_dataset__path": task.rows,
+        "valid_dataset__type": "rl",
+        "valid_dataset__batch_size": 4,
         "stats_logger__wandb__mode": "offline",
         "stats_logger__tensorboard__path": tmp_path / "tensorboard",
         "perf_tracer__enabled": True,
         "perf_tracer__session_tracer__enabled": True,
     }
-    run = Run(tmp_path, settings(task, tmp_path / "files", **SERVICES, **more)).finish()
+    run = Run(tmp_path, settings(task, tmp_path / "files", **{**LONG, **more})).finish()
     runs.append(run)
     metrics = run.lines("metrics.jsonl")
     assert run.steps() == list(range(6))
-    assert all(line["ppo_actor/n_seqs"] == 4 * 4 * 2 for line in metrics)  # two turns are two rows
     assert sum("eval-rollout/reward/avg" in line for line in metrics) == 3
-    assert all(line["rollout/failed"] == 0 for line in metrics)
+    check_services(run, metrics, tmp_path)
 
+    trace = tool("perf_trace_converter", run.logs, tmp_path / "trace.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"step", "rollout", "train_step", "update_weights", "save", "eval"} <= {event["name"] for event in events}
+    assert "accepted" in tool("plot_session_trace", run.logs, tmp_path / "sessions.html").read_text()
+    found = [json.loads(line) for path in run.logs.rglob("sessions-r*.jsonl") for line in path.read_text().splitlines()]
+    assert sum(session["status"] == "accepted" for session in found) >= 24
+    spans = [(span["start_ts"], span["end_ts"]) for session in found for span in session["phases"].get("generate", [])]
+    for name in ("eval", "save"):
+        held = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["name"] == name and e["ph"] == "X"]
+        through = [one for one in held if any(begin < one[0] and one[1] < end for begin, end in spans)]
+        begun = [one for one in held if any(one[0] < begin < one[1] for begin, _ in spans)]
+        assert through or begun, f"no generation went on beside {name}"
+
+
+def check_services(run: Run, metrics: list[dict[str, Any]], folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (events,) = (tmp_path / "tensorboard").rglob("events.out.*")
+    (events,) = (folder / "tensorboard").rglob("events.out.*")
     found = EventAccumulator(str(events), {"scalars": 0}).Reload()
     told = [(event.step, event.value) for event in found.Scalars("ppo_actor/task_reward/avg")]
     assert told == [(line["step"], pytest.approx(line["ppo_actor/task_reward/avg"], rel=1e-6)) for line in metrics]
     (offline,) = run.logs.rglob("run-*.wandb")
     assert b"ppo_actor/task_reward/avg" in offline.read_bytes()
 
-    trace = tool("perf_trace_converter", run.logs, tmp_path / "trace.json")
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {event["name"] for event in events}
-    assert {"step", "rollout", "train_step", "update_weights", "save", "eval"} <= names
-    page = tool("plot_session_trace", run.logs, tmp_path / "sessions.html").read_text()
-    assert "accepted" in page
-    sessions = [json.loads(line) for path in run.logs.rglob("sessions-r*.jsonl") for line in path.read_text().splitlines()]
-    assert {session["status"] for session in sessions} >= {"accepted"}
-    spans = [(p["start_ts"], p["end_ts"]) for session in sessions for p in session["phases"].get("generate", [])]
-    for name in ("eval", "save"):
-        held = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["name"] == name and e["ph"] == "X"]
-        assert held
-    assert spans
 
-
-def test_agents_in_processes_of_their_own_over_a_fleet(task, tmp_path, runs):
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_agent_over_several_replicas(task, tmp_path, runs, mode):
     pids = tmp_path / "pids"
-    changes = {**SERVICES, "rollout__agent__mode": "subproc", "rollout__agent__subproc_max_workers": 2, "total_train_steps": 2}
-    changes = {name: value for name, value in changes.items() if not name.startswith(("valid", "evaluator"))}
+    changes = {
+        **LONG,
+        "rollout__agent__agent_cls_path": AGENT,
+        "rollout__agent__mode": mode,
+        "rollout__agent__subproc_max_workers": 2,
+        "total_train_steps": 2,
+    }
     run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment={"ARENO_TEST_PIDS": str(pids)})
     runs.append(run.finish())
     assert run.steps() == [0, 1]
-    assert all(line["ppo_actor/n_seqs"] == 32 for line in run.lines("metrics.jsonl"))
+    for line in run.lines("metrics.jsonl"):
+        assert line["ppo_actor/n_seqs"] == 4 * 4 * 2  # two turns are two rows
+        assert line["rollout/failed"] == 0
     assert run.process is not None
-    assert len(set(pids.read_text().split()) - {str(run.process.pid)}) == 2
+    others = set(pids.read_text().split()) - {str(run.process.pid)}
+    assert len(others) == (0 if mode == "inline" else 2)
     assert run.none_left()
 
 

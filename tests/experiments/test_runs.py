@@ -87,8 +87,11 @@ def loss(pack: Any, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def plain_loop(task: Task, folder: Path) -> list[list[tuple[int, list[int]]]]:
-    """Generate, judge, train, in one process and in this order; returns episode and tokens of each row of each step."""
-    optimizer = OptimizerConfig(lr=0.003, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)
+    """Generate, judge, train, in one process and in this order; returns episode and tokens of each row of each step.
+
+    Adam's eps is far above rounding, so that it does not blow up the last bits of gradients that are nearly 0.
+    """
+    optimizer = OptimizerConfig(lr=0.003, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0, grad_clip_norm=1.0)
     engine = Engine(str(task.model), EngineConfig(optimizer=optimizer, decode="eager", kv_cache_tokens=8192))
     rows, said = rows_of(task), []
     for step in range(EQUAL_STEPS):
@@ -144,7 +147,7 @@ def test_without_staleness_it_is_the_same_as_a_plain_loop(task, train, tmp_path)
         actor__reward_norm__mean_level="group",
         actor__reward_norm__std_level=None,
         actor__optimizer__beta2=0.999,
-        actor__optimizer__eps=1e-8,
+        actor__optimizer__eps=1e-3,
     )
     said = plain_loop(task, tmp_path / "plain")
     mine = []
