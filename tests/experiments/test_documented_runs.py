@@ -111,6 +111,7 @@ def test_the_quickstarts_command_runs_and_tells_its_statistics(task, tmp_path, r
     assert [name for name in wanted if name not in shown] == []
 
 
+@pytest.mark.long
 def test_the_quickstarts_success_band_leaves_prompts_out(task, tmp_path, runs):
     rows = [{**boba(prompt, 0), "letter": prompt[4]} for prompt in task.prompts]
     band = (
@@ -186,8 +187,11 @@ LONG = {
 }
 
 
+@pytest.mark.long
 def test_services_and_traces_have_what_was_measured_and_nothing_holds_generation_up(task, tmp_path, runs):
     """Evaluation and saving fall into the middle of answers: spans of generation go on through them."""
+    lines = task.rows.read_text().splitlines(keepends=True)
+    (tmp_path / "valid.jsonl").write_text("".join(lines[:8]))
     more = {
         "total_train_steps": 6,
         "gconfig__max_new_tokens": 120,
@@ -195,7 +199,7 @@ def test_services_and_traces_have_what_was_measured_and_nothing_holds_generation
         "saver__freq_steps": 1,
         "saver__mode": "sync",
         "evaluator__freq_steps": 2,
-        "valid_dataset__path": task.rows,
+        "valid_dataset__path": tmp_path / "valid.jsonl",
         "valid_dataset__type": "rl",
         "valid_dataset__batch_size": 4,
         "stats_logger__wandb__mode": "offline",
@@ -235,16 +239,17 @@ def check_services(run: Run, metrics: list[dict[str, Any]], folder: Path) -> Non
     assert b"ppo_actor/task_reward/avg" in offline.read_bytes()
 
 
-@pytest.mark.parametrize("mode", ["inline", "subproc"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("subproc", marks=pytest.mark.long)])
 def test_an_agent_over_several_replicas(task, tmp_path, runs, mode):
     pids = tmp_path / "pids"
     changes = {
         **LONG,
         "rollout__agent__agent_cls_path": AGENT,
         "rollout__agent__mode": mode,
-        "rollout__agent__subproc_max_workers": 2,
         "total_train_steps": 2,
     }
+    if mode == "subproc":
+        changes["rollout__agent__subproc_max_workers"] = 2
     run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment={"ARENO_TEST_PIDS": str(pids)})
     runs.append(run.finish())
     assert run.steps() == [0, 1]

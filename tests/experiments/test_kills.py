@@ -115,6 +115,7 @@ def test_kills_while_a_model_or_a_restart_point_is_written(make_run, task, where
     assert not partial(run.checkpoints / "recover")
 
 
+@pytest.mark.long
 def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(make_run, task):
     run = make_run(rollout__backend="areno:d2").start()
     assert run.until_step(2)

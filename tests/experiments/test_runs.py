@@ -239,7 +239,7 @@ def check_capacity(trainer: Watched, eta: int, limit: int, batch: int = 4) -> No
             accepted += status == "accepted"
 
 
-@pytest.mark.parametrize("on_stale", ["regenerate", "drop"])
+@pytest.mark.parametrize("on_stale", ["regenerate", pytest.param("drop", marks=pytest.mark.long)])
 def test_the_exact_bound_holds_and_capacity_is_never_exceeded(train, on_stale):
     trainer = train(**LONG, rollout__max_staleness=1, rollout__on_stale=on_stale)
     for batch in trainer.batches:
@@ -260,6 +260,7 @@ def test_the_exact_bound_holds_and_capacity_is_never_exceeded(train, on_stale):
     check_capacity(trainer, 4, 24)
 
 
+@pytest.mark.long
 def test_a_recovery_does_not_let_more_episodes_begin(train):
     first = train(**{**LONG, "total_train_steps": 4})
     again = train(**{**LONG, "total_train_steps": 8})
