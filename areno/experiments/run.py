@@ -59,7 +59,7 @@ def run_experiment(config: BaseExperimentConfig) -> None:
 def program(config_cls: type[BaseExperimentConfig] | None = None, argv: Sequence[str] | None = None) -> int:
     """A program of a user's own, such as ``examples/experiments/train.py``: errors become messages and exit codes."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return _guarded(lambda: run_experiment(load_expr_config(words, config_cls or experiment_class(words))[0]))
+    return guarded(lambda: run_experiment(load_expr_config(words, config_cls or experiment_class(words))[0]))
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
@@ -71,10 +71,11 @@ def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> 
         config.reward.fn = config.reward.fn or MATH_REWARD
         run_experiment(config)
 
-    return _guarded(run)
+    return guarded(run)
 
 
-def _guarded(run: Callable[[], None]) -> int:
+def guarded(run: Callable[[], None]) -> int:
+    """Run something; an error becomes one message on stderr, and the exit code (2 for what the user can correct)."""
     try:
         run()
     except UsageError as error:

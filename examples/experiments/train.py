@@ -9,10 +9,8 @@ import sys
 
 from toy import letter_reward
 
-import areno  # noqa: F401  (before torch: it sets how long idle threads spin)
 from areno.config.experiment import GRPOConfig, load_expr_config
-from areno.experiments.trainers import PPOTrainer
-from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.experiments.run import guarded
 
 
 def not_all_equal(trajectory: dict) -> bool:
@@ -23,6 +21,10 @@ def not_all_equal(trajectory: dict) -> bool:
 def main(argv: list[str]) -> None:
     """Read the configuration, and train."""
     config, _ = load_expr_config(argv, GRPOConfig)
+    # Here and not at the top, so that what is wrong with the settings is said before torch is loaded.
+    from areno.experiments.trainers import PPOTrainer
+    from areno.experiments.workflows.rlvr import RLVRWorkflow
+
     with PPOTrainer(config) as trainer:
         trainer.train(
             workflow=RLVRWorkflow,
@@ -36,4 +38,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(guarded(lambda: main(sys.argv[1:])))

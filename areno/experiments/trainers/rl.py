@@ -323,7 +323,8 @@ class PPOTrainer(ExperimentTrainer):
             self.run_dir.append_samples(batch_samples(at.global_step, batch, rows, self.engine.tokenizer))
         with self.timed("update_weights"):
             assert self.fleet is not None
-            self.fleet.update_weights(self.engine, at.global_step + 1)
+            report = self.fleet.update_weights(self.engine, at.global_step + 1)
+        numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
         self.dispatcher.set_version(at.global_step + 1)
         return numbers
 
@@ -352,7 +353,10 @@ class PPOTrainer(ExperimentTrainer):
                 values = self.engine.score_values(CRITIC, tokens, rows_per_pass(self.config.critic.mb_spec, tokens))
         with self.timed("compute_advantage"):
             populations = shape_advantages(rows, self.shaping, values)
-        numbers |= in_scope(self.section, {**summaries(populations), **row_counts(rows), **self.knobs.scalars()})
+        masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
+        numbers |= in_scope(
+            self.section, {**summaries(populations), **row_counts(rows), **self.knobs.scalars(), **masked}
+        )
         numbers |= in_scope(f"{self.section}/update", version_statistics(rows, version))
         if self.knobs.m2_threshold is not None:
             numbers[f"{self.section}/update/m2_filtered_fraction"] = choose_by_second_moment(

@@ -1,0 +1,220 @@
+"""Asynchronous runs whose processes are really killed: each step is told once, each row is trained on once, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.experiments.runs import Run, Task, check_rows, make_task, settings
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def make_run(task: Task, tmp_path: Path) -> Iterator[Any]:
+    made: list[Run] = []
+
+    def make(name: str = "run", **changes: Any) -> Run:
+        folder = tmp_path / name
+        made.append(Run(folder, settings(task, folder / "files", **{"total_train_steps": STEPS, **changes})))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+def partial(folder: Path) -> bool:
+    """Whether something is being written there."""
+    return folder.is_dir() and any(name.startswith(".partial") for name in os.listdir(folder))
+
+
+def killed_until_done(run: Run, moments: Any, most: int = 60) -> int:
+    """Start the same command again and again; ``moments`` waits for the next kill and says who dies (False: nobody)."""
+    for kills in range(most):
+        run.start()
+        if not moments(run, kills):
+            assert run.wait() == 0, run.output[-6000:]
+            return kills
+        assert run.none_left(), run.pids()
+    raise AssertionError("the run has not come to its end")
+
+
+def test_a_killed_run_goes_on_where_it_was(make_run, task):
+    """All processes at once, in the middle of the run."""
+    run = make_run().start()
+    assert run.until_step(4)
+    run.kill()
+    assert run.none_left(), run.pids()
+    before = run.steps()
+    run.finish()
+    assert "recovering after global step" in run.log
+    assert run.steps()[: len(before) - 1] == before[:-1]
+    check_rows(run, task, STEPS)
+    assert run.none_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", [True, False], ids=["all processes", "the trainer alone"])
+def test_kills_at_random_moments(make_run, task, group):
+    draws = random.Random(group)
+
+    def moment(run: Run, kills: int) -> bool:
+        if kills == 5:
+            return False
+        have = max(run.steps(), default=-1)
+        if not run.until(lambda: max(run.steps(), default=-1) > have, interval=0.002):
+            return False
+        time.sleep(draws.random() * 0.4)
+        run.kill(group=group)
+        return True
+
+    run = make_run(saver__freq_steps=1, total_train_steps=40)
+    kills = killed_until_done(run, moment)
+    assert kills >= 3
+    check_rows(run, task, 40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["default", "recover"])
+def test_kills_while_a_model_or_a_restart_point_is_written(make_run, task, where):
+    hit = []
+
+    def moment(run: Run, kills: int) -> bool:
+        if kills == 4:
+            return False
+        have = max(run.steps(), default=-1)
+        if not run.until(lambda: max(run.steps(), default=-1) > have + 1):
+            return False
+        found = run.until(lambda: partial(run.checkpoints / where), interval=0.0)
+        run.kill()
+        hit.append(partial(run.checkpoints / where))
+        return found
+
+    run = make_run(saver__freq_steps=1, saver__mode="sync", total_train_steps=24)
+    kills = killed_until_done(run, moment)
+    assert kills >= 3
+    assert sum(hit) >= 1, "no kill has fallen into a write"
+    check_rows(run, task, 24)
+    models = {path.name: load_file(path / "model.safetensors") for path in (run.checkpoints / "default").glob("epoch*")}
+    assert len(models) == 24
+    assert not partial(run.checkpoints / "default")
+    assert not partial(run.checkpoints / "recover")
+
+
+@pytest.mark.long
+def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(make_run, task):
+    run = make_run(rollout__backend="areno:d2").start()
+    assert run.until_step(2)
+    victim = random.Random(1).choice(run.workers(rollout=True))
+    os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 0, run.output[-6000:]
+    assert "was killed by signal 9" in run.log
+    assert run.none_left()
+    check_rows(run, task, STEPS)
+    assert not any(line["rollout/failed"] for line in run.lines("metrics.jsonl"))
+
+
+@pytest.mark.long
+def test_the_only_rollout_worker_is_killed_again_and_again(make_run, task):
+    """Also while weights are on their way, and before the first restart has ended."""
+    run = make_run(total_train_steps=30).start()
+    draws = random.Random(2)
+    killed = set()
+    for after in (1, 8, 16):
+        assert run.until_step(after)
+        time.sleep(draws.random() * 0.2)
+        for victim in run.workers(rollout=True):
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+    assert len(killed) == 3
+    assert run.wait() == 0, run.output[-6000:]
+    assert run.log.count("rollout/0 runs again") == 3
+    check_rows(run, task, 30)
+
+
+@pytest.mark.long
+def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
+    run = make_run(total_train_steps=100000, rollout__backend="areno:d1").start()
+    assert run.until_step(1)
+    known = set()
+
+    def new_worker() -> bool:
+        return bool(set(run.workers(rollout=True)) - known)
+
+    while run.until(new_worker, timeout=60, interval=0.05):
+        for victim in run.workers(rollout=True):
+            known.add(victim)
+            os.kill(victim, signal.SIGKILL)
+    assert run.wait() not in (0, None)
+    assert "rollout/0 has failed, and its 3 restarts are used up" in run.log
+    assert "was killed by signal 9" in run.output
+    assert run.none_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["any", "default", "recover"])
+def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(make_run, task, moment):
+    run = make_run(actor__backend="fsdp:d2", saver__freq_steps=1).start()
+    assert run.until_step(3)
+    ranks = run.workers(rollout=False)
+    assert len(ranks) == 2
+    if moment == "any":
+        time.sleep(random.Random(3).random() * 0.3)
+    else:
+        assert run.until(lambda: partial(run.checkpoints / moment), interval=0.0)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert run.wait(60) not in (0, None)
+    assert "the experiment has failed: EngineError: rank 1 of 2" in run.log
+    assert "was killed by signal 9" in run.output
+    assert run.none_left(), run.pids()
+    run.finish()
+    check_rows(run, task, STEPS)
+
+
+@pytest.mark.long
+def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, task):
+    """Rows, tokens, optimizer, schedule and random state: one that is off by one shows in the weights."""
+    same = {
+        "rollout__max_head_offpolicyness": 0,
+        "actor__optimizer__lr_scheduler_type": "cosine",
+        "saver__freq_steps": 6,
+    }
+    whole = make_run("whole", **same).finish()
+    run = make_run("killed", **same)
+    draws = random.Random(4)
+
+    def moment(run: Run, kills: int) -> bool:
+        if kills == 3:
+            return False
+        run.until_step(2 + 3 * kills)
+        time.sleep(draws.random() * 0.3)
+        run.kill()
+        return True
+
+    assert killed_until_done(run, moment) == 3
+    check_rows(run, task, STEPS)
+    assert said(run) == said(whole)
+    for name in ("epoch0epochstep5globalstep5", "epoch0epochstep11globalstep11"):
+        mine = load_file(run.checkpoints / "default" / name / "model.safetensors")
+        theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
+        for tensor, value in theirs.items():
+            assert (mine[tensor] - value).abs().max() < 1e-6
+
+
+def said(run: Run) -> list[tuple[Any, ...]]:
+    names = ("step", "prompt_index", "sample_index", "prompt", "completion", "reward")
+    return [tuple(line[name] for name in names) for line in run.lines("samples.jsonl")]
