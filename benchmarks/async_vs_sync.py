@@ -48,10 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="Prompts of a step.")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=4, help="Of each turn.")
-    parser.add_argument("--ahead", type=int, default=4, help="Staleness of the asynchronous side of `speed`.")
+    sides = ["async_4", "sync", "async_4_few", "async_1", "async_2", "async_8"]
+    parser.add_argument("--sides", nargs="+", default=sides, help="Of `speed`; those left out are kept in the result.")
     parser.add_argument("--steps", type=int, default=10, help="Of a synchronous run; asynchronous ones have more.")
-    parser.add_argument("--warmup", type=int, default=2, help="First steps that do not count; asynchronous: ahead + 2.")
-    parser.add_argument("--learning-steps", type=int, default=60)
+    parser.add_argument("--learning-steps", type=int, default=40)
     parser.add_argument("--learning-scale", type=float, default=0.05, help="Of the latencies of `learning`.")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -81,68 +81,68 @@ def measured(found: dict[str, Any], warmup: int) -> dict[str, Any]:
     }
 
 
-def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds per step against the bound."""
-    latency, many, sides = Latency(), 4 * args.batch, {}
-    plan = {
-        "async": (args.ahead, many, 3 * args.steps, args.ahead + 2),
-        "sync": (0, many, args.steps, args.warmup),
-        "async_few": (args.ahead, args.batch, args.steps + args.ahead, args.ahead + 2),
-    }
-    for name, (ahead, concurrent, steps, warmup) in plan.items():
+def speed(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per step against the bound, by side; ``known`` are sides that were measured before."""
+    latency, sides = Latency(), dict(known)
+    for name in args.sides:
+        few = name.endswith("_few")
+        ahead = 0 if name == "sync" else int(name.removeprefix("async_").removesuffix("_few"))
+        concurrent, warmup = args.batch if few else 4 * args.batch, ahead + 2
+        steps = args.steps + ahead if few or ahead == 0 else args.steps + 5 * min(ahead, 4)  # they are quicker
         found = run(args, folder, name, latency, ahead=ahead, concurrent=concurrent, steps=steps, decoupled=True)
         side = measured(found, warmup)
         work = Work(batch=args.batch, concurrent=concurrent, ahead=ahead, train_s=side["train_s"])
         # A synchronous step uses just these groups; an asynchronous one what has ended, so the mean over all is taken.
-        first, last = warmup * args.batch, steps * args.batch
-        begun = last + (ahead + 1) * args.batch
+        begun = (steps + ahead + 1) * args.batch
         groups = [latency.of_group(number, args.samples) for number in range(begun)]
-        least = bound(work, groups[first:last] if ahead == 0 else groups)
-        ideal = ideal_step(work, groups, warmup, steps)
+        counted = groups[warmup * args.batch : steps * args.batch] if ahead == 0 else groups
+        least, ideal = bound(work, counted), ideal_step(work, groups, warmup, steps)
         side |= {"bound_s": round(least, 3), "ideal_s": round(ideal, 3), "over_bound": round(side["step_s"] / least, 3)}
         sides[name] = {"max_head_offpolicyness": ahead, "max_concurrent_rollouts": concurrent, **side}
         print(
-            f"{name:10} {concurrent:4} at once {side['step_s']:7.2f} s/step, at least {least:6.2f} s ({side['over_bound']:.2f}"
-            f" times), by the rule of admission {ideal:6.2f} s; training {side['train_s']:.2f} s",
+            f"{name:12} {concurrent:4} at once {side['step_s']:7.2f} s/step, at least {least:6.2f} s "
+            f"({side['over_bound']:.2f} times), by the rule of admission {ideal:6.2f} s; training {side['train_s']:.2f} s",
             flush=True,
         )
-    sync = sides["sync"]
-    for name in ("async", "async_few"):
-        ratio = sync["step_s"] / sides[name]["step_s"]
-        possible = sync["bound_s"] / sides[name]["bound_s"]
-        sides[name] |= {"times_faster": round(ratio, 2), "times_faster_by_bounds": round(possible, 2)}
-        print(f"{name}: {ratio:.2f} times faster than sync; the bounds say {possible:.2f}", flush=True)
+    for name, side in sides.items():
+        if name != "sync" and "sync" in sides:
+            for key, seconds in (("times_faster", "step_s"), ("times_faster_by_bounds", "bound_s")):
+                side[key] = round(sides["sync"][seconds] / side[seconds], 2)
+            print(
+                f"{name}: {side['times_faster']} times faster than sync; the bounds say {side['times_faster_by_bounds']}"
+            )
     return sides
 
 
-def learning(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A line per staleness and loss; seeds turn and turn about."""
-    cells = [(ahead, decoupled) for ahead in args.staleness for decoupled in (False, True)]
-    runs: dict[tuple[int, bool], list[dict[str, Any]]] = {cell: [] for cell in cells}
-    table = []
+def learning(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """What is learnt, by staleness, loss and seed; ``known`` are runs that were made before."""
+    runs = dict(known)
     for seed in args.seeds:
-        for ahead, decoupled in cells:
+        for ahead, decoupled in [(ahead, decoupled) for ahead in args.staleness for decoupled in (False, True)]:
             latency = Latency(seed=seed, scale=args.learning_scale)
-            name = f"learn-{ahead}-{decoupled}-{seed}"
+            name = f"{ahead}-{'decoupled' if decoupled else 'naive'}-{seed}"
             settings = {"ahead": ahead, "decoupled": decoupled, "concurrent": 4 * args.batch}
             found = run(args, folder, name, latency, steps=args.learning_steps, **settings)
             side = measured(found, min(ahead + 2, args.learning_steps // 2))
-            runs[ahead, decoupled].append({**side, "final": found["final_reward"], "rewards": found["rewards"]})
-            print(f"seed {seed} staleness {ahead} decoupled {decoupled}: {found['final_reward']:.3f}", flush=True)
-    for (ahead, decoupled), found_all in runs.items():
-        finals = [one["final"] for one in found_all]
-        line = {
-            "max_head_offpolicyness": ahead,
-            "loss": "decoupled" if decoupled else "naive",
-            "final_reward": round(statistics.mean(finals), 3),
-            "final_reward_of_each_seed": [round(value, 3) for value in finals],
-            "mean_reward": round(statistics.mean(value for one in found_all for value in one["rewards"]), 3),
-            "staleness": round(statistics.mean(one["staleness"] for one in found_all), 2),
-            "step_s": round(statistics.mean(one["step_s"] for one in found_all), 3),
-        }
-        table.append(line)
+            rewards = round(statistics.mean(found["rewards"]), 3)
+            runs[name] = {**side, "final_reward": round(found["final_reward"], 3), "mean_reward": rewards}
+            print(name, runs[name], flush=True)
+    for line in table(runs):
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
-    return table
+    return runs
+
+
+def table(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """A line per staleness and loss, over seeds."""
+    lines = []
+    for cell in sorted({name.rpartition("-")[0] for name in runs}):
+        found = [one for name, one in sorted(runs.items()) if name.rpartition("-")[0] == cell]
+        means = {
+            key: round(statistics.mean(one[key] for one in found), 3)
+            for key in ("final_reward", "mean_reward", "staleness", "step_s")
+        }
+        lines.append({"run": cell, **means, "final_rewards": [one["final_reward"] for one in found]})
+    return lines
 
 
 def main() -> None:
@@ -161,7 +161,10 @@ def main() -> None:
         settings = {key: value for key, value in vars(args).items() if key not in ("save", "part")}
         for part in parts if args.part == "both" else [args.part]:
             facts = {"machine": machine(), "settings": settings}
-            report[part] = {**facts, "sides": parts[part](args, folder)}
+            known = report.get(part, {}).get("sides", {})
+            report[part] = {**facts, "sides": parts[part](args, folder, known)}
+            if part == "learning":
+                report[part]["table"] = table(report[part]["sides"])
     if args.save:
         result.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
