@@ -122,7 +122,7 @@ def learning(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> d
             latency = Latency(seed=seed, scale=args.learning_scale)
             name = f"{ahead}-{'decoupled' if decoupled else 'naive'}-{seed}"
             settings = {"ahead": ahead, "decoupled": decoupled, "concurrent": 4 * args.batch}
-            found = run(args, folder, name, latency, steps=args.learning_steps, **settings)
+            found = run(args, folder, name.replace("-", "_"), latency, steps=args.learning_steps, **settings)
             side = measured(found, min(ahead + 2, args.learning_steps // 2))
             rewards = round(statistics.mean(found["rewards"]), 3)
             runs[name] = {**side, "final_reward": round(found["final_reward"], 3), "mean_reward": rewards}
