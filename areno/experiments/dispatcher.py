@@ -435,8 +435,8 @@ class BatchDispatcher:
 
     def _wait(self, name: str, ready: Callable[[], Found | None], more: Callable[[], bool]) -> Found:
         """Wait until ``ready`` finds something; ``more`` reads rows and says whether there can be further ones."""
-        began = quiet_since = reported = time.monotonic()
-        seen = self._progress()
+        began = quiet_since = reported = looked = time.monotonic()
+        seen: tuple[int, int] | None = None
         while True:
             may_come = more()
             with self._changed:
@@ -450,7 +450,10 @@ class BatchDispatcher:
                     return found
                 self._refuse_hopeless(name, may_come)
                 self._changed.wait(_LOOK_S)
-            now, progress = time.monotonic(), self._progress()
+            now = time.monotonic()
+            if now - looked < _LOOK_S:
+                continue  # woken by an episode; asking the engine each time would hold batches up
+            looked, progress = now, self._progress()
             if progress != seen:
                 seen, quiet_since, reported = progress, now, now
             if now - reported >= self._report_s:

@@ -221,6 +221,7 @@ class EngineClient:
         self.engine, self.seed = engine, seed
         self._timeout_s, self._retries, self._tracing = request_timeout, request_retries, enable_rollout_tracing
         self._outside = Episode(-1)  # requests of no episode
+        self._keeps = False
 
     @property
     def tokenizer(self) -> Any:
@@ -247,7 +248,8 @@ class EngineClient:
         if self._tracing:
             logger.info("request %s: %d samples of %d prompt tokens", request.rid, samples, len(request.input_ids))
         async with tracing.atrace_session_phase("generate"):
-            sequences = await self._retried(Request(request.input_ids, sampling, self._seeds(samples)), request.rid)
+            seeds = await self._seeds(samples)
+            sequences = await self._retried(Request(request.input_ids, sampling, seeds), request.rid)
         latency = time.monotonic() - began
         answers = [self._response(request, sampling, sequence, latency) for sequence in sequences]
         if self._tracing:
@@ -256,9 +258,14 @@ class EngineClient:
                 logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *said)
         return answers
 
-    def _seeds(self, samples: int) -> list[int]:
+    async def _seeds(self, samples: int) -> list[int]:
         episode = EPISODE.get() or self._outside
         draw = next(episode.draws)
+        if draw and episode is not self._outside and not self._keeps:
+            # Episodes have several turns, which begin with what the turns before have computed.
+            self._keeps, keep = True, getattr(self.engine, "keep_contexts", None)
+            if keep is not None:
+                await asyncio.get_running_loop().run_in_executor(None, keep, True)
         return [derive_seed(self.seed, episode.task_id, episode.sample + index, draw) for index in range(samples)]
 
     async def _retried(self, request: Request, rid: str) -> Sequence[RolloutSequence]:

@@ -137,7 +137,7 @@ class RolloutFleet:
         self._updating = threading.Lock()
         self._replicas: dict[int, EngineGroup] = {}
         self._delivery: Delivery | None = None
-        self._closed = False
+        self._closed = self._keeps = False
         self._scheduler = LocalScheduler(options.log_folder, options.startup_timeout_s)
         self._scheduler.create_workers(self._job())
         first = self._replicas[min(self._replicas)]
@@ -175,6 +175,14 @@ class RolloutFleet:
                 load = replica.load()
                 totals = {name: totals[name] + getattr(load, name) for name in names}
         return EngineLoad(**totals)
+
+    def keep_contexts(self, wanted: bool) -> None:
+        """See :meth:`Engine.keep_contexts`; replicas that start later do the same."""
+        with self._updating:
+            self._keeps = wanted
+            for replica in self._up().values():
+                with suppress(EngineError):
+                    replica.keep_contexts(wanted)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -261,6 +269,8 @@ class RolloutFleet:
         with self._updating:  # an update that is under way goes on without this one, which then gets it here
             if self._delivery is not None:
                 self._delivery.catch_up(made)
+            if self._keeps:
+                made.keep_contexts(True)
             self._replicas[number] = made
 
     def _given_up(self, _number: int, error: SchedulerError) -> None:
