@@ -34,7 +34,7 @@ def idle_settings(config: BaseExperimentConfig) -> Iterator[str]:
                 if given is not None:
                     yield from (f"{name}.{key} {text}" for key, text in idle(given, ("lora_name",), because))
     else:
-        actor: Any = config.actor  # type: ignore[attr-defined]  (each kind of experiment has one)
+        actor = vars(config)["actor"]  # each kind of experiment has one
         because = "in an experiment that samples nothing; leave it out"
         yield from (f"actor.{key} {text}" for key, text in idle(actor, ("temperature",), because))
 
