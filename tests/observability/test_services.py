@@ -189,10 +189,10 @@ def test_a_mode_that_cannot_be_is_refused(sections, words, tmp_path):
 # -- sections of an experiment ---------------------------------------------------------------------------------------
 
 
-def section(name, **fields):
+def section(kind, /, **fields):
     """A section of ``stats_logger`` as an experiment hands it on."""
-    loggers = rl(**{f"stats_logger__{name}__{key}": value for key, value in fields.items()}).stats_logger
-    return {name: asdict(getattr(loggers, name))}
+    loggers = rl(**{f"stats_logger__{kind}__{key}": value for key, value in fields.items()}).stats_logger
+    return {kind: asdict(getattr(loggers, kind))}
 
 
 @needs("wandb")

@@ -79,6 +79,7 @@ REFUSED = {
     "TrainDatasetConfig.setup_timeout": _DATA_SERVICE,
     "ClusterSpecConfig.n_nodes": "more than one machine is not there yet; use 1",
     "ClusterSpecConfig.cluster_name": "clusters are not there yet; leave it out, there is only this machine",
+    "NameResolveConfig.type": _NAMES,
     "NameResolveConfig.nfs_record_root": _NAMES,
     "NameResolveConfig.etcd3_addr": "name resolving by etcd is not there yet; leave it out",
     "NameResolveConfig.ray_actor_name": "name resolving by Ray is not there yet; leave it out",
@@ -106,11 +107,6 @@ REFUSED = {
 """Settings of which only the default is accepted."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "NameResolveConfig.type": {
-        "memory": _NAMES,
-        "etcd3": "name resolving by etcd is not there yet; leave it out",
-        "ray": "name resolving by Ray is not there yet; leave it out",
-    },
     "SchedulerConfig.type": {
         "ray": "Ray is not there yet; use local, which runs on this machine",
         "slurm": "Slurm is not there yet; use local, which runs on this machine",
@@ -319,7 +315,6 @@ EFFECTS: dict[str, str] = {
     "AgentConfig.chat_template_type": _CHECKS + "test_concatenated_rows_are_asked_for_twice",
     "TrainEngineConfig.temperature": _CHECKS + "test_what_the_actor_repeats_must_be_equal",
     "InferenceEngineConfig.tokenizer_path": _CHECKS + "test_a_model_has_one_tokenizer",
-    "NameResolveConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_the_table",
     "SchedulerConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_the_table",
     "WandBConfig.mode": _SERVICES_TEST + "test_wandb_fields_reach_the_run",
     "WandBConfig.entity": _SERVICES_TEST + "test_wandb_fields_reach_the_run",

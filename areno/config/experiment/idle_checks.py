@@ -52,7 +52,8 @@ def _tokenizers(config: BaseExperimentConfig) -> Iterator[str]:
 def _rows(config: BaseExperimentConfig) -> Iterator[str]:
     for name in ("train_dataset", "valid_dataset"):
         section = getattr(config, name)
-        if section is not None and LOADER not in section.dataset_kwargs:
+        copied = name == "valid_dataset" and section is not None and section.split == config.train_dataset.split
+        if section is not None and not copied and LOADER not in section.dataset_kwargs:
             because = f"without a loader that takes it; name it in {name}.dataset_kwargs.{LOADER}, or leave it out"
             yield from (f"{name}.{key} {text}" for key, text in idle(section, ("split",), because))
     if config.valid_dataset is not None:

@@ -17,7 +17,7 @@ from areno.config.experiment import (
     config_from,
 )
 from areno.config.experiment.effect_table import EFFECTS, PENDING, REFUSED, REFUSED_VALUES
-from areno.config.experiment.effects import Effect, Parts, Refused, entry_of, pending
+from areno.config.experiment.effects import Effect, Parts, Pending, Refused, entry_of, pending
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk
 from areno.errors import UsageError
@@ -97,6 +97,7 @@ MUST_AGREE = {
     "tokenizer_path": "differs from actor.path",
     "rollout.tokenizer_path": "differs from actor.path",
     "actor.scheduling_strategy.fork": "are processes of their own",
+    "actor.scheduling_spec.0.env_vars": "set them in its environment",
     "actor.scheduling_spec": "set them in its environment",
     "actor.is_critic": "is_critic",
     "train_dataset.type": "is for",
@@ -231,7 +232,7 @@ def owners():
 def test_every_field_has_a_row_and_every_row_a_field():
     known = owners()
     for entry in known.values():
-        assert isinstance(entry_of(entry), Refused | Effect | Parts), entry.name
+        assert isinstance(entry_of(entry), Refused | Effect | Pending | Parts), entry.name
     classes = {name.partition(".")[0] for name in known}
     for key in (*EFFECTS, *REFUSED, *REFUSED_VALUES, *PENDING):
         assert key in known or (key.endswith(".*") and key.removesuffix(".*") in classes), key
