@@ -81,9 +81,41 @@ def measured(found: dict[str, Any], warmup: int) -> dict[str, Any]:
     }
 
 
-def speed(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per step against the bound, by side; ``known`` are sides that were measured before."""
-    latency, sides = Latency(), dict(known)
+class Report:
+    """The result: written down after each run, so that one that is ended early, or another on another day, adds to it.
+
+    Runs of other settings are dropped: they compare with nothing.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        chosen = ("save", "part", "sides", "seeds", "staleness")
+        self.settings = {key: value for key, value in vars(args).items() if key not in chosen}
+        self.file = ROOT / "benchmarks/results" / f"{args.save}.json" if args.save else None
+        known = json.loads(self.file.read_text()) if self.file is not None and self.file.exists() else {}
+        self.content: dict[str, Any] = {"benchmark": "async_vs_sync"}
+        if known.get("settings") == self.settings:
+            self.content = known
+        self.content |= {"settings": self.settings, "machine": machine()}
+
+    def runs(self, part: str) -> dict[str, Any]:
+        """Runs of a part, by name."""
+        found: dict[str, Any] = self.content.setdefault(part, {})
+        return found
+
+    def keep(self, part: str, name: str, numbers: dict[str, Any]) -> None:
+        """A run is done."""
+        self.runs(part)[name] = {**numbers, "commit": self.content["machine"]["commit"]}
+        self.write()
+
+    def write(self) -> None:
+        """Save it, if it is to be saved."""
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def speed(args: argparse.Namespace, folder: Path, report: Report) -> None:
+    """Seconds per step against the bound, by side."""
+    latency = Latency()
     for name in args.sides:
         few = name.endswith("_few")
         ahead = 0 if name == "sync" else int(name.removeprefix("async_").removesuffix("_few"))
@@ -98,25 +130,23 @@ def speed(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> dict
         counted = groups[warmup * args.batch : steps * args.batch] if ahead == 0 else groups
         least, ideal = bound(work, counted), ideal_step(work, groups, warmup, steps)
         side |= {"bound_s": round(least, 3), "ideal_s": round(ideal, 3), "over_bound": round(side["step_s"] / least, 3)}
-        sides[name] = {"max_head_offpolicyness": ahead, "max_concurrent_rollouts": concurrent, **side}
+        limits = {"max_head_offpolicyness": ahead, "max_concurrent_rollouts": concurrent}
+        report.keep("speed", name, {**limits, **side})
         print(
             f"{name:12} {concurrent:4} at once {side['step_s']:7.2f} s/step, at least {least:6.2f} s "
             f"({side['over_bound']:.2f} times), by the rule of admission {ideal:6.2f} s; training {side['train_s']:.2f} s",
             flush=True,
         )
+    sides = report.runs("speed")
     for name, side in sides.items():
         if name != "sync" and "sync" in sides:
             for key, seconds in (("times_faster", "step_s"), ("times_faster_by_bounds", "bound_s")):
                 side[key] = round(sides["sync"][seconds] / side[seconds], 2)
-            print(
-                f"{name}: {side['times_faster']} times faster than sync; the bounds say {side['times_faster_by_bounds']}"
-            )
-    return sides
+            print(f"{name}: {side['times_faster']} times faster; the bounds say {side['times_faster_by_bounds']}")
 
 
-def learning(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> dict[str, Any]:
-    """What is learnt, by staleness, loss and seed; ``known`` are runs that were made before."""
-    runs = dict(known)
+def learning(args: argparse.Namespace, folder: Path, report: Report) -> None:
+    """What is learnt, by staleness, loss and seed, and a table over the seeds."""
     for seed in args.seeds:
         for ahead, decoupled in [(ahead, decoupled) for ahead in args.staleness for decoupled in (False, True)]:
             latency = Latency(seed=seed, scale=args.learning_scale)
@@ -125,32 +155,32 @@ def learning(args: argparse.Namespace, folder: Path, known: dict[str, Any]) -> d
             found = run(args, folder, name.replace("-", "_"), latency, steps=args.learning_steps, **settings)
             side = measured(found, min(ahead + 2, args.learning_steps // 2))
             rewards = round(statistics.mean(found["rewards"]), 3)
-            runs[name] = {**side, "final_reward": round(found["final_reward"], 3), "mean_reward": rewards}
-            print(name, runs[name], flush=True)
-    for line in table(runs):
+            side |= {"final_reward": round(found["final_reward"], 3), "mean_reward": rewards}
+            report.keep("learning", name, side)
+            print(name, side, flush=True)
+    report.content["table"] = table(report.runs("learning"))
+    for line in report.content["table"]:
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
-    return runs
 
 
 def table(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line per staleness and loss, over seeds."""
+    """A line per staleness and loss: means over seeds, and the seconds per step of the first of them."""
     lines = []
     for cell in sorted({name.rpartition("-")[0] for name in runs}):
         found = [one for name, one in sorted(runs.items()) if name.rpartition("-")[0] == cell]
         means = {
             key: round(statistics.mean(one[key] for one in found), 3)
-            for key in ("final_reward", "mean_reward", "staleness", "step_s")
+            for key in ("final_reward", "mean_reward", "staleness")
         }
-        lines.append({"run": cell, **means, "final_rewards": [one["final_reward"] for one in found]})
+        each = [one["final_reward"] for one in found]
+        lines.append({"run": cell, **means, "step_s": found[0]["step_s"], "final_reward_of_each_seed": each})
     return lines
 
 
 def main() -> None:
     args = arguments()
     parts = {"speed": speed, "learning": learning}
-    result = ROOT / "benchmarks/results" / f"{args.save}.json"
-    report: dict[str, Any] = json.loads(result.read_text()) if args.save and result.exists() else {}
-    report["benchmark"] = "async_vs_sync"
+    report = Report(args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         toy.make_toy(folder)
@@ -158,16 +188,10 @@ def main() -> None:
             # One letter: with more, all learn first to say always the same one, and stay there for a while.
             rows = [row for row in toy.rows(count, seed) if row["letter"] == "a"]
             toy.write(folder / f"{file}.jsonl", ({key: row[key] for key in ("prompt", "letter")} for row in rows))
-        settings = {key: value for key, value in vars(args).items() if key not in ("save", "part")}
         for part in parts if args.part == "both" else [args.part]:
-            facts = {"machine": machine(), "settings": settings}
-            known = report.get(part, {}).get("sides", {})
-            report[part] = {**facts, "sides": parts[part](args, folder, known)}
-            if part == "learning":
-                report[part]["table"] = table(report[part]["sides"])
-    if args.save:
-        result.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+            parts[part](args, folder, report)
+    report.write()
+    print(json.dumps(report.content))
 
 
 if __name__ == "__main__":
