@@ -164,6 +164,10 @@ class ExperimentTrainer(ABC):
             self.roles,
             config.saver.mode,
         )
+        if not frequency(config.saver).enabled:
+            _log.warning(
+                "no model will be saved, not even the last one: saver.freq_epochs, freq_steps and freq_secs are null"
+            )
         self.recovery = Recovery(
             self._elsewhere(config.recover, folders.checkpoints) / "recover",
             config.recover.mode,
@@ -176,7 +180,7 @@ class ExperimentTrainer(ABC):
             self.run_dir.path,
             wandb=asdict(loggers.wandb),
             swanlab=asdict(loggers.swanlab),
-            tensorboard=asdict(loggers.tensorboard),
+            tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
             trackio=asdict(loggers.trackio),
         )
         self.stats_logger = StatsLogger(self.run_dir, total_epochs=epochs, steps_per_epoch=per_epoch, services=services)
