@@ -30,7 +30,7 @@ LOG_LINE = re.compile(rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ areno\.", 
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """Each entry point, with settings of the toy."""
-    example = ROOT / "examples/experiments/toy_grpo.yaml"
+    example = ROOT / "examples/experiments/grpo.yaml"
     shared = [f"cluster.fileroot={folder / 'runs'}", f"actor.path={folder / 'toy/model'}"]
     data = [f"{name}_dataset.path={folder}/toy/{name}.jsonl" for name in ("train", "valid")]
     yaml = ["--config", str(example), "actor.lr=1e-4", "seed=42", *shared, *data]

@@ -148,7 +148,7 @@ def test_the_only_rollout_worker_is_killed_again_and_again(make_run, task):
 
 @pytest.mark.long
 def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
-    run = make_run(total_train_steps=100000, rollout__backend="areno:d1").start()
+    run = make_run(total_train_steps=100000, recover__retries=0).start()
     assert run.until_step(1)
     known = set()
 
@@ -168,7 +168,7 @@ def test_a_rollout_worker_that_cannot_live_ends_the_run_with_its_name(make_run):
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["any", "default", "recover"])
 def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(make_run, task, moment):
-    run = make_run(actor__backend="fsdp:d2", saver__freq_steps=1).start()
+    run = make_run(actor__backend="fsdp:d2", saver__freq_steps=1, recover__retries=0).start()
     assert run.until_step(3)
     ranks = run.workers(rollout=False)
     assert len(ranks) == 2
