@@ -23,6 +23,7 @@ those of rollout) and the decoupled one (recomputed before the update). Between 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -39,6 +40,7 @@ import toy
 
 WORKER = ROOT / "benchmarks/workers/async_steps.py"
 TRAIN_PARTS = ("recompute_logp", "compute_advantage", "train_step", "update_weights")
+LOSSES = ("naive", "decoupled")
 ENV = {"PYTHONPATH": str(ROOT)}
 
 
@@ -54,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-steps", type=int, default=40)
     parser.add_argument("--learning-scale", type=float, default=0.05, help="Of the latencies of `learning`.")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--save", default="")
@@ -88,7 +91,7 @@ class Report:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        chosen = ("save", "part", "sides", "seeds", "staleness")
+        chosen = ("save", "part", "sides", "seeds", "staleness", "losses")
         self.settings = {key: value for key, value in vars(args).items() if key not in chosen}
         self.file = ROOT / "benchmarks/results" / f"{args.save}.json" if args.save else None
         known = json.loads(self.file.read_text()) if self.file is not None and self.file.exists() else {}
@@ -148,10 +151,10 @@ def speed(args: argparse.Namespace, folder: Path, report: Report) -> None:
 def learning(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """What is learnt, by staleness, loss and seed, and a table over the seeds."""
     for seed in args.seeds:
-        for ahead, decoupled in [(ahead, decoupled) for ahead in args.staleness for decoupled in (False, True)]:
+        for ahead, loss in itertools.product(args.staleness, args.losses):
             latency = Latency(seed=seed, scale=args.learning_scale)
-            name = f"{ahead}-{'decoupled' if decoupled else 'naive'}-{seed}"
-            settings = {"ahead": ahead, "decoupled": decoupled, "concurrent": 4 * args.batch}
+            name = f"{ahead}-{loss}-{seed}"
+            settings = {"ahead": ahead, "decoupled": loss == "decoupled", "concurrent": 4 * args.batch}
             found = run(args, folder, name.replace("-", "_"), latency, steps=args.learning_steps, **settings)
             side = measured(found, min(ahead + 2, args.learning_steps // 2))
             rewards = round(statistics.mean(found["rewards"]), 3)
