@@ -9,12 +9,19 @@
 from __future__ import annotations
 
 import getpass
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.errors import UsageError
+from areno.observability.logs import LoggingSetup, setup_logging
 from areno.observability.run_dir import RunDirectory
+
+_log = logging.getLogger(__name__)
 
 
 def _user() -> str:
@@ -23,6 +30,25 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+@contextmanager
+def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
+    """The run directory of an experiment with its log, which the block writes to; the first line says where everything goes.
+
+    Needs no torch, whose loading takes seconds. Inside of another such block only the directory is given.
+
+    Raises:
+        UsageError: the places cannot be written to.
+    """
+    names = config.experiment_name, config.trial_name
+    run_dir = ExperimentFolders(config.cluster.fileroot, *names).create()
+    if LoggingSetup.active is not None:
+        yield run_dir
+        return
+    with setup_logging(run_dir):
+        _log.info("%s/%s: everything is written to %s", *names, run_dir.path)
+        yield run_dir
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
 from areno.config.experiment.places import check_places
 from areno.errors import ArenoError, EngineError, UsageError
+from areno.experiments.folders import open_log
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ def run_experiment(config: BaseExperimentConfig) -> None:
     goes on from the newest restart point.
     """
     check_places(config)
+    with open_log(config):
+        _run_with_retries(config)
+
+
+def _run_with_retries(config: BaseExperimentConfig) -> None:
     retries = config.recover.retries if config.recover.mode in ("on", "auto") else 0
     for attempt in range(1, retries + 2):
         try:

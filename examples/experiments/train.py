@@ -10,6 +10,7 @@ import sys
 from toy import letter_reward
 
 from areno.config.experiment import GRPOConfig, load_expr_config
+from areno.experiments.folders import open_log
 from areno.experiments.run import guarded
 
 
@@ -21,20 +22,21 @@ def not_all_equal(trajectory: dict) -> bool:
 def main(argv: list[str]) -> None:
     """Read the configuration, and train."""
     config, _ = load_expr_config(argv, GRPOConfig)
-    # Here and not at the top, so that what is wrong with the settings is said before torch is loaded.
-    from areno.experiments.trainers import PPOTrainer
-    from areno.experiments.workflows.rlvr import RLVRWorkflow
+    with open_log(config):
+        # Here and not at the top, so that wrong settings and the first lines are told before torch is loaded.
+        from areno.experiments.trainers import PPOTrainer
+        from areno.experiments.workflows.rlvr import RLVRWorkflow
 
-    with PPOTrainer(config) as trainer:
-        trainer.train(
-            workflow=RLVRWorkflow,
-            workflow_kwargs={
-                "reward_fn": letter_reward,
-                "gconfig": config.gconfig,
-                "tokenizer": trainer.engine.tokenizer,
-            },
-            dynamic_filter_fn=not_all_equal,
-        )
+        with PPOTrainer(config) as trainer:
+            trainer.train(
+                workflow=RLVRWorkflow,
+                workflow_kwargs={
+                    "reward_fn": letter_reward,
+                    "gconfig": config.gconfig,
+                    "tokenizer": trainer.engine.tokenizer,
+                },
+                dynamic_filter_fn=not_all_equal,
+            )
 
 
 if __name__ == "__main__":

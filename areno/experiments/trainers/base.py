@@ -12,6 +12,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +29,13 @@ from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import UsageError
-from areno.experiments.folders import ExperimentFolders
+from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery, RecoveryPoint
 from areno.experiments.saving import Saver
 from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of, this_machine
 from areno.experiments.trainers.rows import RowSource
 from areno.observability import tracing
-from areno.observability.logs import LoggingSetup, setup_logging
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, open_services
 from areno.observability.stats_logger import StatsLogger
@@ -75,14 +75,12 @@ class ExperimentTrainer(ABC):
         self.config: Any = config
         self.folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
         self.run_dir = self.folders.create()
-        self._logging = setup_logging(self.run_dir) if LoggingSetup.active is None else None
+        self._closing = ExitStack()
+        self._closing.enter_context(open_log(config))
         self._closed = False
         try:
             resolved = resolve_for_machine(config, this_machine())
             self.run_dir.write_config(config_text(config))
-            _log.info(
-                "%s/%s: everything is written to %s", config.experiment_name, config.trial_name, self.run_dir.path
-            )
             for line in resolved:
                 _log.info("%s", line)
             self._seed()
@@ -344,8 +342,7 @@ class ExperimentTrainer(ABC):
                 part.close()
         tracing.save(force=True)
         tracing.session_tracer().close()
-        if self._logging is not None:
-            self._logging.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
