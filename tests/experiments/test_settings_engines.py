@@ -1,0 +1,318 @@
+"""Settings of optimizer, model and micro-batches, shown by what small SFT and DPO runs do."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from areno.engine.engine import Engine
+from areno.errors import DataError, UsageError
+from areno.experiments.run import run_experiment
+from areno.experiments.trainers.engines import micro_batching
+from areno.types import TrainSequence
+from tests.experiments.trainer_stage import Run, run_kind, settings_of_kind, trainer_of
+from tests.support.tiny import save_tiny_checkpoint
+
+
+@pytest.fixture
+def sft(tiny_checkpoint, tmp_path):
+    """Runs SFT; settings are dotted names."""
+    numbers = iter(range(1000))
+
+    def run(changes: dict[str, Any] | None = None, **more: Any) -> Run:
+        return run_kind("sft", tiny_checkpoint, tmp_path / str(next(numbers)), {**(changes or {}), **more})
+
+    return run
+
+
+SIX = {"total_train_steps": None, "total_train_epochs": 2}
+
+
+# -- optimizer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({}, [0.01] * 6),
+        ({"lr": 0.5}, [0.5] * 6),
+        ({"warmup_steps_proportion": 0.5}, [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.01]),
+        ({"lr_scheduler_type": "linear"}, [0.01 * (1 - k / 6) for k in range(1, 7)]),
+        ({"lr_scheduler_type": "cosine"}, [0.005 * (1 + math.cos(math.pi * k / 6)) for k in range(1, 7)]),
+        ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.4}, [0.004 + 0.006 * (1 - k / 6) for k in range(1, 7)]),
+    ],
+)
+def test_the_rate_follows_its_formula(sft, changes, rates):
+    given = {f"actor.optimizer.{name}": value for name, value in changes.items()}
+    assert sft({**SIX, **given}).column("sft/lr") == pytest.approx(rates)
+
+
+def gradients(checkpoint, rows: list[TrainSequence], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the mean negative log-prob of the response tokens, by stock transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float64)
+    model.load_state_dict(weights)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        tokens = torch.tensor(row.tokens)
+        table = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
+        for place, counts in enumerate(row.trainable()):
+            if counts:
+                total = total - table[place - 1, tokens[place]]
+                count += 1
+    (total / count).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+RULES: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.002},
+    {"weight_decay": 0.3},
+    {"beta1": 0.3},
+    {"beta2": 0.6},
+    {"eps": 0.01},
+    {"gradient_clipping": 0.05},
+    {"type": "sgd", "lr": 0.3, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("changes", RULES, ids=lambda rule: ",".join(rule) or "plain")
+def test_two_steps_are_those_of_the_rule_written_out(tiny_checkpoint, tmp_path, changes):
+    rule = {"type": "adam", "lr": 0.01, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | changes
+    clip = changes.get("gradient_clipping", 1.0)
+    given = {f"actor.optimizer.{name}": value for name, value in changes.items()}
+    config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"actor.dtype": "float32", **given})
+    with trainer_of(config) as trainer:
+        batches, take = [], trainer.rows.batch
+        trainer.rows.batch = lambda: batches.append(take()) or batches[-1]
+        model = trainer.engine.actor.model.module
+        weights = {name: value.detach().double().clone() for name, value in model.named_parameters()}
+        trainer.train()
+        ended = {name: value.detach().double() for name, value in model.named_parameters()}
+    first = {name: torch.zeros_like(value) for name, value in weights.items()}
+    second = {name: torch.zeros_like(value) for name, value in weights.items()}
+    for step, rows in enumerate(batches, 1):
+        found = gradients(tiny_checkpoint, rows, weights)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in found.values()))
+        for name, gradient in found.items():
+            g = gradient * min(1.0, clip / (norm + 1e-6))
+            weights[name] = weights[name] * (1 - rule["lr"] * rule["weight_decay"])
+            if rule["type"] == "sgd":
+                weights[name] = weights[name] - rule["lr"] * g
+                continue
+            first[name] = rule["beta1"] * first[name] + (1 - rule["beta1"]) * g
+            second[name] = rule["beta2"] * second[name] + (1 - rule["beta2"]) * g * g
+            mean, square = first[name] / (1 - rule["beta1"] ** step), second[name] / (1 - rule["beta2"] ** step)
+            weights[name] = weights[name] - rule["lr"] * mean / (square.sqrt() + rule["eps"])
+    moved = torch.cat([(ended[name] - weights[name]).flatten() for name in found])
+    start = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float64).state_dict()
+    travelled = torch.cat([(weights[name] - start[name]).flatten() for name in found])
+    # fp32 noise decides the direction of entries whose gradient is next to nothing; there are few.
+    assert float(moved.norm()) < 0.01 * float(travelled.norm())
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_path_and_init_from_scratch_say_where_weights_come_from(tiny_checkpoint, tmp_path):
+    other = save_tiny_checkpoint(tmp_path / "other", seed=5)
+    stored = {path: load_file(path / "model.safetensors") for path in (tiny_checkpoint, other)}
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def first(path: Any, **changes: Any) -> torch.Tensor:
+        with trainer_of(
+            settings_of_kind("sft", path, tmp_path / "x", {f"actor.{k}": v for k, v in changes.items()})
+        ) as t:
+            return t.engine.actor.model.module.state_dict()[name].clone()
+
+    assert torch.equal(first(tiny_checkpoint), stored[tiny_checkpoint][name])
+    assert torch.equal(first(other), stored[other][name])
+    assert not torch.equal(first(other, init_from_scratch=True), stored[other][name])
+
+
+def test_a_checkpoint_of_another_family_is_refused(tiny_checkpoint, tmp_path):
+    config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"actor.model_type": "qwen3"})
+    with pytest.raises(UsageError, match=r"actor\.model_type 'qwen3'.*is a llama model"):
+        run_experiment(config)
+
+
+def test_the_model_computes_in_dtype(sft):
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        run = sft({"actor.dtype": dtype, "actor.optimizer.lr": 1e-6})
+        assert {value.dtype for value in run.weights.values()} == {getattr(torch, dtype)}
+        losses[dtype] = run.column("sft/loss")[0]
+    assert losses["float32"] != losses["bfloat16"]
+    assert losses["float32"] == pytest.approx(losses["bfloat16"], rel=0.05)
+
+
+def test_attention_is_fused_or_written_out(sft, monkeypatch):
+    calls = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *given, **more: calls.append(1) or fused(*given, **more),
+    )
+    losses = {}
+    for name in ("sdpa", "eager"):
+        calls.clear()
+        losses[name] = sft({"actor.attn_impl": name}).column("sft/loss")[0]
+        assert bool(calls) == (name == "sdpa")
+    assert losses["sdpa"] == pytest.approx(losses["eager"], rel=1e-5)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_training_never_drops(tmp_path, off):
+    """Half of everything would be dropped; the first loss is that of the whole model all the same."""
+    checkpoint = save_tiny_checkpoint(tmp_path / "gpt2", "gpt2")
+    file = checkpoint / "config.json"
+    drops = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    file.write_text(json.dumps(json.loads(file.read_text()) | drops))
+    config = settings_of_kind("sft", checkpoint, tmp_path, {"actor.disable_dropout": off, "total_train_steps": 1})
+    with trainer_of(config) as trainer:
+        rows, take = [], trainer.rows.batch
+        trainer.rows.batch = lambda: rows.extend(take()) or rows
+        trainer.train()
+        told = Run(trainer).column("sft/loss")[0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
+    said = []
+    for row in rows:
+        tokens = torch.tensor(row.tokens)
+        table = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
+        said += [
+            -float(table[place - 1, tokens[place]].detach()) for place, counts in enumerate(row.trainable()) if counts
+        ]
+    assert told == pytest.approx(sum(said) / len(said), rel=1e-5)
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass(tiny_checkpoint, tmp_path):
+    kept, losses = {}, {}
+    for on in (False, True):
+        counted = []
+
+        def pack(value: torch.Tensor, counted: list[int] = counted) -> torch.Tensor:
+            counted.append(value.numel())
+            return value
+
+        config = settings_of_kind("sft", tiny_checkpoint, tmp_path / str(on), {"actor.gradient_checkpointing": on})
+        with trainer_of(config) as trainer, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            trainer.train()
+            kept[on], losses[on] = sum(counted), Run(trainer).column("sft/loss")
+    assert kept[True] < 0.7 * kept[False]
+    assert losses[True] == pytest.approx(losses[False])
+
+
+LORA = {"actor.use_lora": True}
+
+
+def adapter_of(checkpoint, root, **changes: Any) -> tuple[dict[str, torch.Tensor], list[float], Engine]:
+    given = {**LORA, **{f"actor.{name}": value for name, value in changes.items()}}
+    run = run_kind("sft", checkpoint, root, given)
+    trained = {name: value for name, value in run.weights.items() if "lora_" in name}
+    return trained, run.column("sft/loss"), run.trainer.engine
+
+
+def test_an_adapter_learns_beside_frozen_weights(tiny_checkpoint, tmp_path):
+    pytest.importorskip("peft")
+    trained, losses, engine = adapter_of(tiny_checkpoint, tmp_path / "plain")
+    stored = load_file(tiny_checkpoint / "model.safetensors")
+    kept = {
+        n.replace("base_model.model.", "").replace(".base_layer", ""): v
+        for n, v in engine.actor.model.module.state_dict().items()
+    }
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(kept[name], stored[name])
+    assert {value.shape[0] for n, value in trained.items() if "lora_A" in n} == {32}
+    assert len({n.rpartition(".lora_")[0] for n in trained}) == 2 * 7
+    small, _, _ = adapter_of(tiny_checkpoint, tmp_path / "rank", lora_rank=4)
+    assert {value.shape[0] for n, value in small.items() if "lora_A" in n} == {4}
+    few, _, _ = adapter_of(tiny_checkpoint, tmp_path / "few", target_modules=["q_proj", "v_proj"])
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n in few} == {"q_proj", "v_proj"}
+    _, louder, _ = adapter_of(tiny_checkpoint, tmp_path / "alpha", lora_alpha=256)
+    assert louder[0] == losses[0]  # an adapter begins as nothing
+    assert louder[1] != losses[1]
+
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def passes_of(checkpoint, root, rows: int = 4, **mb_spec: Any) -> tuple[list[list[int]], float]:
+    """Lengths of the rows of each forward pass of the first step, and its loss."""
+    tree = mb_spec.pop("tree", False)
+    given = {f"actor.mb_spec.{name}": value for name, value in mb_spec.items()}
+    given |= {"actor.enable_tree_training": tree, "total_train_steps": 1, "train_dataset.batch_size": rows}
+    root.mkdir(parents=True, exist_ok=True)
+    with trainer_of(settings_of_kind("sft", checkpoint, root, given)) as trainer:
+        kept, take = [], trainer.rows.batch
+        trainer.rows.batch = lambda: kept.extend(take()) or kept
+        tokens = []
+        module = trainer.engine.actor.model.module.model
+        module.embed_tokens.register_forward_hook(lambda _, given, __: tokens.append(int(given[0].numel())))
+        trainer.train()
+        lengths = [len(row.tokens) for row in kept]
+        bins = micro_batching(trainer.config.actor.mb_spec, tree=tree).bins([row.tokens for row in kept])
+        if not tree:
+            assert tokens == [sum(lengths[i] for i in found) for found in bins]
+        return tokens, Run(trainer).column("sft/loss")[0]
+
+
+def test_micro_batches_are_cut_as_asked_and_the_loss_stays(tiny_checkpoint, tmp_path):
+    def run(name: str, **mb_spec: Any) -> tuple[list[Any], float]:
+        return passes_of(tiny_checkpoint, tmp_path / name, rows=12, **mb_spec)
+
+    free = {"max_tokens_per_mb": None}
+    whole, loss = run("one", **free)
+    assert len(whole) == 1
+    total = whole[0]
+    cases = {
+        "n_mbs": run("n_mbs", **free, n_mbs=3),
+        "most": run("most", max_tokens_per_mb=total // 3),
+        "divisor": run("divisor", **free, n_mbs=3, n_mbs_divisor=4),
+        "kk": run("kk", **free, n_mbs=5, packing_algorithm="kk"),
+        "blocks": run("blocks", max_tokens_per_mb=1, granularity=3),
+        "tree": run("tree", **free, tree=True),
+    }
+    assert [len(cases[name][0]) for name in ("n_mbs", "divisor", "kk", "blocks")] == [3, 4, 5, 4]
+    assert max(cases["most"][0]) <= total // 3
+    assert cases["tree"][0][0] < total  # what rows begin with is computed once
+    for name, (_, same) in cases.items():
+        assert same == pytest.approx(loss, rel=1e-4), name
+
+
+def test_a_block_that_does_not_divide_the_rows_is_refused(tiny_checkpoint, tmp_path):
+    with pytest.raises((ValueError, DataError), match=r"mb_spec\.granularity 3 does not divide"):
+        passes_of(tiny_checkpoint, tmp_path, rows=4, granularity=3)
+
+
+def test_equal_weights_and_first_fit_are_different_packings():
+    from areno.config.experiment import MicroBatchSpec
+
+    lengths = [[0] * n for n in (8, 7, 6, 5, 4)]
+    bins = {
+        name: [sum(len(lengths[i]) for i in found) for found in micro_batching(spec).bins(lengths)]
+        for name, spec in {
+            "ffd": MicroBatchSpec(max_tokens_per_mb=16),
+            "kk": MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="kk"),
+        }.items()
+    }
+    assert sorted(bins["ffd"]) == [15, 15] or sorted(bins["ffd"]) != sorted(bins["kk"])
+    assert max(bins["kk"]) <= 16
+
+
+# -- preferences -----------------------------------------------------------------------------------------------------
+
+
+def test_preference_losses_follow_their_formulas(tiny_checkpoint, tmp_path):
+    """At the first step policy and reference are the same model, so every log-ratio is 0."""
+    for beta in (0.1, 0.7):
+        sigmoid = run_kind("dpo", tiny_checkpoint, tmp_path / f"s{beta}", {"actor.beta": beta})
+        assert sigmoid.column("dpo/loss")[0] == pytest.approx(math.log(2), rel=1e-5)
+        given = {"actor.beta": beta, "actor.loss_type": "ipo"}
+        ipo = run_kind("dpo", tiny_checkpoint, tmp_path / f"i{beta}", given)
+        assert ipo.column("dpo/loss")[0] == pytest.approx((0 - 1 / (2 * beta)) ** 2, rel=1e-4)
