@@ -12,6 +12,7 @@ import torch
 import areno  # noqa: F401  (before torch)
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.engine.engine import Engine
+from areno.experiments.fleet.delivery import UpdateReport
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
 from tests.config.experiment.samples import changed
@@ -66,10 +67,11 @@ class HereFleet:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def update_weights(self, trainer: Engine, version: int) -> None:
+    def update_weights(self, trainer: Engine, version: int) -> UpdateReport:
         with self._engine.loop.weights_changing(version), torch.no_grad():
             self._engine.actor.model.module.load_state_dict(trainer.actor.model.module.state_dict())
         self.version = version
+        return UpdateReport(version, "shm", 0, 0.0)
 
 
 class HereTrainer(PPOTrainer):

@@ -23,7 +23,10 @@ _OFFLOAD = (
     "moving parts to host memory is not there yet; leave it out, and use gradient_checkpointing or a smaller batch"
 )
 _STARTUP = "starting and loading have one limit; leave it out, and use setup_timeout"
-_NAMES = "processes of one machine are the trainer's own and publish no addresses; leave it out"
+_NAMES = (
+    "names are for several machines, which are not there yet, neither by etcd nor by Ray; the processes of one machine need "
+    "none: leave it out"
+)
 
 REFUSED = {
     "SGLangConfig.*": _SGLANG,
