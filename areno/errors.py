@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class ArenoError(Exception):
     """Base of every error that areno raises on purpose; the command line prints its message without a traceback."""
@@ -33,3 +35,15 @@ class CheckpointError(ArenoError):
 
 class EngineError(ArenoError):
     """The engine was used out of order, or its loop died; the message carries the cause."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Say in one line on stderr what has ended a program, and return its exit code.
+
+    Codes are 2 for what the user can correct, 130 for Ctrl-C, that of a ``SystemExit``, which says nothing, and else 1.
+    """
+    if isinstance(error, SystemExit):
+        return int(error.code or 0)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    sys.stderr.write("interrupted\n" if interrupted else f"error: {error}\n")
+    return 130 if interrupted else 2 if isinstance(error, UsageError) else 1

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areno import __version__
-from areno.errors import ArenoError, UsageError
+from areno.errors import ArenoError, UsageError, exit_code
 
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
@@ -43,17 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try
         return code
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ArenoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except SystemExit as done:  # argparse has printed the help of a command
-        return int(done.code or 0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: the help of a command has been printed
+        return exit_code(error)
     except BrokenPipeError:
         # The interpreter flushes stdout once more when it exits, which would report the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

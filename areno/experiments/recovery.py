@@ -91,7 +91,7 @@ class Recovery:
         states: Callable[[], Mapping[str, Any]],
         write_trainer: Callable[[Path], None],
         rollout_state: Callable[[], Any] = lambda: None,
-        needed_bytes: int = 0,
+        needed_bytes: Callable[[], int] = int,
     ) -> Path | None:
         """Count a finished step, and write a point where one is due.
 
@@ -100,7 +100,7 @@ class Recovery:
             states: gives what :meth:`dump` takes as ``states``.
             write_trainer: as for :meth:`dump`.
             rollout_state: gives what :meth:`dump` takes.
-            needed_bytes: as for :meth:`dump`.
+            needed_bytes: gives what :meth:`dump` takes.
 
         Returns:
             The point; None where none was due, or recovery is off.
@@ -112,7 +112,7 @@ class Recovery:
             states=states(),
             write_trainer=write_trainer,
             rollout_state=rollout_state(),
-            needed_bytes=needed_bytes,
+            needed_bytes=needed_bytes(),
         )
 
     def dump(

@@ -17,7 +17,7 @@ from areno.config.experiment.experiments import (
 from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
 from areno.config.experiment.places import check_places
-from areno.errors import ArenoError, EngineError, UsageError
+from areno.errors import ArenoError, EngineError, exit_code
 from areno.experiments.folders import open_log
 
 _log = logging.getLogger(__name__)
@@ -62,12 +62,6 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
             _log.warning("the experiment goes on from its newest restart point (%d of %d): %s", attempt, retries, error)
 
 
-def program(config_cls: type[BaseExperimentConfig] | None = None, argv: Sequence[str] | None = None) -> int:
-    """A program of a user's own, such as ``examples/experiments/train.py``: errors become messages and exit codes."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: run_experiment(load_expr_config(words, config_cls or experiment_class(words))[0]))
-
-
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
     """``main_async_ppo.py`` and ``main_sync_ppo.py``: the keys of the quickstart; the reward is that of maths unless given."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -84,17 +78,8 @@ def guarded(run: Callable[[], None]) -> int:
     """Run something; an error becomes one message on stderr, and the exit code (2 for what the user can correct)."""
     try:
         run()
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except ArenoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except SystemExit as done:  # help was asked for
-        return int(done.code or 0)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: help has been printed
+        return exit_code(error)
     return 0
 
 

@@ -58,22 +58,23 @@ def approximate_proximal(
     return behaviour + torch.log1p(alpha * (ratio_of(current - behaviour) - 1))
 
 
+def divergences(behaviour: Tensor, proximal: Tensor) -> dict[str, Tensor]:
+    """k1, k2 and k3 between the behaviour and the proximal policy at each token, by documented name."""
+    d = behaviour - proximal
+    return {"kl_div_direct": d, "kl_div_taylor": 0.5 * d.square(), "kl_div_dual": torch.expm1(-d) + d}
+
+
 def approximation_metrics(
     behaviour: Tensor, current: Tensor, proximal: Tensor, versions: Tensor, version: int, mask: Tensor
 ) -> dict[str, Range]:
     """How well each approximation meets the proximal log-probs that a forward pass found, over the tokens of ``mask``.
 
-    Names are ``compute_logp/...``. ``kl_div_direct``, ``kl_div_taylor`` and ``kl_div_dual`` are k1, k2 and k3 between the
-    behaviour and the proximal policy; errors are those of the log-prob and of the two ratios that it takes part in.
+    Names are ``compute_logp/...``. Beside :func:`divergences`, errors are those of the log-prob and of the two ratios that it
+    takes part in.
     """
     behaviour, current, proximal = (torch.where(mask, x.detach().double(), 0.0) for x in (behaviour, current, proximal))
     d = behaviour - proximal
-    values = {
-        "prox_logp_gt": proximal,
-        "kl_div_direct": d,
-        "kl_div_taylor": 0.5 * d.square(),
-        "kl_div_dual": torch.expm1(-d) + d,
-    }
+    values = {"prox_logp_gt": proximal, **divergences(behaviour, proximal)}
     exact = {"behave_imp_weight": ratio_of(-d), "importance_weight": ratio_of(current - proximal)}
     for kind in APPROXIMATIONS:
         guess = approximate_proximal(kind, behaviour, current, versions, version)

@@ -191,15 +191,22 @@ def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals
     return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
 
 
-def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """How much a batch holds, by documented name: sequences, those with a reward above 0 or not, tokens, trained tokens."""
-    correct = sum(row.reward > 0 for row in rows)
+def sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """How much a batch holds, by documented name: sequences, tokens, trained tokens."""
     return {
         "n_seqs": float(len(rows)),
-        "correct_n_seqs": float(correct),
-        "incorrect_n_seqs": float(len(rows) - correct),
         "n_tokens": float(sum(len(row.tokens) for row in rows)),
         "n_valid_tokens": float(sum(sum(row.trainable()) for row in rows)),
+    }
+
+
+def row_counts(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """:func:`sizes`, and the numbers of sequences with a reward above 0, and of the others."""
+    correct = sum(row.reward > 0 for row in rows)
+    return {
+        **sizes(rows),
+        "correct_n_seqs": float(correct),
+        "incorrect_n_seqs": float(len(rows) - correct),
     }
 
 

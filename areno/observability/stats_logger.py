@@ -43,7 +43,7 @@ class StatsLogger:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
-        self._total_epochs = total_epochs
+        self.total_epochs = total_epochs
         self._steps_per_epoch = steps_per_epoch
         self._services = list(services)
         self._clock = clock
@@ -79,7 +79,7 @@ class StatsLogger:
         now = self._clock()
         _log.info(
             "Epoch %d/%d step %d/%d global step %d (%.2f s, %.1f s since the start)\n%s",
-            *(epoch + 1, self._total_epochs, step + 1, self._steps_per_epoch, global_step + 1),
+            *(epoch + 1, self.total_epochs, step + 1, self._steps_per_epoch, global_step + 1),
             *(now - self._previous, now - self._start, table(numbers)),
         )
         self._previous = now

@@ -25,6 +25,7 @@ from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.run_sections import FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
+from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
@@ -33,13 +34,21 @@ from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery, RecoveryPoint
 from areno.experiments.saving import Saver
-from areno.experiments.trainers.engines import engine_config, layout_of, make_engine, schedule_of, this_machine
+from areno.experiments.trainers.engines import (
+    engine_config,
+    layout_of,
+    make_engine,
+    rows_per_pass,
+    schedule_of,
+    this_machine,
+)
 from areno.experiments.trainers.rows import RowSource
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
+from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +83,8 @@ class ExperimentTrainer(ABC):
         config = settled(config)
         self.config: Any = config
         self.folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
-        self.run_dir = self.folders.create()
         self._closing = ExitStack()
-        self._closing.enter_context(open_log(config))
+        self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
         try:
             resolved = resolve_for_machine(config, this_machine())
@@ -152,10 +160,6 @@ class ExperimentTrainer(ABC):
 
     def _make_keepers(self) -> None:
         config, folders = self.config, self.folders
-        epochs, per_epoch = config.total_train_epochs, self.rows.steps_per_epoch
-        self.total_steps = min(epochs * per_epoch, config.total_train_steps or epochs * per_epoch)
-        self.at = StepInfo.first(per_epoch, self.total_steps)
-        self.schedule = schedule_of(config.actor.optimizer, self.total_steps)
         self.saver = Saver(
             self._elsewhere(config.saver, folders.checkpoints),
             lambda: frequency(config.saver, always_last=True),
@@ -181,7 +185,22 @@ class ExperimentTrainer(ABC):
             tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
             trackio=asdict(loggers.trackio),
         )
-        self.stats_logger = StatsLogger(self.run_dir, total_epochs=epochs, steps_per_epoch=per_epoch, services=services)
+        self.stats_logger = StatsLogger(
+            self.run_dir,
+            total_epochs=config.total_train_epochs,
+            steps_per_epoch=self.rows.steps_per_epoch,
+            services=services,
+        )
+
+    def plan_steps(self, total_epochs: int | None = None) -> None:
+        """How many steps there will be; ``total_epochs`` is in place of ``total_train_epochs``."""
+        config, per_epoch = self.config, self.rows.steps_per_epoch
+        if total_epochs is not None:
+            config.total_train_epochs = self.stats_logger.total_epochs = total_epochs
+        steps = config.total_train_epochs * per_epoch
+        self.total_steps = min(steps, config.total_train_steps or steps)
+        self.at = StepInfo.first(per_epoch, self.total_steps)
+        self.schedule = schedule_of(config.actor.optimizer, self.total_steps)
 
     def _elsewhere(self, section: FrequencyConfig, usual: Path) -> Path:
         """Checkpoints may lie under a root of their own."""
@@ -228,7 +247,7 @@ class ExperimentTrainer(ABC):
                 states=lambda: self._states(trained + sequences),
                 write_trainer=self._write_trainer,
                 rollout_state=self.rollout_state,
-                needed_bytes=self.engine.checkpoint_bytes(),
+                needed_bytes=self.engine.checkpoint_bytes,
             )
         return sequences
 
@@ -246,6 +265,24 @@ class ExperimentTrainer(ABC):
         """One optimizer step over rows, at a rate."""
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
+
+    def score(
+        self, rows: Sequence[TrainSequence], role: str, column: str, spec: MicroBatchSpec, key: str | None = None
+    ) -> None:
+        """Give each row the log-probs of a role.
+
+        Args:
+            rows: scored at their own temperatures.
+            role: scores.
+            column: of the rows.
+            spec: how many rows the model takes at once.
+            key: of the time that it takes; None is ``{role}_logp``.
+        """
+        tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
+        with self.timed(key or f"{role}_logp"):
+            found = self.engine.score_logprobs(role, tokens, warmth, rows_per_pass(spec, tokens))
+        for row, logprobs in zip(rows, found, strict=True):
+            setattr(row, column, logprobs)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
@@ -52,15 +52,8 @@ def device_of() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def dtype_of(section: TrainEngineConfig) -> torch.dtype:
-    """What the model computes in; ``auto`` is fp32 on a CPU and bf16 on a GPU."""
-    if section.dtype == AUTO:
-        return torch.bfloat16 if device_of().type == "cuda" else torch.float32
-    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
-
-
 def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, **more: Any) -> EngineConfig:
-    """Configuration of the engine that trains a section's model."""
+    """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more."""
     adapter = None
     if section.use_lora:
         targets = list(section.target_modules) or ALL_LINEAR
@@ -68,7 +61,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         adapter = AdapterOptions(rank=section.lora_rank, alpha=alpha, target_modules=targets, seed=seed)
     return EngineConfig(
         device=device_of(),
-        dtype=dtype_of(section),
+        dtype=getattr(torch, section.dtype),
         trains=trains,
         optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),
         adapter=adapter,

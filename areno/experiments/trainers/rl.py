@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.engine_sections import AUTO
 from areno.config.experiment.experiments import PPOConfig
-from areno.engine.engine import EngineConfig
+from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
 from areno.experiments.dispatcher import BatchDispatcher
@@ -48,9 +47,9 @@ from areno.experiments.trainers.update import (
     CRITIC,
     REF,
     TEACHER,
-    logprob_statistics,
     minibatches,
     policy_loss_of,
+    proximal_statistics,
     roles_of,
     shaping_of,
     told_by_workflows,
@@ -111,8 +110,6 @@ class PPOTrainer(ExperimentTrainer):
                 enable_rollout_tracing=config.rollout.enable_rollout_tracing,
             )
             self.dispatcher = self._dispatcher()
-            if config.critic is not None and config.critic.optimizer is not None:
-                self.critic_schedule = schedule_of(config.critic.optimizer, self.total_steps)
         except BaseException:
             self.close()
             raise
@@ -166,8 +163,6 @@ class PPOTrainer(ExperimentTrainer):
         parallel = ModelAllocation.from_str(rollout.backend, "rollout").parallel
         path, engine = self.rollout_engine()
         mode: Any = actor.weight_update_mode
-        if mode == AUTO:
-            mode = "xccl" if device_of().type == "cuda" else "shm"
         spec = rollout.scheduling_spec[0]
         options = FleetOptions(
             replicas=parallel.data,
@@ -246,10 +241,7 @@ class PPOTrainer(ExperimentTrainer):
             RolloutStoppedError: episodes are left out one after the other; the first cause is in the message.
             EngineError: a process has failed for good, or nothing happens any more.
         """
-        config = self.config
-        if total_epochs is not None:
-            config.total_train_epochs = total_epochs
-            self._make_keepers()
+        self.plan_steps(total_epochs)
         self.workflow = self._workflow(workflow, workflow_kwargs, evaluates=False)
         if self.valid_rows is not None:
             again = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
@@ -369,28 +361,16 @@ class PPOTrainer(ExperimentTrainer):
 
     def _score(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Give rows what other models, and the actor before the update, say of them."""
-        tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
-        roles = {
-            REF: ("ref_logp", "ref_logprobs", self.config.ref is not None and self.config.actor.kl_ctl > 0),
-            TEACHER: ("teacher_logp", "teacher_logprobs", self.config.teacher is not None),
-            "actor": (
-                "recompute_logp",
-                "prox_logprobs",
-                self.knobs.needs_proximal or self.config.actor.recompute_logprob,
-            ),
-        }
-        for role, (key, column, wanted) in roles.items():
-            if wanted:
-                section = self.config.ref if role == REF and self.config.ref is not None else self.config.actor
-                at_once = rows_per_pass(section.mb_spec, tokens)
-                with self.timed(key):
-                    found = self.engine.score_logprobs(role, tokens, warmth, at_once)
-                for row, logprobs in zip(rows, found, strict=True):
-                    setattr(row, column, logprobs)
-        if not roles["actor"][2]:
+        ref, actor = self.config.ref, self.config.actor
+        if ref is not None and actor.kl_ctl > 0:
+            self.score(rows, REF, "ref_logprobs", ref.mb_spec)
+        if self.config.teacher is not None:
+            self.score(rows, TEACHER, "teacher_logprobs", actor.mb_spec)
+        if not (self.knobs.needs_proximal or actor.recompute_logprob):
             return {}
-        told = logprob_statistics(rows, [row.logprobs for row in rows])
-        if not self.config.actor.use_decoupled_loss:
+        self.score(rows, ACTOR, "prox_logprobs", actor.mb_spec, key="recompute_logp")
+        told = proximal_statistics(rows)
+        if not actor.use_decoupled_loss:
             for row in rows:
                 row.logprobs, row.prox_logprobs = row.prox_logprobs, []
         return in_scope(f"{self.section}/update", told)
@@ -405,9 +385,10 @@ class PPOTrainer(ExperimentTrainer):
         told = averaged(parts)
         told |= {"lr": rate, "update_successful": 1.0 - told.get("update_skipped", 0.0)}
         numbers = in_scope(f"{self.section}/update", told)
-        if critic is not None:
+        if critic is not None and critic.optimizer is not None:
             values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
-            rate, batching = self.critic_schedule.at(step), micro_batching(critic.mb_spec)
+            schedule, batching = schedule_of(critic.optimizer, self.total_steps), micro_batching(critic.mb_spec)
+            rate = schedule.at(step)
             with self.timed("critic_train_step"):
                 parts = [
                     self.optimize(part, values_loss, batching, rate, CRITIC)

@@ -14,10 +14,11 @@ from areno.config.experiment.experiments import DPOConfig, RWConfig
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.experiments.frequency import StepInfo
 from areno.experiments.trainers.base import ExperimentTrainer, in_scope
-from areno.experiments.trainers.engines import micro_batching, rows_per_pass
+from areno.experiments.trainers.engines import micro_batching
 from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.experiments.trainers.update import REF
 from areno.loss_fns.named import language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
+from areno.loss_fns.shaping import sizes
 from areno.types import ModelRole, TrainSequence
 
 _log = logging.getLogger(__name__)
@@ -33,9 +34,7 @@ class SupervisedTrainer(ExperimentTrainer):
 
     def train(self, total_epochs: int | None = None) -> None:
         """Run the experiment; ``total_epochs`` is in place of ``total_train_epochs``."""
-        if total_epochs is not None:
-            self.config.total_train_epochs = total_epochs
-            self._make_keepers()
+        self.plan_steps(total_epochs)
         self.batching = micro_batching(
             self.config.actor.mb_spec, together=self.together, tree=self.config.actor.enable_tree_training
         )
@@ -96,13 +95,7 @@ class SupervisedTrainer(ExperimentTrainer):
 
 
 def _sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    prompts = [sum(row.prompt_mask) for row in rows]
-    return {
-        "n_seqs": float(len(rows)),
-        "n_tokens": float(sum(len(row.tokens) for row in rows)),
-        "n_valid_tokens": float(sum(sum(row.trainable()) for row in rows)),
-        "prompt_tokens": float(sum(prompts)),
-    }
+    return {**sizes(rows), "prompt_tokens": float(sum(sum(row.prompt_mask) for row in rows))}
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -173,12 +166,7 @@ class DPOTrainer(PairTrainer):
 
     def prepare(self, rows: list[TrainSequence]) -> None:
         """Log-probs of the reference."""
-        with self.timed("ref_logp"):
-            tokens = [row.tokens for row in rows]
-            at_once = rows_per_pass(self.config.ref.mb_spec, tokens)
-            found = self.engine.score_logprobs(REF, tokens, micro_bs=at_once)
-        for row, logprobs in zip(rows, found, strict=True):
-            row.ref_logprobs = logprobs
+        self.score(rows, REF, "ref_logprobs", self.config.ref.mb_spec)
 
     def loss(self) -> Any:
         """DPO's or IPO's."""

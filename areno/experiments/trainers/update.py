@@ -16,6 +16,7 @@ from areno.errors import UsageError
 from areno.experiments.trajectory import Trajectory
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.norm import Norm
+from areno.loss_fns.proximal import divergences
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
 from areno.types import ModelRole, TrainSequence
@@ -101,27 +102,19 @@ def minibatches(rows: Sequence[TrainSequence], count: int) -> list[list[TrainSeq
     return [list(rows[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
-def logprob_statistics(new: Sequence[TrainSequence], old: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How far the policy before the update is from the one that sampled: three KL estimates, per token.
+def proximal_statistics(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """How far the policy before the update is from the one that sampled, as means over the trained tokens.
 
     Args:
-        new: rows with ``prox_logprobs``.
-        old: their rollout log-probs.
+        rows: with ``logprobs`` and ``prox_logprobs``.
     """
-    gaps = [
-        row.prox_logprobs[i] - logprobs[i]
-        for row, logprobs in zip(new, old, strict=True)
-        for i, counts in enumerate(row.trainable())
-        if counts
+    pairs = [
+        (row.logprobs[i], row.prox_logprobs[i]) for row in rows for i, counts in enumerate(row.trainable()) if counts
     ]
-    if not gaps:
+    if not pairs:
         return {}
-    d = torch.tensor(gaps, dtype=torch.float64)
-    return {
-        "compute_logp/kl_div_direct/avg": float((-d).mean()),
-        "compute_logp/kl_div_taylor/avg": float((d.square() / 2).mean()),
-        "compute_logp/kl_div_dual/avg": float((d.exp() - 1 - d).mean()),
-    }
+    behaviour, proximal = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return {f"compute_logp/{name}/avg": float(x.mean()) for name, x in divergences(behaviour, proximal).items()}
 
 
 def with_version(loss: Any, knobs: PolicyLoss, version: int) -> Any:
