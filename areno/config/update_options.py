@@ -25,6 +25,12 @@ class UpdateOptions:
     activation_checkpointing: bool = _train(
         True, help="Recompute activations in the backward pass: less memory, more time."
     )
+    tree_training: bool = option(
+        False,
+        group="Train",
+        algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
+        help="Compute tokens that rows of a pass begin with once: saves time where a long prompt has short answers.",
+    )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
     lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps over which the learning rate rises from 0.")

@@ -22,6 +22,7 @@ from areno.engine.inference import DecodeProgress
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
+from areno.engine.model.recurrent import is_recurrent
 from areno.engine.native import keep_freed_memory
 from areno.engine.parallel.peers import Peers
 from areno.engine.plan.memory import default_kv_tokens
@@ -61,6 +62,7 @@ class EngineConfig:
         adapter: what roles train in place of their weights; None trains the weights.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
+        tree_training: compute tokens that rows of a pass begin with once, see :mod:`areno.engine.model.tree`.
         keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
@@ -84,6 +86,7 @@ class EngineConfig:
     adapter: AdapterOptions | None = None
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
+    tree_training: bool = False
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
     builds_decode: bool = True
@@ -125,9 +128,7 @@ class Engine:
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
-        self.actor = load_role(
-            *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
-        )
+        self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
         if config.device.type == "cpu":
             # Not what loading has freed: weights that are held in 4 bits were larger once.
             keep_freed_memory(self.actor.model.weight_bytes)
@@ -309,23 +310,32 @@ class Engine:
             if wanted.optimizer_lr is not None:
                 fields["lr"] = wanted.optimizer_lr
             own = OptimizerConfig.of(fields, f"ModelRole({name!r}).optimizer")
-            return load_role(
-                *(
-                    name,
-                    wanted.path,
-                    wanted.predicts,
-                    options,
-                    own,
-                    config.activation_checkpointing,
-                    self._new_adapter(),
-                )
-            )
+            return self._opened(name, wanted.path, wanted.predicts, options, own, self._new_adapter())
         if self.actor.model.adapter is not None and (wanted.path, wanted.predicts) == (self.path, self.actor.kind):
             return Role(name, wanted.path, wanted.predicts, self.actor.model, peers=config.peers, adapter_off=True)
         for other in self.roles.values():
             if not other.trainable and (other.path, other.kind) == (wanted.path, wanted.predicts):
                 return Role(name, other.path, other.kind, other.model, peers=config.peers)
-        return load_role(name, wanted.path, wanted.predicts, options, None, False)
+        return self._opened(name, wanted.path, wanted.predicts, options, None)
+
+    def _opened(
+        self,
+        name: str,
+        path: str,
+        kind: ModelKind,
+        options: LoadOptions,
+        optimizer: OptimizerConfig | None,
+        adapter: AdapterOptions | None = None,
+    ) -> Role:
+        """Load a role that trains as the configuration says, or is frozen."""
+        config = self.config
+        role = load_role(name, path, kind, options, optimizer, config.activation_checkpointing, adapter)
+        role.tree = config.tree_training and role.trainable
+        if role.tree and any(is_recurrent(module) for module in role.model.module.modules()):
+            raise UsageError(
+                f"--tree-training: {path} has recurrent layers, which cannot follow a tree of sequences; leave the option out"
+            )
+        return role
 
     def _new_adapter(self) -> AdapterOptions | None:
         """For a further role that is trained: like the actor's."""
@@ -445,7 +455,7 @@ class Engine:
         options = self.config.load_options(f"role {role.name!r}")
         if adapter is not None:
             path, adapter = role.path, replace(adapter, adapter_path=str(folder))
-        fresh = load_role(role.name, path, role.kind, options, own, role.activation_checkpointing, adapter)
+        fresh = self._opened(role.name, path, role.kind, options, own, adapter)
         fresh.path = role.path
         return fresh
 

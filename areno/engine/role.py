@@ -46,6 +46,7 @@ class Role:
         activation_checkpointing: recompute layers in backward.
         peers: ranks that hold the other parts and replicas.
         adapter_off: it is the model that the adapter of ``model`` was made for.
+        tree: rows of a pass are trained on as a tree.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Role:
     activation_checkpointing: bool = True
     peers: Peers = field(default_factory=Peers)
     adapter_off: bool = False
+    tree: bool = False
     _step: TrainStep | None = None
 
     @property
@@ -77,8 +79,14 @@ class Role:
     def training(self) -> TrainStep:
         """What trains it."""
         if self._step is None:
-            own = self.activation_checkpointing
-            self._step = TrainStep(self.model, self.trained_by(), own, kind=self.kind, peers=self.peers)
+            self._step = TrainStep(
+                self.model,
+                self.trained_by(),
+                self.activation_checkpointing,
+                kind=self.kind,
+                peers=self.peers,
+                tree=self.tree,
+            )
         return self._step
 
     def train(

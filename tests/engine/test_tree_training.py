@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from functools import partial
 
@@ -10,16 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
+from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import policy_outputs
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.loss_fns import PolicyLoss, policy_loss_fn, reduces_over
 from areno.types import TrainSequence
 from tests.engine.test_train_step import make_step, weights
-from tests.support.tiny import FAMILIES, VOCAB, tiny_module
+from tests.support.tiny import FAMILIES, VOCAB, save_tiny_checkpoint, tiny_module
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 RECURRENT = {"qwen3_5"}
@@ -149,3 +152,22 @@ def test_what_cannot_follow_a_tree_is_refused():
     loss_fn = reduces_over("sequence")(lambda pack, scores: scores.sum())
     with pytest.raises(ValueError, match="a reward model is not trained on trees"):
         step.run(branching_rows(), loss_fn, MicroBatching(tree=True))
+
+
+def test_an_engine_trains_on_trees_if_told_to(tiny_checkpoint):
+    found = {}
+    for tree in (False, True):
+        config = EngineConfig(tree_training=tree, optimizer=OptimizerConfig(lr=2e-4, eps=1e-4))
+        with contextlib.closing(Engine(str(tiny_checkpoint), config)) as engine:
+            stats = engine.train(branching_rows(), policy_loss_fn, 12)
+            found[tree] = stats, {name: p.detach().clone() for name, p in engine.actor.model.parameters()}
+    assert "tree_token_ratio" not in found[False][0]
+    assert found[True][0]["tree_token_ratio"] < 0.8
+    for name, value in found[False][1].items():
+        assert (found[True][1][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+def test_a_model_that_cannot_follow_a_tree_is_refused_when_it_is_loaded(tmp_path):
+    path = save_tiny_checkpoint(tmp_path / "model", "qwen3_5")
+    with pytest.raises(UsageError, match=r"--tree-training: .* has recurrent layers"):
+        Engine(str(path), EngineConfig(tree_training=True))

@@ -38,6 +38,8 @@ Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
 
+# A client looks through all its connections at the end of each request: many small pools cost much less than a large one.
+_SAMPLES_OF_A_CLIENT = 16
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -188,16 +190,16 @@ def run_environment(
     Raises:
         UsageError: the package ``openai`` is not installed.
     """
-    client_class = _client_class()
+    make_client = _client_maker()
 
     async def run_agent(ctx: Any, batch: AgentBatch) -> AsyncIterator[AgentTrajectory]:
-        # The session has deadlines of its own; the client's five seconds to connect are short on a busy machine.
-        client = client_class(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, timeout=None)
+        items = list(batch.iter_samples())
+        clients = [make_client(ctx) for _ in range(0, len(items), _SAMPLES_OF_A_CLIENT)]
         options: dict[str, Any] = {"max_turns": max_turns, "tool_choice": tool_choice, "request": request}
-        playing = [
-            asyncio.create_task(_play(make, item, client.with_options(api_key=ctx.get_api_key(item)), options))
-            for item in batch.iter_samples()
-        ]
+        playing = []
+        for index, item in enumerate(items):
+            client = clients[index // _SAMPLES_OF_A_CLIENT].with_options(api_key=ctx.get_api_key(item))
+            playing.append(asyncio.create_task(_play(make, item, client, options)))
         errors = []
         try:
             for next_one in asyncio.as_completed(playing):
@@ -209,7 +211,8 @@ def run_environment(
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
-            await client.close()
+            for client in clients:
+                await client.close()
         if errors:
             raise errors[0]
 
@@ -306,12 +309,18 @@ async def _play(
     return AgentTrajectory(turns=turns)
 
 
-def _client_class() -> type[AsyncOpenAI]:
+def _client_maker() -> Callable[[Any], AsyncOpenAI]:
     try:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
         raise UsageError("an agent made of an environment needs the OpenAI client: pip install openai") from error
-    return AsyncOpenAI
+
+    def make_client(ctx: Any) -> AsyncOpenAI:
+        """A client of a session: it has deadlines of its own, and at its address on this machine there are no certificates."""
+        http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
+        return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
+
+    return make_client
 
 
 def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> Conversation:

@@ -69,6 +69,7 @@ class TrainStep:
         max_skipped: stop after this many updates in a row whose gradient was not finite.
         kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
         peers: ranks that share the rows.
+        tree: tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`.
     """
 
     model: PackedModel
@@ -77,6 +78,7 @@ class TrainStep:
     max_skipped: int = 5
     kind: ModelKind = "policy"
     peers: Peers = field(default_factory=Peers)
+    tree: bool = False
     _skipped: int = 0
 
     def run(
@@ -146,7 +148,7 @@ class TrainStep:
             together = mini_bs.granularity
         mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
-        tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
+        tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
         for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
