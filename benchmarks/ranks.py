@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py                       # table, then one line of JSON
     python benchmarks/ranks.py --save NAME           # also benchmarks/results/NAME.json
+    python benchmarks/ranks.py --decode compiled     # generate with the compiled step, which is built before anything is timed
 
 Each side is a fresh process: one rank with N threads, or N replicas with one thread each, on the same prompts, samples and
 lengths. A step generates, scores nothing, and trains. ``overhead_share`` is the part of the step that goes into writing rows
@@ -22,7 +23,7 @@ from typing import Any
 from common import ROOT, machine, make_checkpoint, median, run_worker
 from rollout import SMALL, TINY
 
-WORKER = Path(__file__).with_name("workers") / "ranks_steps.py"
+WORKERS = Path(__file__).with_name("workers")
 SHAPES = {"tiny": (TINY, 16, 8, 96), "small": (SMALL, 4, 8, 48)}
 
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each process, after the first")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each side")
+    parser.add_argument("--decode", choices=["eager", "compiled"], default="eager", help="how both sides generate")
     parser.add_argument("--save", default="", help="name of a file under benchmarks/results")
     args = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "ranks", "machine": machine(), "settings": vars(args), "models": {}}
@@ -45,12 +47,16 @@ def main() -> None:
                 "samples": samples,
                 "new": new,
                 "steps": args.steps,
+                "decode": args.decode,
             }
+            if args.decode == "compiled":
+                run_worker(sys.executable, WORKERS / "areno_steps.py", {"build": True, "model": settings["model"]})
             sides: dict[str, list[dict[str, Any]]] = {"one": [], "replicas": []}
             for _ in range(args.repeats):
                 for side, found in sides.items():
                     world = 1 if side == "one" else args.replicas
-                    found.append(run_worker(Path(sys.executable), WORKER, settings | {"world_size": world}, {}))
+                    given = settings | {"world_size": world}
+                    found.append(run_worker(sys.executable, WORKERS / "ranks_steps.py", given))
         found = {side: median([s for run in runs for s in run["seconds"]]) for side, runs in sides.items()}
         sent = median([run["messages_s"] for run in sides["replicas"]])
         result["models"][name] = {

@@ -19,7 +19,12 @@ def main() -> None:
     config = areno.ArenoConfig(
         optimizer={"lr": 1e-5},
         max_running_prompts=given["prompts"] * given["samples"],
-        runtime={"device": "cpu", "activation_checkpointing": False, "eager_decode": True, "kv_cache_tokens": 65536},
+        runtime={
+            "device": "cpu",
+            "activation_checkpointing": False,
+            "eager_decode": given["decode"] == "eager",  # else the step is on disk, and taken from there at once
+            "kv_cache_tokens": 65536,
+        },
     )
     trainer = areno.Trainer(world_size=given["world_size"], model_path=given["model"], custom_config=config)
     trainer.init()

@@ -92,6 +92,58 @@ class Channel(Protocol):
         """Put the ranks' parts [n] together: [size * n]."""
         ...
 
+    def sums(self, count: int, device: torch.device) -> Sums:
+        """Make a place for ``count`` numbers to add up in, a multiple of ``size``."""
+        ...
+
+    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+        """Make memory for ``count`` entries that all ranks have in common; None where ranks have memory of their own only."""
+        ...
+
+
+class Sums(Protocol):
+    """Numbers that are added up over the ranks again and again, always in the same place.
+
+    Attributes:
+        values: this rank's, fp32 [size * n]; 0 at first.
+    """
+
+    values: Tensor
+
+    def part(self) -> Tensor:
+        """This rank's n of the sums. They hold until ``values`` change, and lie in them where that saves memory."""
+        ...
+
+
+class Common(Protocol):
+    """Memory that all ranks of a group have in common."""
+
+    def tensor(self, start: int, count: int) -> Tensor:
+        """Some of its entries, as a tensor with a storage of its own."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks; what they have written is there then."""
+        ...
+
+
+class SentSums:
+    """:class:`Sums` that are sent to where they are needed.
+
+    Args:
+        channel: connects the ranks.
+        count: of numbers.
+        device: where they are.
+    """
+
+    def __init__(self, channel: Channel, count: int, device: torch.device) -> None:
+        self.values = torch.zeros(count, device=device)
+        self._channel = channel
+
+    def part(self) -> Tensor:
+        """See :class:`Sums`."""
+        return self._channel.sum_part(self.values)
+
 
 class Alone:
     """A group of one."""
@@ -121,6 +173,14 @@ class Alone:
     def join(self, part: Tensor) -> Tensor:
         """The same part."""
         return part
+
+    def sums(self, count: int, device: torch.device) -> Sums:
+        """See :class:`Channel`."""
+        return SentSums(self, count, device)
+
+    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+        """None: there is nobody to share it with."""
+        return None
 
 
 class Group:
@@ -186,6 +246,14 @@ class Group:
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
 
+    def sums(self, count: int, device: torch.device) -> Sums:
+        """Make a place for numbers to add up in."""
+        return SentSums(self, count, device)
+
+    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+        """None: what the ranks have is sent."""
+        return None
+
     def spread(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place."""
         self._group.broadcast([values], dist.BroadcastOptions()).wait()
@@ -248,12 +316,15 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
         folder: private folder where ranks leave their addresses; no port is agreed on beforehand.
         device: where this rank's model lives.
     """
-    replica, place = divmod(rank, layout.tp_size)
+    from areno.engine.parallel.shared_buffer import SharedGroup
 
-    def group(name: str, own: int, size: int, device: torch.device = device) -> Channel:
+    replica, place = divmod(rank, layout.tp_size)
+    across = SharedGroup if device.type == "cpu" else Group
+
+    def group(name: str, own: int, size: int, device: torch.device = device, kind: type[Group] = Group) -> Channel:
         if size == 1:
             return Alone()
-        return meet(folder / name, own, size, device)
+        return meet(folder / name, own, size, device, kind=kind)
 
     if layout.tp_size > 1:
         store = dist.FileStore(str(folder / f"replica-{replica}"), layout.tp_size)
@@ -265,14 +336,21 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
         layout,
         replica,
         place,
-        data=group(f"data-{place}", replica, layout.dp_size),
+        data=group(f"data-{place}", replica, layout.dp_size, kind=across),
         tensor=group(f"tensor-{replica}", place, layout.tp_size),
         # In a thread of its own, and of words only: never on the device, whose collectives must keep one order.
         turns=group(f"turns-{replica}", place, layout.tp_size, torch.device("cpu")),
     )
 
 
-def meet(file: Path, rank: int, size: int, device: torch.device, patience: timedelta = _PATIENCE) -> Group:
+def meet(
+    file: Path,
+    rank: int,
+    size: int,
+    device: torch.device,
+    patience: timedelta = _PATIENCE,
+    kind: type[Group] = Group,
+) -> Group:
     """Join processes of this machine in a group of its own; returns when all have come.
 
     Args:
@@ -281,11 +359,12 @@ def meet(file: Path, rank: int, size: int, device: torch.device, patience: timed
         size: how many there are.
         device: where what they say to each other is.
         patience: how long each waits for the others, now and later.
+        kind: of group.
 
     Raises:
         RuntimeError: somebody has not come.
     """
-    return Group(_process_group(dist.FileStore(str(file), size), rank, size, device, patience), device)
+    return kind(_process_group(dist.FileStore(str(file), size), rank, size, device, patience), device)
 
 
 def _bound(device: torch.device) -> torch.device | None:

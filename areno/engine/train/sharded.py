@@ -2,8 +2,9 @@
 
 Each replica holds the whole weights. All gradients lie in one flat fp32 buffer; its sum over the replicas is taken in
 parts, each replica updates its part, and the updated parts are put together again. A rank of a model that is also spread by
-tensor parallelism does so with its own part of it. What is saved is whole: it has the form of :class:`MasterAdamW`'s state
-and continues in any layout.
+tensor parallelism does so with its own part of it. Replicas on the CPUs of one machine hold the weights once for all of
+them: each updates its part where all compute with it. What is saved is whole: it has the form of :class:`MasterAdamW`'s
+state and continues in any layout.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.peers import Common, Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig, Paced, make_adam, take_moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
+_ALIGN = 32
+# Entries of a gradient that are looked at together, in double: as many as a CPU's cache holds, or a GPU's memory spares.
+_LOOK, _LOOK_ON_GPU = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +71,56 @@ class ShardedAdamW(Paced):
         self.peers = peers
         self._segments = list(_segments(parameters, peers.layout.tp_size, partial))
         count = self._segments[-1].stop if self._segments else 0
-        self._share = -(-count // peers.data.size)
+        self._share = _aligned(-(-count // peers.data.size))
         self._first = self._share * peers.data.rank
         device = local(parameters[0][1]).device if parameters else torch.device("cpu")
-        self._flat = torch.zeros(self._share * peers.data.size, device=device)
-        self._seen = False
-        self._master = nn.Parameter(self._own_part(self._read))
+        self._sums = peers.data.sums(self._share * peers.data.size, device)
+        self._flat = self._sums.values
+        self._filled: set[str] = set()
+        self._common: Common | None = None
+        self._share_weights()
+        in_place = self._common is not None and self._weight_dtype == torch.float32
+        self._master = nn.Parameter(self._own_weights() if in_place else self._own_part(self._read))
         self._gradient = torch.zeros(0, device=device)
         self._adam = make_adam([self._master], config)
         for segment in self._segments:
             self._watch(segment)
 
     def _watch(self, segment: _Segment) -> None:
-        """Add every gradient of a parameter to the flat buffer as soon as it is there."""
+        """Add every gradient of a parameter to the flat buffer as soon as it is there; the first replaces the last step's."""
         target = self._flat[segment.start : segment.stop]
 
         def accumulate(parameter: Tensor) -> None:
-            target.add_(local_gradient(parameter).reshape(-1))
+            gradient = local_gradient(parameter).reshape(-1)
+            if segment.name in self._filled:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                self._filled.add(segment.name)
             parameter.grad = None
-            self._seen = True
 
         segment.parameter.register_post_accumulate_grad_hook(accumulate)
+
+    @torch.no_grad()
+    def _share_weights(self) -> None:
+        """Let the model compute with weights that all replicas have in common, where that can be."""
+        device, dtype = self._flat.device, self._weight_dtype
+        whole = [segment.parameter for segment in self._segments]
+        if device.type != "cpu" or not all(_can_move(parameter, dtype) for parameter in whole):
+            return
+        self._common = common = self.peers.data.common(len(self._flat), dtype)
+        if common is None:
+            return
+        self._own_weights().copy_(self._own_part(self._read))
+        common.barrier()
+        for segment in self._segments:
+            parameter = segment.parameter
+            parameter.data = common.tensor(segment.start, parameter.numel()).view(parameter.shape)
+
+    def _own_weights(self) -> Tensor:
+        """This rank's share of the weights that the replicas have in common."""
+        assert self._common is not None
+        return self._common.tensor(self._first, self._share)
 
     @staticmethod
     def _read(segment: _Segment) -> Tensor:
@@ -110,24 +144,28 @@ class ShardedAdamW(Paced):
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        self._flat.zero_()
         self._gradient = self._gradient.new_zeros(0)
-        self._seen = False
+        self._filled.clear()
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
         """Sum the gradient over the ranks, and look at it."""
         for segment in self._segments:
+            flat = self._flat[segment.start : segment.stop]
+            if segment.name not in self._filled:
+                flat.zero_()
             if segment.partial:
-                self.peers.tensor.sum(self._flat[segment.start : segment.stop])
-        self._gradient = self.peers.data.sum_part(self._flat)
+                self.peers.tensor.sum(flat)
+        self._gradient = self._sums.part()
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(4, dtype=torch.float64, device=self._flat.device)
+        look = _LOOK if found.device.type == "cpu" else _LOOK_ON_GPU
         for segment, start, stop in self._owned():
-            part = self._gradient[start - self._first : stop - self._first]
-            numbers = [part.double().square().sum(), torch.count_nonzero(part), torch.tensor(float(stop - start))]
-            found[:3] += torch.stack([n.double().to(found.device) for n in numbers]) / segment.copies
-        found[3] = float(self._seen)
+            for piece in self._gradient[start - self._first : stop - self._first].split(look):
+                square = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+                found[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
+            found[2] += (stop - start) / segment.copies
+        found[3] = float(bool(self._filled))
         square, nonzero, total, seen = self.peers.tensor.sum(self.peers.data.sum(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
@@ -146,8 +184,17 @@ class ShardedAdamW(Paced):
         self._master.grad = self._gradient
         self._adam.step()
         self._master.grad = None
-        self._put_weights(self.peers.data.join(self._master.detach().to(self._weight_dtype)))
+        self._publish()
         return rate
+
+    def _publish(self) -> None:
+        """Put the masters into the model, on all replicas."""
+        if self._common is None:
+            self._put_weights(self.peers.data.join(self._master.detach().to(self._weight_dtype)))
+            return
+        if self._weight_dtype != torch.float32:
+            self._own_weights().copy_(self._master)
+        self._common.barrier()
 
     def allocate(self) -> None:
         """Take the memory that the first step would take; nothing else changes."""
@@ -223,6 +270,15 @@ class ShardedAdamW(Paced):
             self._adam.load_state_dict({"state": {0: own}, "param_groups": self._adam.state_dict()["param_groups"]})
 
 
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _can_move(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether it may lie anywhere: the whole of it is here, entry by entry in order."""
+    return type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.dtype == dtype
+
+
 def _segments(
     parameters: Sequence[tuple[str, nn.Parameter]], tp_size: int, partial: set[str] | frozenset[str]
 ) -> Iterator[_Segment]:
@@ -231,4 +287,4 @@ def _segments(
         stop = start + local(parameter).numel()
         copies = tp_size if is_whole(parameter) else 1
         yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1)
-        start = stop
+        start = _aligned(stop)

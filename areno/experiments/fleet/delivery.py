@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.experiments.fleet import ranks
 from areno.experiments.fleet.ranks import BrokenChannelError, Update
-from areno.experiments.fleet.segment import Segment, layout
+from areno.experiments.fleet.segment import layout
 from areno.experiments.fleet.tensors import TensorSpec
 
 Mode = Literal["shm", "xccl", "disk"]

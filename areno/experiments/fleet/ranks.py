@@ -22,9 +22,10 @@ from areno.engine.engine import Engine
 from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
 from areno.engine.parallel.peers import Group, Peers, meet
+from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
 from areno.errors import EngineError
-from areno.experiments.fleet.segment import attach, layout, view
+from areno.experiments.fleet.segment import layout, view
 from areno.experiments.fleet.tensors import TensorSpec, digest, install, refuse_misfit, whole_tensors
 
 # How long the members of a collective wait for each other.

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from areno.engine.parallel import shared_buffer
+from areno.engine.parallel.peers import Group, Layout, Peers, meet
+from areno.engine.parallel.shared_buffer import SharedGroup
+from areno.engine.train.optimizer import GradientStats, OptimizerConfig
+from areno.engine.train.sharded import ShardedAdamW
+
+CPU = torch.device("cpu")
 
 
 class Counter:
@@ -53,3 +67,87 @@ def make_second(send):
 
 def refuse(send):
     raise RuntimeError("nothing can be made here")
+
+
+class Member:
+    """One of several processes that add up, in shared memory where the group is of that kind."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.sums = None
+
+    def join(self, name: str, size: int, kind: type[Group] = SharedGroup) -> None:
+        self.group = meet(self.folder / name, self.rank, size, CPU, kind=kind)
+
+    def add_up(self, count: int, rounds: list[list[Tensor]]) -> list[Tensor]:
+        """Per round, this rank's part of the sum; entry [round][rank] is what a rank adds."""
+        self.sums = self.group.sums(count, CPU)
+        parts = []
+        for values in rounds:
+            self.sums.values.copy_(values[self.rank])
+            parts.append(self.sums.part().clone())
+        return parts
+
+    def call(self, method: str, values: list[Tensor]) -> Tensor:
+        return getattr(self.group, method)(values[self.rank])
+
+    def write_common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """Each rank writes its number everywhere in its part of the common entries, and reads all of them."""
+        common = self.group.common(count * self.group.size, dtype)
+        if common is None:
+            return None
+        common.tensor(self.rank * count, count).fill_(self.rank + 1)
+        common.barrier()
+        return common.tensor(0, count * self.group.size)
+
+    def opened(self) -> tuple[list[str], list[str]]:
+        """Shared memory that this process has mapped, and what it holds open of it."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink() and file.exists()]
+        shared = [line for line in maps if "areno-memory" in line or ("/dev/shm" in line and "KMP" not in line)]
+        return shared, [file for file in files if "areno-memory" in file]
+
+    def wait_for_others(self, late: int, seconds: float) -> float:
+        """Processor time that a rank takes to add up while another one comes late."""
+        sums = self.group.sums(64 * self.group.size, CPU)
+        began = time.process_time()
+        time.sleep(seconds * (self.rank == late))
+        sums.part()
+        return time.process_time() - began
+
+    def add_up_for_ever(self, dying: int = -1) -> None:
+        """Until the process is killed; one rank kills itself."""
+        sums = self.group.sums(1 << 20, CPU)
+        for count in itertools.count():
+            if self.rank == dying and count == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            sums.part()
+
+    def refuse_memory(self) -> None:
+        """As where the system has none to share."""
+        shared_buffer.NAMELESS = False
+
+    def learn(
+        self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerConfig
+    ) -> tuple[dict[str, Tensor], list[GradientStats], bool]:
+        """Train weights with gradients [step][pass] by name, each rank taking the passes of its number."""
+        parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
+        peers = Peers(Layout(dp_size=self.group.size), replica=self.rank, data=self.group)
+        optimizer = ShardedAdamW(list(parameters.items()), config, peers)
+        found = []
+        for step in steps:
+            optimizer.zero_grad()
+            for gradients in step[self.rank :: self.group.size]:
+                sum((parameters[name] * gradient).sum() for name, gradient in gradients.items()).backward()
+            found.append(optimizer.collect())
+            optimizer.step()
+        return {name: p.detach() for name, p in parameters.items()}, found, optimizer._common is not None
+
+
+def make_member(folder: Path, rank: int, send) -> Member:
+    return Member(folder, rank)
+
+
+def members(folder: Path, count: int) -> list:
+    """Makers of a worker group."""
+    return [functools.partial(make_member, folder, rank) for rank in range(count)]

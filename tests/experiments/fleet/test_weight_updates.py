@@ -14,11 +14,12 @@ from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.experiments.fleet import ranks
 from areno.experiments.fleet.delivery import WeightOptions
 from areno.experiments.fleet.ranks import Update
-from areno.experiments.fleet.segment import Segment, layout
+from areno.experiments.fleet.segment import layout
 from areno.experiments.fleet.tensors import wanted
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import (
