@@ -5,6 +5,7 @@ Parameters that a plan shards are ``DTensor``s. Everything here also takes plain
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -63,8 +64,8 @@ def distributed_config(
 def vocabulary_share(module: Any) -> VocabularyShare | None:
     """Which slice of the vocabulary this rank's output head gives; None where it gives all."""
     head = module.get_output_embeddings()
-    name = next((name for name, child in module.named_modules() if child is head), None)
-    if head is None or module.tp_plan.get(name) != "colwise":
+    name = next((name for name, child in module.named_modules() if child is head), "")
+    if head is None or style_of(module, name) != "colwise":
         return None
     weight: DTensor = head.weight
     channel = Group(weight.device_mesh.get_group(), weight.device)
@@ -90,6 +91,13 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
         )
 
     return {name for name in names if fits(name)}
+
+
+def style_of(module: Any, name: str) -> str | None:
+    """How a layer of a module is spread, as the plan calls it; None where every rank has all of it."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    style: str | None = module.tp_plan.get(generic)
+    return style
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -117,9 +117,7 @@ class ShardedAdamW(Paced):
     @torch.no_grad()
     def collect(self) -> GradientStats:
         """Sum the gradient over the ranks, and look at it."""
-        for segment in self._segments:
-            if segment.partial:
-                self.peers.tensor.sum(self._flat[segment.start : segment.stop])
+        self._sum_partial()
         self._gradient = self.peers.data.sum_part(self._flat)
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(4, dtype=torch.float64, device=self._flat.device)
@@ -130,6 +128,14 @@ class ShardedAdamW(Paced):
         found[3] = float(self._seen)
         square, nonzero, total, seen = self.peers.tensor.sum(self.peers.data.sum(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
+
+    def _sum_partial(self) -> None:
+        """Sum what each rank of a replica has seen a part of, all at once."""
+        parts = [self._flat[segment.start : segment.stop] for segment in self._segments if segment.partial]
+        if parts:
+            summed = self.peers.tensor.sum(torch.cat(parts))
+            for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
