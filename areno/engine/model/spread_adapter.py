@@ -40,6 +40,7 @@ class SpreadAdapter(Adapter):
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         super().__init__(wrapped, may_merge=may_merge)
+        self._trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
         self._partial: set[int] = set()
         for name, layer, style in _spread_layers(wrapped.get_base_model(), self._layers):
             _refuse_other_layers(name, layer, style)
@@ -66,8 +67,8 @@ class SpreadAdapter(Adapter):
 
     def state(self) -> dict[str, Tensor]:
         """See :meth:`Adapter.state`; every rank must call."""
-        trained = [(name, p) for name, p in self._wrapped.named_parameters() if p.requires_grad]
-        return {name: whole_of(local(p.detach()), p) for name, p in trained}
+        named = self._wrapped.named_parameters()
+        return {name: whole_of(local(p.detach()), p) for name, p in named if name in self._trained}
 
 
 @contextmanager

@@ -42,7 +42,8 @@ from tests.engine.parallel.test_layouts import (  # noqa: E402
 )
 from tests.support.tiny import save_tiny_checkpoint, tiny_module  # noqa: E402
 
-SETTINGS = {"lr": 1e-2, "eps": 1e-5, "grad_clip_norm": 0.5, "weight_decay": 0.01}
+# Adam divides by eps where a gradient is all rounding: less of it would blow that up.
+SETTINGS = {"lr": 1e-2, "eps": 1e-4, "grad_clip_norm": 0.5, "weight_decay": 0.01}
 FILE = "adapter_model.safetensors"
 
 
@@ -58,8 +59,9 @@ def engine(path, layout=None, **lora):
 
 
 def roles(path):
+    settings = SETTINGS | {"eps": 1e-3}  # behind a head of zeros, the first gradients are all rounding
     return {
-        "critic": ModelRole("critic", str(path), trainable=True, kind="value", optimizer=SETTINGS),
+        "critic": ModelRole("critic", str(path), trainable=True, kind="value", optimizer=settings),
         "ref": ModelRole("ref", str(path), trainable=False, kind="policy"),
     }
 
@@ -131,7 +133,8 @@ def test_adapters_are_those_of_one_rank(layout, checkpoint, truth, tmp_path):
             assert {name.split(".")[-3] for name in found["cut"] if "q_proj" in name or "up_proj" in name} == {"lora_B"}
             assert len(found["cut"]) == len(found["partial"]) == 2 * 7
         found = course(group, tmp_path)
-        group.submit(REQUESTS[:1])[0].result()
+        for future in group.submit(REQUESTS):
+            future.result()
         # Every rank has generated on the sum of its own parts, and points back at untouched weights afterwards.
         assert all(found["merged"] for found in group.workers.call("apply", kept))
         group.end_rollout()
@@ -210,7 +213,7 @@ def made(family, folder, **config):
 
 def learned(peers, path, **lora):
     """The adapter after three steps of several microbatches, as whole tensors, and the log-probs that it gives."""
-    adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerConfig(**SETTINGS | {"eps": 1e-4})
+    adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerConfig(**SETTINGS)
     role = load_role("actor", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), settings, True, adapter)
     for step in range(3):
         role.train(rows(7, seed=step), sft_loss_fn, 2)

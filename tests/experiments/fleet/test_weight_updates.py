@@ -140,9 +140,10 @@ def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtyp
 LORA = AdapterOptions(rank=4)
 
 
-def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet):
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet, tp_size):
     trainer = Engine(str(policy), config(adapter=LORA))
-    fleet = open_fleet(config(adapter=LORA))
+    fleet = open_fleet(config(adapter=LORA), tp_size=tp_size)
     futures = fleet.submit(requests(2, tokens=600))
     wait_until(lambda: generated(fleet) > 40)
     for version, mode in enumerate(MODES, start=1):
@@ -217,6 +218,22 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
             fleet.update_weights(group, version, mode, verify=True)
             assert same(replicas_of(fleet)[0], group.each_rank(parameters_of)[0])
             assert answers(fleet, requests(2)) == answers(group, requests(2))
+    finally:
+        group.close()
+
+
+@pytest.mark.long
+def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, open_fleet):
+    group = EngineGroup(str(policy), config(adapter=LORA), Layout(1, 2))
+    try:
+        fleet = open_fleet()
+        learn(group)
+        fleet.update_weights(group, 1, "shm", verify=True)
+        assert answers(fleet, requests(2)) == answers(group, requests(2))
+        apart = {name: p for name, p in group.each_rank(parameters_of)[0].items() if "q_proj.base_layer" in name}
+        for name, p in replicas_of(fleet)[0].items():
+            if "q_proj" in name:
+                assert not torch.equal(p, apart[name.replace(".weight", ".base_layer.weight")])
     finally:
         group.close()
 
