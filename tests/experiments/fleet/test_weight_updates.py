@@ -140,10 +140,9 @@ def test_masters_are_rounded_as_the_trainer_rounds_them(policy, open_fleet, dtyp
 LORA = AdapterOptions(rank=4)
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet, tp_size):
+def test_an_adapter_travels_alone_and_generation_runs_on_the_new_sum(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA))
-    fleet = open_fleet(config(adapter=LORA), tp_size=tp_size)
+    fleet = open_fleet(config(adapter=LORA))
     futures = fleet.submit(requests(2, tokens=600))
     wait_until(lambda: generated(fleet) > 40)
     for version, mode in enumerate(MODES, start=1):
@@ -223,6 +222,23 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
 
 
 @pytest.mark.long
+def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_fleet):
+    trainer = Engine(str(policy), config(adapter=LORA))
+    fleet = open_fleet(config(adapter=LORA), tp_size=2)
+    futures = fleet.submit(requests(2, tokens=150))
+    for version, mode in enumerate(MODES, start=1):
+        wait_for_tokens(fleet, 8)
+        learn(trainer, seed=version)
+        fleet.update_weights(trainer, version, mode, verify=True)
+    for future in futures:
+        assert set(future.result(timeout=120).sequences[0].versions) == {0, 1, 2, 3}
+    for found in replicas_of(fleet, adapter_of):
+        assert same(found, adapter_of(trainer))
+    assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+    trainer.close()
+
+
+@pytest.mark.long
 def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, open_fleet):
     group = EngineGroup(str(policy), config(adapter=LORA), Layout(1, 2))
     try:
@@ -230,10 +246,12 @@ def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, ope
         learn(group)
         fleet.update_weights(group, 1, "shm", verify=True)
         assert answers(fleet, requests(2)) == answers(group, requests(2))
-        apart = {name: p for name, p in group.each_rank(parameters_of)[0].items() if "q_proj.base_layer" in name}
-        for name, p in replicas_of(fleet)[0].items():
-            if "q_proj" in name:
-                assert not torch.equal(p, apart[name.replace(".weight", ".base_layer.weight")])
+        summed = group.each_rank(parameters_of)[0]  # generation has left the sums in place
+        merged = {name.replace(".base_layer", ""): p for name, p in summed.items() if ".lora_" not in name}
+        assert same(replicas_of(fleet)[0], merged)
+        group.end_rollout()
+        apart = group.each_rank(parameters_of)[0]
+        assert not torch.equal(apart[first := next(n for n in apart if n.endswith("base_layer.weight"))], summed[first])
     finally:
         group.close()
 
