@@ -54,7 +54,9 @@ class SpreadAdapter(Adapter):
     def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
         """See :meth:`Adapter.put`; of the weight, this rank's part."""
         base = layer.get_base_layer()
-        before: DTensor = base.weight
+        before = base.weight
+        if not isinstance(before, DTensor):  # every rank has all of this layer
+            return super().put(layer, weight)
         mesh, places = before.device_mesh, before.placements
         after = DTensor.from_local(weight, mesh, places, run_check=False, shape=before.shape, stride=before.stride())
         base._parameters["weight"] = nn.Parameter(after, requires_grad=False)
@@ -78,21 +80,20 @@ def as_if_whole(module: Any) -> Iterator[None]:
     So ``peft`` makes and reads whole matrices, and draws the random numbers that it would for a model in one process.
     """
     mesh, module._device_mesh = module._device_mesh, None
-    spread = [
-        (child, name, p)
-        for child in module.modules()
-        for name, p in child.named_parameters(recurse=False)
-        if isinstance(child, nn.Linear) and isinstance(p, DTensor)
-    ]
-    for child, name, p in spread:
-        wide = torch.empty(1, dtype=p.dtype, device=p.device).expand(p.shape)
-        child._parameters[name] = nn.Parameter(wide, requires_grad=p.requires_grad)
+    swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
+    for child in module.modules():
+        for name, own in child.named_parameters(recurse=False) if isinstance(child, nn.Linear) else ():
+            if isinstance(own, DTensor):
+                wide = torch.empty(1, dtype=own.dtype, device=own.device).expand(own.shape)
+                swapped.append((child, name, own, nn.Parameter(wide, requires_grad=own.requires_grad)))
+    for child, name, _, wide in swapped:
+        child._parameters[name] = wide
     try:
         yield
     finally:
-        for child, name, p in spread:
-            p.requires_grad_(child._parameters[name].requires_grad)
-            child._parameters[name] = p
+        for child, name, own, wide in swapped:
+            own.requires_grad_(wide.requires_grad)
+            child._parameters[name] = own
         module._device_mesh = mesh
 
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
-
-import torch
-
-from areno.engine.parallel.peers import Layout, connect
 
 
 class Counter:
@@ -58,18 +53,3 @@ def make_second(send):
 
 def refuse(send):
     raise RuntimeError("nothing can be made here")
-
-
-class Member:
-    """One of the ranks that share a replica."""
-
-    def __init__(self, rank: int, size: int, folder: Path) -> None:
-        self.peers = connect(Layout(1, size), rank, folder, torch.device("cpu"))
-
-    def apply(self, function, *arguments):
-        return function(self.peers, *arguments)
-
-
-def members(size: int, folder: Path):
-    """Makers of them."""
-    return [lambda _send, rank=rank: Member(rank, size, folder) for rank in range(size)]

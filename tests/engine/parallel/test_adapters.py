@@ -29,7 +29,7 @@ from areno.engine.train.optimizer import OptimizerConfig  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from areno.loss_fns import sft_loss_fn, value_loss_fn  # noqa: E402
 from areno.types import ModelRole  # noqa: E402
-from tests.engine.parallel.objects import members  # noqa: E402
+from tests.engine.parallel.replica import members  # noqa: E402
 from tests.engine.parallel.test_layouts import (  # noqa: E402
     LOSSES,
     PROMPTS,

@@ -14,7 +14,7 @@ from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.model.packing import PackedPlan
 from areno.engine.parallel.sharding import local_gradient, whole_of
 from areno.engine.parallel.workers import WorkerGroup
-from tests.engine.parallel.objects import members
+from tests.engine.parallel.replica import members
 from tests.support.tiny import tiny_module
 
 VOCAB = 97  # odd, so that the second rank's slice is the shorter one
