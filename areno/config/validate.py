@@ -196,6 +196,11 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         extra = "qlora" if options.load_in_4bit else "lora"
         option = "--load-in-4bit" if options.load_in_4bit else "--lora-rank"
         yield f"{option} needs the packages {', '.join(missing)}; install them: pip install 'areno[{extra}]'"
+    if options.load_in_4bit and options.tp_size > 1:
+        yield (
+            f"--load-in-4bit with --tp-size {options.tp_size}: weights in 4 bits cannot be spread over ranks; leave one of the "
+            "two out: --world-size N alone keeps the model whole on each device"
+        )
     if options.lora_dropout > 0 and spec.requires_rollout:
         yield (
             f"--lora-dropout {options.lora_dropout}: a rollout of {spec.name} drops nothing, so that the importance ratio "

@@ -167,8 +167,9 @@ class Role:
             weights: written in place of the model's own; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
+            if self.peers.replica == 0:
+                self.model.adapter.save(folder, writes=self.peers.first)
             if self.peers.first:
-                self.model.adapter.save(folder)
                 tokenizer.save_pretrained(folder)
             return
         module: Any = self.model.module
@@ -240,10 +241,10 @@ def load_role(
             f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
             "and this folder as --lora-adapter-path, or merge it first with areno export"
         )
-    if adapter is not None and options.peers.layout.tp_size > 1:
+    if adapter is not None and adapter.load_in_4bit and options.peers.layout.tp_size > 1:
         raise UsageError(
-            f"--lora-rank with --tp-size {options.peers.layout.tp_size}: an adapter is not spread over ranks yet; use "
-            "--tp-size 1, with any --world-size"
+            f"--load-in-4bit with --tp-size {options.peers.layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
+            "leave one of the two out: --world-size N alone keeps the model whole on each device"
         )
     if adapter is not None:
         options = replace(options, four_bit=adapter.load_in_4bit)
@@ -276,5 +277,7 @@ def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Opt
     from areno.engine.parallel.sharding import partial_names
     from areno.engine.train.sharded import ShardedAdamW
 
-    names = [name for name, _ in model.parameters()]
-    return ShardedAdamW(model.parameters(), config, peers, partial_names(model.config, names))
+    partial = partial_names(model.config, [name for name, _ in model.parameters()])
+    if model.adapter is not None:
+        partial |= model.adapter.partial_names()
+    return ShardedAdamW(model.parameters(), config, peers, partial)

@@ -73,6 +73,10 @@ def test_adapters_that_work_are_accepted(workspace, argv):
         (["--lora-adapter-path", "gone"], "--lora-adapter-path folder does not exist: gone; give the folder of a PEFT"),
         (["--lora-adapter-path", "model"], "--lora-adapter-path model has no adapter_config.json"),
         (
+            [*LORA, "--load-in-4bit", "--world-size", "2", "--tp-size", "2"],
+            "--load-in-4bit with --tp-size 2: weights in 4 bits cannot be spread over ranks; leave one of the two out",
+        ),
+        (
             [*LORA, "--ckpt", "adapter"],
             "--ckpt adapter is an adapter, and a new one would have no model to belong to; give its base model there and "
             "--lora-adapter-path adapter, or merge it first with areno export",

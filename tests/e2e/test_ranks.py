@@ -110,6 +110,23 @@ def test_ctrl_c_saves_and_the_run_goes_on_in_another_layout(checkpoint, tmp_path
     assert steps == list(range(done + 2))
 
 
+def test_an_adapter_learns_on_spread_layers_and_goes_on_in_one_process(checkpoint, tmp_path):
+    pytest.importorskip("peft")
+    task, found = write_task(tmp_path / "task"), {}
+    lora = ("--lora-rank", 4, "--kl-coef", "0.1", "--adam-eps", "1e-4", "--eager-decode")
+    for name, layout in (("one", ()), ("spread", ("--world-size", 2, "--tp-size", 2))):
+        run = tmp_path / name
+        done = areno(*task_arguments("grpo", checkpoint, task, run), *lora, *layout, "--max-steps", 2)
+        assert done.returncode == 0, done.stderr + done.stdout
+        resumed = areno("train", "--resume", run, "--max-steps", 3, "--world-size", 1, "--tp-size", 1)
+        assert resumed.returncode == 0, resumed.stderr + resumed.stdout
+        assert not list((run / "checkpoints" / "step_000003").glob("model*.safetensors"))
+        found[name] = load_file(run / "checkpoints" / "step_000003" / "adapter_model.safetensors")
+    assert found["one"].keys() == found["spread"].keys()
+    for name, tensor in found["one"].items():
+        assert (found["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+
 @pytest.mark.parametrize("algo", ["sft", "dpo", "ppo"])
 def test_runs_of_other_algorithms_on_two_ranks_learn_the_same(algo, checkpoint, tmp_path):
     task = write_task(tmp_path / "task")

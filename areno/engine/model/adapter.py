@@ -9,10 +9,11 @@ same module is the reference policy.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -89,7 +90,7 @@ class Adapter:
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         self._wrapped = wrapped
         self._layers = _adapted_layers(wrapped)
-        self._base: list[tuple[nn.Parameter, Tensor]] = []
+        self._base: list[Callable[[], None]] = []
         self._changing = threading.Lock()
         self.merges = may_merge and _is_plain(wrapped, self._layers)
 
@@ -124,10 +125,14 @@ class Adapter:
             if self._base or not self.merges:
                 return
             for layer in self._layers:
-                weight = cast(nn.Parameter, layer.get_base_layer().weight)
-                self._base.append((weight, weight.data))
-                weight.data = self.sum_of(layer)
+                self._base.append(self.put(layer, self.sum_of(layer)))
                 layer.merged_adapters.append(NAME)
+
+    def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
+        """Let a layer that has an adapter multiply with another weight; returns what puts its own back."""
+        own = cast(nn.Parameter, layer.get_base_layer().weight)
+        before, own.data = own.data, weight
+        return functools.partial(setattr, own, "data", before)
 
     def sum_of(self, layer: Any) -> Tensor:
         """Weight plus adapter of a layer that has one, while they are apart."""
@@ -138,8 +143,8 @@ class Adapter:
         with self._changing:
             for layer in self._layers if self._base else ():
                 layer.merged_adapters.clear()
-            for weight, data in self._base:
-                weight.data = data
+            for put_back in self._base:
+                put_back()
             self._base = []
 
     @contextmanager
@@ -160,9 +165,25 @@ class Adapter:
         with self._wrapped.disable_adapter():
             yield
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` reads them."""
-        self._wrapped.save_pretrained(folder, save_embedding_layers=False)
+    def partial_names(self) -> set[str]:
+        """Parameters that each rank holds whole but sees only a part of the gradient of."""
+        return set()
+
+    def state(self) -> dict[str, Tensor] | None:
+        """The whole tensors to be saved, where they are not simply the module's."""
+        return None
+
+    def save(self, folder: str | Path, *, writes: bool = True) -> None:
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` reads them.
+
+        Args:
+            folder: where to.
+            writes: whether this rank does; the others of its replica give it their parts.
+        """
+        state = self.state()
+        if not writes:
+            return
+        self._wrapped.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         (Path(folder) / "README.md").unlink(missing_ok=True)  # an empty form for a model card
 
 
@@ -194,7 +215,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
         UsageError: the adapter does not fit the model; or no layer has the wanted name.
     """
     require_packages()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _made_whole(module):
         warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
         if options.adapter_path is not None:
             wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
@@ -204,7 +225,11 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
     _refuse_tied(module, _adapted_layers(wrapped))
     module.eval()  # new layers begin in training mode, in which they would drop
-    return Adapter(wrapped, may_merge=may_merge)
+    if not _is_spread(module):
+        return Adapter(wrapped, may_merge=may_merge)
+    from areno.engine.model.spread_adapter import SpreadAdapter  # costs a second to import, and few need it
+
+    return SpreadAdapter(wrapped, may_merge=may_merge)
 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
@@ -214,8 +239,28 @@ def merge_for_good(module: nn.Module, path: str) -> nn.Module:
         UsageError: the adapter does not fit the model.
     """
     require_packages()
-    merged: nn.Module = _load(module, path, trainable=False).merge_and_unload()
+    with _made_whole(module):
+        wrapped = _load(module, path, trainable=False)
+    if _is_spread(module):
+        from areno.engine.model.spread_adapter import merge_spread
+
+        return merge_spread(wrapped, _adapted_layers(wrapped)).requires_grad_(True)
+    merged: nn.Module = wrapped.merge_and_unload()
     return merged.requires_grad_(True)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Whether ``transformers`` has spread a module over ranks."""
+    return getattr(module, "_tp_size", None) not in (None, 1)
+
+
+def _made_whole(module: nn.Module) -> AbstractContextManager[None]:
+    """Adapters that are made or read in the block are whole, also those of a spread module."""
+    if not _is_spread(module):
+        return nullcontext()
+    from areno.engine.model.spread_adapter import as_if_whole
+
+    return as_if_whole(module)
 
 
 def brings_head(path: str) -> bool:
@@ -254,6 +299,8 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
     try:
         config: Any = peft.PeftConfig.from_pretrained(path)
         _refuse_other_kinds(config, path)
+        if _is_spread(module):
+            _refuse_other_starts(config, path)
         config.lora_dropout = dropout
         return peft.PeftModel.from_pretrained(
             cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
@@ -275,6 +322,16 @@ def _refuse_other_kinds(config: Any, path: str) -> None:
         raise UsageError(
             f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which would not be frozen "
             "any more; use one with bias='none'"
+        )
+
+
+def _refuse_other_starts(config: Any, path: str) -> None:
+    """What begins by taking the base model's weights apart."""
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        raise UsageError(
+            f"the adapter {path} was begun with init_lora_weights={config.init_lora_weights!r}, which changes whole weights, "
+            "and with --tp-size no rank has them; use --tp-size 1, or convert it to a plain one "
+            "(path_initial_model_for_weight_conversion of peft)"
         )
 
 

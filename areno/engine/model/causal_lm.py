@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.token_logprobs import VocabularyShare, token_logprobs
 
 # 32 MiB of fp32 logits: large enough for efficient matrix products, small beside any model that needs chunks.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
@@ -54,6 +55,7 @@ class CausalLM(PackedModel):
         super().__init__(module)
         self._head = copy.copy(module)
         self._head._modules = {**module._modules, self._prefix: _PassThrough()}
+        self._share = _share_of(module)
 
     @property
     def vocab_size(self) -> int:
@@ -61,7 +63,12 @@ class CausalLM(PackedModel):
         return int(self.config.get_text_config().vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, C], in the model's dtype."""
+        """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient where ranks share the vocabulary."""
+        logits = self.own_logits(hidden)
+        return logits if self._share is None else self._share.whole(logits)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """The logits [N, V of this rank] of hidden states [N, C]: all, unless ranks share the vocabulary."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
@@ -75,7 +82,7 @@ class CausalLM(PackedModel):
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         """:meth:`logprobs`, and the entropy [N] of each distribution, without gradient ([0] if not wanted)."""
-        rows = max(CHUNK_ELEMENTS // self.vocab_size, 1)
+        rows = max(CHUNK_ELEMENTS // (self.vocab_size if self._share is None else self._share.longest), 1)
         run = functools.partial(self._chunk, entropy=entropy)
         if len(targets) <= rows:
             return run(hidden, targets, temperatures)
@@ -87,38 +94,13 @@ class CausalLM(PackedModel):
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _chunk(self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        return _TokenLogprobs.apply(self.logits(hidden), targets, temperatures, entropy)
+        return token_logprobs(self.own_logits(hidden), targets, temperatures, entropy, self._share)
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row; backward fills one buffer where autograd would make five of the logits' size."""
+def _share_of(module: nn.Module) -> VocabularyShare | None:
+    """What this rank has of the output head of a model that may be spread over ranks."""
+    if (getattr(module, "_tp_size", None) or 1) == 1:
+        return None
+    from areno.engine.parallel.sharding import vocabulary_share  # costs a second to import, and few need it
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        scaled = scale_logits(logits, temperatures)
-        normaliser = scaled.logsumexp(-1)
-        ctx.save_for_backward(scaled, normaliser, tokens, temperatures)
-        ctx.dtype = logits.dtype
-        spread = _entropy(scaled, normaliser) if entropy else normaliser.new_zeros(0)
-        ctx.mark_non_differentiable(spread)
-        return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        scaled, normaliser, tokens, temperatures = ctx.saved_tensors
-        weight = (grad / temperatures)[:, None]
-        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
-        return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
-
-
-def _entropy(scaled: Tensor, normaliser: Tensor) -> Tensor:
-    """Entropy [N] in nats of softmax(scaled [N, V]); tokens that a model rules out with -inf add nothing."""
-    mass = (scaled - normaliser[:, None]).exp_().mul_(scaled)
-    return normaliser - mass.nan_to_num_(nan=0.0).sum(-1)
-
-
-def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits [N, V] divided by each row's temperature, in fp32."""
-    return logits.float() / temperatures[:, None]
+    return vocabulary_share(module)

@@ -173,7 +173,7 @@ def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash")
         attn_backend,
         wrap=CausalLM,
         stock=lambda ids: module(input_ids=ids, use_cache=False).logits,
-        ours=lambda model, hidden: model.logits(hidden),
+        ours=lambda model, hidden: model.own_logits(hidden),
     )
 
 
@@ -230,7 +230,7 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
         disable_progress_bar()
     tp_size = options.peers.layout.tp_size
     if tp_size > 1:
-        more |= _spread(path, options, more.get("config"))
+        more |= _spread(kind, path, options, more.get("config"))
     if not options.dummy:
         module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
         _refuse_random_weights(report, options.option, path)
@@ -240,7 +240,7 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
 
 
-def _spread(path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
+def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
     """Arguments that make ``transformers`` load this rank's part."""
     from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
 
@@ -248,7 +248,9 @@ def _spread(path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
     if options.dummy:
         raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    return {"distributed_config": distributed_config(config, tp_size, options.option, path)}
+    module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
+    own_plan = getattr(module, "_tp_plan", None) or {}
+    return {"distributed_config": distributed_config(config, own_plan, tp_size, options.option, path)}
 
 
 def _compute_alike(module: nn.Module) -> None:

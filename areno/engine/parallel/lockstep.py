@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from areno.engine.parallel.peers import Channel
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.sampler import Draw
@@ -122,6 +124,9 @@ class FollowingLoop(_Counting):
             raise EngineError(
                 "the ranks of a replica have sampled different tokens; this is a defect, please report it"
             )
+        if message.arrived and self.model.adapter is not None:
+            with torch.inference_mode(False):  # as in the thread that asks the leader
+                self.model.adapter.merge()
         with self._wake:
             groups = {number: self._group(request) for number, request in message.arrived}
             self._followed |= groups

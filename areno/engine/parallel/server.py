@@ -106,8 +106,9 @@ class EngineServer:
         """Nothing is pending any more: drop the cache unless it is to be kept."""
         if self.peers.leads:
             self.engine.end_rollout()
-        elif not self.engine.config.keep_rollout_state:
-            self.engine.loop.wait_idle()
+            return
+        self.engine.wait_idle()
+        if not self.engine.config.keep_rollout_state:
             self.engine.loop.drop_cache()
 
     def train(

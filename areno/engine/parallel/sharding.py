@@ -5,6 +5,7 @@ Parameters that a plan shards are ``DTensor``s. Everything here also takes plain
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -12,17 +13,30 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PretrainedConfig
 from transformers.distributed import DistributedConfig
 
+from areno.engine.model.token_logprobs import VocabularyShare
+from areno.engine.parallel.peers import Group
 from areno.errors import UnsupportedModelError
 
+# Styles of an output head that put the ranks' logits together.
+_GATHERS = ("colwise_gather_output", "colwise_rep")
 # A style that sums the accumulated gradient over the ranks after every backward pass: wrong from the second microbatch on.
 _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
-def distributed_config(config: PretrainedConfig, tp_size: int, option: str, path: str) -> DistributedConfig:
+def distributed_config(
+    config: PretrainedConfig, head_plan: dict[str, str], tp_size: int, option: str, path: str
+) -> DistributedConfig:
     """How ``transformers`` is to spread a model.
 
     Where a plan would sum gradients in a hook, the parameters are kept whole and :func:`partial_names` tells the optimizer
-    to sum them once.
+    to sum them once. Where it would put logits together, every rank keeps its own: see :func:`vocabulary_share`.
+
+    Args:
+        config: of the model.
+        head_plan: the plan of the model's class, which is for what lies above the body.
+        tp_size: number of ranks.
+        option: what an error message calls the place that named the checkpoint.
+        path: of the checkpoint.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, or its heads do not divide.
@@ -42,8 +56,21 @@ def distributed_config(config: PretrainedConfig, tp_size: int, option: str, path
                 f"--tp-size {tp_size}: {path} has {name} {heads}, which {tp_size} ranks cannot share; use "
                 f"{' or '.join(fitting)}"
             )
-    whole = {f"model.{name}": "replicate" for name in _summed(plan)}
-    return DistributedConfig(tp_size=tp_size, tp_plan=whole or "auto")
+    changed = {f"model.{name}": "replicate" for name in _summed(plan)}
+    changed |= {name: "colwise" for name, style in head_plan.items() if style in _GATHERS}
+    return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")
+
+
+def vocabulary_share(module: Any) -> VocabularyShare | None:
+    """Which slice of the vocabulary this rank's output head gives; None where it gives all."""
+    head = module.get_output_embeddings()
+    name = next((name for name, child in module.named_modules() if child is head), "")
+    if head is None or style_of(module, name) != "colwise":
+        return None
+    weight: DTensor = head.weight
+    channel = Group(weight.device_mesh.get_group(), weight.device)
+    longest = -(-len(weight) // channel.size)
+    return VocabularyShare(channel.rank * longest, len(weight.to_local()), longest, len(weight), channel)
 
 
 def _summed(plan: dict[str, str]) -> list[str]:
@@ -64,6 +91,13 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
         )
 
     return {name for name in names if fits(name)}
+
+
+def style_of(module: Any, name: str) -> str | None:
+    """How a layer of a module is spread, as the plan calls it; None where every rank has all of it."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    style: str | None = module.tp_plan.get(generic)
+    return style
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from areno.engine.model.causal_lm import scale_logits
+from areno.engine.model.token_logprobs import scale_logits
 from areno.engine.rollout import inverse_cdf
 from areno.engine.rollout.counter_rng import uniforms
 from areno.engine.rollout.filters import Filters

@@ -151,11 +151,9 @@ class ShardedAdamW(Paced):
     def collect(self) -> GradientStats:
         """Sum the gradient over the ranks, and look at it."""
         for segment in self._segments:
-            flat = self._flat[segment.start : segment.stop]
             if segment.name not in self._filled:
-                flat.zero_()
-            if segment.partial:
-                self.peers.tensor.sum(flat)
+                self._flat[segment.start : segment.stop].zero_()
+        self._sum_partial()
         self._gradient = self._sums.part()
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(4, dtype=torch.float64, device=self._flat.device)
@@ -168,6 +166,14 @@ class ShardedAdamW(Paced):
         found[3] = float(bool(self._filled))
         square, nonzero, total, seen = self.peers.tensor.sum(self.peers.data.sum(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
+
+    def _sum_partial(self) -> None:
+        """Sum what each rank of a replica has seen a part of, all at once."""
+        parts = [self._flat[segment.start : segment.stop] for segment in self._segments if segment.partial]
+        if parts:
+            summed = self.peers.tensor.sum(torch.cat(parts))
+            for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

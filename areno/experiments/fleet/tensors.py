@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,17 +80,18 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
 
     Every rank of a replica must take them all, in this order: those that share a tensor put it together.
     """
-    whole = _whole if engine.config.peers.layout.tp_size > 1 else torch.Tensor.detach
+    put_together = _put_together if engine.config.peers.layout.tp_size > 1 else lambda part, _: part
     model = engine.actor.model
     own = dict(model.module.named_parameters())
     for spec in specs:
         layer, _, last = spec.name.rpartition(".")
         if spec.name in own:
-            tensor = whole(own[spec.name])
+            tensor = put_together(own[spec.name].detach(), own[spec.name])
         elif last == "weight" and model.adapter is not None:
-            tensor = model.adapter.sum_of(model.module.get_submodule(layer)).detach()
+            adapted: Any = model.module.get_submodule(layer)
+            tensor = put_together(model.adapter.sum_of(adapted).detach(), adapted.get_base_layer().weight)
         else:
-            tensor = whole(own[_base_name(spec.name)])
+            tensor = put_together(own[_base_name(spec.name)].detach(), own[_base_name(spec.name)])
         yield spec, tensor.to(spec.dtype)
 
 
@@ -99,10 +101,10 @@ def _base_name(name: str) -> str:
     return f"{layer}.base_layer.{last}"
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _put_together(part: Tensor, like: Tensor) -> Tensor:
     from areno.engine.parallel.sharding import local, whole_of
 
-    return whole_of(local(parameter.detach()), parameter)
+    return whole_of(local(part), like)
 
 
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:

@@ -77,6 +77,9 @@ def course(engine, folder):
     found["weights"]["critic"] = load_file(folder / "critic" / "model.safetensors")
     found["results"] = [future.result() for future in engine.submit(REQUESTS)]
     found["logprobs"] = engine.score_logprobs("actor", PROMPTS, [1.0, 0.5, 1.0, 2.0])
+    first = [result.sequences[0].resp_tokens for result in found["results"]]
+    spoken = [request.prompt_tokens + tokens for request, tokens in zip(REQUESTS, first, strict=True)]
+    found["again"] = engine.score_logprobs("actor", spoken, [1.0] * len(spoken))
     found["values"] = engine.score_values("critic", PROMPTS)
     return found
 
@@ -147,6 +150,9 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
             assert [[t for t, _ in top] for top in got.top_logprobs] == [
                 [t for t, _ in top] for top in expected.top_logprobs
             ]
+    for request, result, again in zip(REQUESTS, found["results"], found["again"], strict=True):
+        # What the sampler said of whole logits is what training says of slices.
+        assert result.sequences[0].resp_logprobs == pytest.approx(again[len(request.prompt_tokens) :], abs=1e-5)
     assert_near(found["logprobs"], truth["logprobs"])
     assert_near(found["values"], truth["values"])
 

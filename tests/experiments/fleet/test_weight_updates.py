@@ -222,6 +222,41 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
         group.close()
 
 
+@pytest.mark.long
+def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_fleet):
+    trainer = Engine(str(policy), config(adapter=LORA))
+    fleet = open_fleet(config(adapter=LORA), tp_size=2)
+    futures = fleet.submit(requests(2, tokens=150))
+    for version, mode in enumerate(MODES, start=1):
+        wait_for_tokens(fleet, 8)
+        learn(trainer, seed=version)
+        fleet.update_weights(trainer, version, mode, verify=True)
+    for future in futures:
+        assert set(future.result(timeout=120).sequences[0].versions) == {0, 1, 2, 3}
+    for found in replicas_of(fleet, adapter_of):
+        assert same(found, adapter_of(trainer))
+    assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+    trainer.close()
+
+
+@pytest.mark.long
+def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, open_fleet):
+    group = EngineGroup(str(policy), config(adapter=LORA), Layout(1, 2))
+    try:
+        fleet = open_fleet()
+        learn(group)
+        fleet.update_weights(group, 1, "shm", verify=True)
+        assert answers(fleet, requests(2)) == answers(group, requests(2))
+        summed = group.each_rank(parameters_of)[0]  # generation has left the sums in place
+        merged = {name.replace(".base_layer", ""): p for name, p in summed.items() if ".lora_" not in name}
+        assert same(replicas_of(fleet)[0], merged)
+        group.end_rollout()
+        apart = group.each_rank(parameters_of)[0]
+        assert not torch.equal(apart[first := next(n for n in apart if n.endswith("base_layer.weight"))], summed[first])
+    finally:
+        group.close()
+
+
 def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, open_fleet):
     fleet = open_fleet(tp_size=2)
     futures = fleet.submit(requests(2, tokens=150))

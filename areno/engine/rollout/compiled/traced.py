@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from areno.engine.kernels import plain_draw as draw_kernel
 from areno.engine.kernels.decode_attention import decode_attention, takes
 from areno.engine.model.attention import LayerAttention
-from areno.engine.model.causal_lm import CausalLM, scale_logits
+from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.token_logprobs import scale_logits
 from areno.engine.rollout import inverse_cdf
 from areno.engine.rollout.kv_cache import DecodePlan, KVTables
 

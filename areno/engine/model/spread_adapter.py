@@ -1,0 +1,176 @@
+"""Adapters of a model whose layers are spread over the ranks of a replica.
+
+An adapter is cut as its layer is. Beside a layer whose output is cut, the first matrix is whole on every rank and the second
+one cut in its rows; beside a layer whose input is cut, the first matrix is cut in its columns and the second one whole. Its
+product is added before the ranks put their parts of the layer's output together, so it costs no talk of its own. Each rank
+then sees a part of the gradient of the matrix that is whole: the optimizer sums it once per step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+from areno.engine.model.adapter import NAME, Adapter
+from areno.engine.parallel.sharding import local, part_of, style_of, whole_of
+from areno.errors import UsageError
+
+# Styles of linear layers that hand their product on as it is, or put it together after it.
+_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+
+
+class SpreadAdapter(Adapter):
+    """The adapter of a spread module; the calls of every rank must be the same.
+
+    Args:
+        wrapped: the module, as ``peft`` has wrapped it in place, with whole matrices.
+        may_merge: see :class:`Adapter`.
+
+    Raises:
+        UsageError: it belongs to a layer that is spread in a way it cannot follow.
+    """
+
+    def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
+        super().__init__(wrapped, may_merge=may_merge)
+        self._trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+        self._partial: set[int] = set()
+        for name, layer, style in _spread_layers(wrapped.get_base_model(), self._layers):
+            _refuse_other_layers(name, layer, style)
+            self._partial.add(id(_cut(layer, style)))
+
+    def partial_names(self) -> set[str]:
+        """See :meth:`Adapter.partial_names`."""
+        module: nn.Module = self._wrapped.get_base_model()
+        return {name for name, p in module.named_parameters() if id(p) in self._partial}
+
+    def put(self, layer: Any, weight: Tensor) -> Callable[[], None]:
+        """See :meth:`Adapter.put`; of the weight, this rank's part."""
+        base = layer.get_base_layer()
+        before = base.weight
+        if not isinstance(before, DTensor):  # every rank has all of this layer
+            return super().put(layer, weight)
+        mesh, places = before.device_mesh, before.placements
+        after = DTensor.from_local(weight, mesh, places, run_check=False, shape=before.shape, stride=before.stride())
+        base._parameters["weight"] = nn.Parameter(after, requires_grad=False)
+        return functools.partial(base._parameters.__setitem__, "weight", before)
+
+    def sum_of(self, layer: Any) -> Tensor:
+        """This rank's part of weight plus adapter; see :meth:`Adapter.sum_of`."""
+        first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
+        return local(layer.get_base_layer().weight) + second @ first * layer.scaling[NAME]
+
+    def state(self) -> dict[str, Tensor]:
+        """See :meth:`Adapter.state`; every rank must call."""
+        named = self._wrapped.named_parameters()
+        return {name: whole_of(local(p.detach()), p) for name, p in named if name in self._trained}
+
+
+@contextmanager
+def as_if_whole(module: Any) -> Iterator[None]:
+    """In the block no linear layer is spread; their weights are as wide as all ranks' parts, without values or memory.
+
+    So ``peft`` makes and reads whole matrices, and draws the random numbers that it would for a model in one process.
+    """
+    mesh, module._device_mesh = module._device_mesh, None
+    swapped: list[tuple[Any, str, nn.Parameter, nn.Parameter]] = []
+    for child in module.modules():
+        for name, own in child.named_parameters(recurse=False) if isinstance(child, nn.Linear) else ():
+            if isinstance(own, DTensor):
+                wide = torch.empty(1, dtype=own.dtype, device=own.device).expand(own.shape)
+                swapped.append((child, name, own, nn.Parameter(wide, requires_grad=own.requires_grad)))
+    for child, name, _, wide in swapped:
+        child._parameters[name] = wide
+    try:
+        yield
+    finally:
+        for child, name, own, wide in swapped:
+            own.requires_grad_(wide.requires_grad)
+            child._parameters[name] = own
+        module._device_mesh = mesh
+
+
+@torch.no_grad()
+def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
+    """Add an adapter of whole matrices to a spread module's weights, and return the module without it.
+
+    Raises:
+        UsageError: it belongs to a layer that is spread in a way it cannot follow.
+    """
+    for name, layer, style in _spread_layers(wrapped.get_base_model(), layers):
+        _refuse_other_layers(name, layer, style)
+    for layer in layers:
+        weight = layer.get_base_layer().weight
+        local(weight).add_(part_of(layer.get_delta_weight(NAME), weight))
+    return cast(nn.Module, wrapped.unload())
+
+
+def _spread_layers(module: Any, layers: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Name, layer and style of the layers that are spread; the others every rank computes as a whole."""
+    names = {id(layer): name for name, layer in module.named_modules()}
+    for layer in layers:
+        name = names[id(layer)]
+        weight = layer.get_base_layer()._parameters.get("weight")
+        style = style_of(module, name)
+        if style is not None or not isinstance(weight, nn.Parameter) or isinstance(weight, DTensor):
+            yield name, layer, str(style)
+
+
+def _refuse_other_layers(name: str, layer: Any, style: str) -> None:
+    from peft.tuners.lora import Linear
+
+    plain = type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear and not layer.lora_variant
+    if not plain or style not in (*_COLUMNS, *_ROWS) or layer.lora_B[NAME].bias is not None:
+        what = f"{name} ({type(layer.get_base_layer()).__name__}, {style})"
+        raise UsageError(
+            f"--tp-size: an adapter of {what} cannot be spread over ranks, only plain ones of linear layers that are cut "
+            "in rows or columns can; leave it out of --lora-target-modules, or use --tp-size 1, with any --world-size"
+        )
+
+
+def _cut(layer: Any, style: str) -> nn.Parameter:
+    """Give this rank its part of a layer's adapter, inside of what spreads the layer; returns the matrix that stays whole."""
+    base = layer.get_base_layer()
+    mesh, in_columns = base.weight.device_mesh, style in _COLUMNS
+    first, second = layer.lora_A[NAME], layer.lora_B[NAME]
+    cut, place = (second, Shard(0)) if in_columns else (first, Shard(1))
+    cut.weight = nn.Parameter(distribute_tensor(cut.weight.detach(), mesh, [place], src_data_rank=None))
+    # What transformers has put around the layer's product goes around the sum of both.
+    del base.forward
+    base.forward = functools.partial(_product_and_adapter, type(base).forward, base, layer, in_columns)
+    ALL_PARALLEL_STYLES[style].install_forward(base, mesh)
+    layer.forward = base.forward
+    return cast(nn.Parameter, (first if in_columns else second).weight)
+
+
+def _product_and_adapter(
+    product: Callable[[nn.Module, Tensor], Tensor], base: nn.Module, layer: Any, in_columns: bool, x: Tensor
+) -> Tensor:
+    """This rank's part of the layer's output [..., O]: its own columns, or a summand of all."""
+    out = product(base, x)
+    if layer.disable_adapters or layer.merged:
+        return out
+    first, second = local(layer.lora_A[NAME].weight), local(layer.lora_B[NAME].weight)
+    part = layer.lora_dropout[NAME](_local(x, Partial() if in_columns else None).to(first.dtype))
+    added = nn.functional.linear(nn.functional.linear(part, first), second) * layer.scaling[NAME]
+    own = _local(out, None if in_columns else Replicate())
+    total = (own + added).to(own.dtype)
+    if not isinstance(out, DTensor):
+        return total
+    return DTensor.from_local(
+        total, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
+    )
+
+
+def _local(tensor: Tensor, gradient: Placement | None) -> Tensor:
+    """This rank's part, whose gradient is placed as the tensor unless ``gradient`` says how."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=tensor.placements if gradient is None else [gradient])

@@ -1,0 +1,132 @@
+"""Log-probs and entropies from logits, with a gradient that fills one buffer where autograd would make five of their size.
+
+The vocabulary may be spread over ranks. Each rank then has a slice of every row's logits, and what it tells the others is
+four numbers per row: the largest of its logits, the sum of their exponentials, the target's logit, and the mean that the
+entropy takes. The gradient of a slice needs nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from areno.engine.parallel.peers import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """This rank's slice of a vocabulary that is spread over ranks; the last ranks' slices may be shorter.
+
+    Attributes:
+        start: first token of the slice.
+        width: tokens in it.
+        longest: tokens in the first rank's slice.
+        total: tokens in all slices.
+        channel: to the ranks with the other slices, in the order of slices.
+    """
+
+    start: int
+    width: int
+    longest: int
+    total: int
+    channel: Channel
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [N, total] of slices [N, width], without gradient; every rank must call."""
+        mine = pad(logits.detach(), (0, self.longest - self.width))
+        slices = self.channel.join(mine.reshape(-1)).view(self.channel.size, len(logits), self.longest)
+        return slices.movedim(0, 1).reshape(len(logits), -1)[:, : self.total]
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool, share: VocabularyShare | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens, and entropies in nats without gradient.
+
+    Args:
+        logits: [N, V], or this rank's slice of them.
+        tokens: [N], ids of the whole vocabulary.
+        temperatures: [N].
+        entropy: whether it is wanted.
+        share: which slice; None for all of them.
+
+    Returns:
+        Log-probs [N] in fp32, and entropies [N], or [0] if not wanted.
+    """
+    if share is None:
+        return _TokenLogprobs.apply(logits, tokens, temperatures, entropy)
+    return _SharedTokenLogprobs.apply(logits, tokens, temperatures, entropy, share)
+
+
+def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits [N, V] divided by each row's temperature, in fp32."""
+    return logits.float() / temperatures[:, None]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-softmax at one index per row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        scaled = scale_logits(logits, temperatures)
+        normaliser = scaled.logsumexp(-1)
+        ctx.save_for_backward(scaled, normaliser, tokens, temperatures)
+        ctx.dtype = logits.dtype
+        spread = normaliser - _mean(scaled, normaliser) if entropy else normaliser.new_zeros(0)
+        ctx.mark_non_differentiable(spread)
+        return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor, _: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        scaled, normaliser, tokens, temperatures = ctx.saved_tensors
+        weight = (grad / temperatures)[:, None]
+        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
+        return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
+
+
+class _SharedTokenLogprobs(torch.autograd.Function):
+    """The same over a slice of each row; every rank of the share makes the same calls, and gets the same results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool, share: VocabularyShare
+    ) -> tuple[Tensor, Tensor]:
+        scaled = scale_logits(logits, temperatures)
+        own = scaled.logsumexp(-1)
+        inside = (tokens >= share.start) & (tokens < share.start + share.width)
+        column = torch.where(inside, tokens - share.start, 0)[:, None]
+        picked = torch.where(inside, scaled.gather(-1, column)[:, 0], 0.0)
+        mean = _mean(scaled, own) if entropy else torch.zeros_like(own)
+        owns, picks, means = _of_all(torch.stack([own, picked, mean]), share.channel).unbind(1)
+        normaliser = owns.logsumexp(0)
+        ctx.save_for_backward(scaled, normaliser, column, temperatures, inside)
+        ctx.dtype = logits.dtype
+        weights = (owns - normaliser).exp()
+        spread = normaliser - (weights * means).sum(0) if entropy else normaliser.new_zeros(0)
+        ctx.mark_non_differentiable(spread)
+        return picks.sum(0) - normaliser, spread
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor, _: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        scaled, normaliser, column, temperatures, inside = ctx.saved_tensors
+        weight = (grad / temperatures)[:, None]
+        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
+        return gradient.scatter_add_(-1, column, weight * inside[:, None]).to(ctx.dtype), None, None, None, None
+
+
+def _mean(scaled: Tensor, normaliser: Tensor) -> Tensor:
+    """Mean logit [N] under softmax(scaled [N, V]); tokens that a model rules out with -inf add nothing."""
+    return (scaled - normaliser[:, None]).exp_().mul_(scaled).nan_to_num_(nan=0.0).sum(-1)
+
+
+def _of_all(numbers: Tensor, channel: Channel) -> Tensor:
+    """What every rank says [size, *numbers.shape], in the order of ranks."""
+    return channel.join(numbers.reshape(-1)).view(channel.size, *numbers.shape)

@@ -1,0 +1,24 @@
+"""Ranks that share a replica, for tests of models without an engine; apart from ``objects``, which must be quick to import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from areno.engine.parallel.peers import Layout, connect
+
+
+class Member:
+    """One of the ranks."""
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.peers = connect(Layout(1, size), rank, folder, torch.device("cpu"))
+
+    def apply(self, function, *arguments):
+        return function(self.peers, *arguments)
+
+
+def members(size: int, folder: Path):
+    """Makers of them."""
+    return [lambda _send, rank=rank: Member(rank, size, folder) for rank in range(size)]

@@ -1,0 +1,114 @@
+"""Log-probs from slices of a vocabulary, against stock transformers in float64, on two ranks that share each model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from areno.engine.model import causal_lm
+from areno.engine.model.loading import LoadOptions, load_causal_lm
+from areno.engine.model.packing import PackedPlan
+from areno.engine.parallel.sharding import local_gradient, whole_of
+from areno.engine.parallel.workers import WorkerGroup
+from tests.engine.parallel.replica import members
+from tests.support.tiny import tiny_module
+
+VOCAB = 97  # odd, so that the second rank's slice is the shorter one
+MODELS = {
+    "untied": ("llama", {"tie_word_embeddings": False}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "softcap": ("gemma2", {"tie_word_embeddings": True, "final_logit_softcapping": 2.0}),
+    "scaled": ("granite", {"tie_word_embeddings": True}),
+}
+TOKENS = 23
+WEIGHTS = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    targets[:4] = torch.tensor([0, 48, 49, VOCAB - 1])  # both sides of the cut, and both ends
+    return ids, targets, torch.linspace(0.5, 2.0, TOKENS)
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the shape of every plain tensor that is made; what DTensors do shows as what they do with their parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        made = function(*args, **(kwargs or {}))
+        for value in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(value, torch.Tensor) and not isinstance(
+                value, FakeTensor
+            ):  # DTensor reckons shapes with those
+                self.shapes.add(tuple(value.shape))
+        return made
+
+    def with_width(self, width):
+        """Tensors [..., tokens, width]."""
+        return {shape for shape in self.shapes if len(shape) > 1 and shape[-1] == width}
+
+
+def measure(peers, path, chunk_rows):
+    """Log-probs, entropies, gradients as whole tensors, and the shapes that training has made."""
+    ids, targets, temperatures = inputs()
+    model = load_causal_lm(path, LoadOptions(dtype=torch.float32, peers=peers))
+    causal_lm.CHUNK_ELEMENTS = chunk_rows * 49
+    plan = PackedPlan([TOKENS], model.device)
+    watch = Watch()
+    with watch:
+        hidden = model.body(ids, plan.position_ids, plan)
+        logprobs, entropy = model.logprobs_and_entropy(hidden, targets, temperatures)
+        (logprobs * WEIGHTS).sum().backward()
+    gradients = {name: whole_of(local_gradient(p), p) for name, p in model.parameters() if "norm" not in name}
+    with torch.no_grad(), Watch() as whole:
+        logits = model.logits(hidden[-3:])
+    found = {"logprobs": logprobs.detach(), "entropy": entropy, "gradients": gradients, "logits": logits}
+    return found | {"wide": watch.with_width(VOCAB), "own": watch.with_width(49 - peers.place)}, whole.with_width(VOCAB)
+
+
+def truth(path):
+    ids, targets, temperatures = inputs()
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    logits = module(input_ids=ids[None], use_cache=False).logits[0]
+    spread = torch.distributions.Categorical(logits=logits / temperatures[:, None])
+    logprobs = spread.log_prob(targets)
+    (logprobs * WEIGHTS).sum().backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {"logprobs": logprobs, "entropy": spread.entropy(), "gradients": gradients, "logits": logits[-3:]}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    made = WorkerGroup(members(2, tmp_path_factory.mktemp("meet")))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_give_what_the_whole_vocabulary_gives(name, group, tmp_path):
+    family, config = MODELS[name]
+    tiny_module(family, vocab=VOCAB, layers=2, sharpen=2.0, **config).save_pretrained(tmp_path)
+    expected = truth(tmp_path)
+    for chunk_rows in (TOKENS, 5):  # in one piece, and in pieces that backward computes again
+        for found, gathered in group.call("apply", measure, str(tmp_path), chunk_rows):
+            for key in ("logprobs", "entropy", "logits"):
+                torch.testing.assert_close(found[key].double(), expected[key], rtol=1e-5, atol=1e-5)
+            assert len(found["gradients"]) > 10
+            for parameter, gradient in found["gradients"].items():
+                true = expected["gradients"][parameter]
+                assert (gradient - true).abs().max() <= 1e-5 * true.abs().max(), parameter
+            # Training has seen each rank's slice, never a row of whole logits; which the same watch would have seen.
+            assert not found["wide"]
+            assert found["own"]
+            assert gathered
