@@ -24,6 +24,7 @@ class ArenoConfig:
         model_path: checkpoint to load instead of the trainer's.
         tp_size: tensor-parallel size.
         dp_size: data-parallel size; None is ``world_size // tp_size``.
+        fsdp: spread weights and gradients over the replicas, not the optimizer's state alone.
         devices: device ids of the ranks.
         dummy_load: random weights instead of the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
@@ -43,6 +44,7 @@ class ArenoConfig:
     model_path: str | None = None
     tp_size: int = 1
     dp_size: int | None = None
+    fsdp: bool = False
     devices: list[int] | None = None
     dummy_load: bool = False
     optimizer: dict[str, Any] | None = field(default=None)

@@ -62,7 +62,8 @@ class CausalLM(PackedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, C], in the model's dtype."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        # Not through __call__: hooks of the module are for whole passes, and the copy has them too.
+        return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [N] of ``targets`` [N] after hidden [N, C]; never holds more than a chunk of logits.

@@ -106,6 +106,7 @@ def assert_near(got, expected):
 LAYOUTS = [
     pytest.param(Layout(2, 1), id="dp2"),
     pytest.param(Layout(1, 2), id="tp2"),
+    pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
     pytest.param(Layout(2, 2), id="dp2xtp2", marks=pytest.mark.long),
 ]
 
