@@ -173,7 +173,7 @@ class Role:
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
         with self.model.gathered():
-            if self.model.weights.spread:
+            if self.peers.layout.fsdp:
                 weights = self.model.state()
             if self.peers.replica == 0:
                 module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
@@ -194,7 +194,7 @@ class Role:
         """
         try:
             # Where each rank needs a share alone, the whole stays in the file.
-            place, shared = ("cpu", True) if self.model.weights.spread else (self.model.device, False)
+            place, shared = ("cpu", True) if self.peers.layout.fsdp else (self.model.device, False)
             self.trained_by().load_state_dict(torch.load(file, map_location=place, mmap=shared, weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be used: {error}") from error

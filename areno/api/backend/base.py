@@ -24,7 +24,6 @@ class ArenoConfig:
         model_path: checkpoint to load instead of the trainer's.
         tp_size: tensor-parallel size.
         dp_size: data-parallel size; None is ``world_size // tp_size``.
-        fsdp: spread weights and gradients over the replicas, not the optimizer's state alone.
         devices: device ids of the ranks.
         dummy_load: random weights instead of the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
@@ -39,12 +38,12 @@ class ArenoConfig:
             With dropout, the log-probs of a rollout are not those of a training pass: leave it at 0 where importance
             ratios are taken. ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own
             checkpoint, such as a reference, is the model with the adapter off, and takes no memory.
+        fsdp: spread weights and gradients over the replicas (FSDP2), not the optimizer's state alone.
     """
 
     model_path: str | None = None
     tp_size: int = 1
     dp_size: int | None = None
-    fsdp: bool = False
     devices: list[int] | None = None
     dummy_load: bool = False
     optimizer: dict[str, Any] | None = field(default=None)
@@ -52,6 +51,7 @@ class ArenoConfig:
     max_running_prompts: int = 64
     decode_progress_interval_s: float = 10.0
     lora: dict[str, Any] | None = field(default=None)
+    fsdp: bool = False
 
 
 class Backend(ABC):

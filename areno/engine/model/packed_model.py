@@ -26,11 +26,6 @@ class Weights:
     dtype: torch.dtype | None = None
     whole: bool = True
 
-    @property
-    def spread(self) -> bool:
-        """Whether every rank must make the same passes with :meth:`run`."""
-        return False
-
     def gather(self) -> None:
         """Have them here until :meth:`release`."""
 
@@ -38,7 +33,7 @@ class Weights:
         """Nobody computes with them for a while."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Make a pass whose result may be differentiated."""
+        """Make a pass whose result may be differentiated; while they are not whole, every rank must make the same ones."""
         return work()
 
 

@@ -39,10 +39,14 @@ class SpreadWeights(Weights):
         rounded = trained and self.dtype != torch.float32
         policy = MixedPrecisionPolicy(self.dtype, torch.float32) if rounded else MixedPrecisionPolicy()
         layers = [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         for part in (*layers, module):  # the last takes what the layers leave: embedding, last norm, output layer
             if rounded:
                 _to_fp32(part)
+            known = {**part._forward_pre_hooks, **part._forward_hooks}
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not module)
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                self._hooks += [(hooks, key, hook) for key, hook in hooks.items() if key not in known]
         self._root = cast(Any, module)
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for spread in self._parts:
@@ -56,29 +60,33 @@ class SpreadWeights(Weights):
         self.run(lambda: torch.zeros(()))
         self.release()
 
-    @property
-    def spread(self) -> bool:
-        """Every rank must make the same passes with :meth:`run`."""
-        return True
-
     def gather(self) -> None:
-        """Put all weights together, until :meth:`release`; every rank must call."""
+        """Put all weights together, until :meth:`release`; every rank must call.
+
+        Passes are nobody else's business then: FSDP would note each, and let the order of those that one rank has made
+        decide what it puts together with the others in the next backward pass.
+        """
         if self.whole:
             return
         for part in self._parts:
             part.unshard()
-            part.set_reshard_after_forward(False, recurse=False)
+        for hooks, key, _ in self._hooks:
+            del hooks[key]
         self.whole = True
 
     def release(self) -> None:
         """Keep this rank's shares only."""
         for part in self._parts:
             part.reshard()
-            part.set_reshard_after_forward(part is not self._root, recurse=False)
+        if self.whole:
+            for hooks, key, hook in self._hooks:
+                hooks[key] = hook
         self.whole = False
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
         """Make a pass whose result may be differentiated; each layer is put together when it is its turn."""
+        if self.whole:
+            return work()
         found: Tensor = self._root.areno_pass(work)
         return found
 

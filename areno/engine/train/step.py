@@ -130,11 +130,8 @@ class TrainStep:
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Loss and statistics over all rows, without gradient, as the model is when it is used."""
-        try:
-            with torch.no_grad():
-                return self.accumulate(rows, loss_fn, mini_bs)
-        finally:
-            self.model.weights.release()
+        with torch.no_grad(), self.model.gathered():
+            return self.accumulate(rows, loss_fn, mini_bs)
 
     def accumulate(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
@@ -152,14 +149,15 @@ class TrainStep:
         totals, loss_sum = _Totals(), 0.0
         tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
         passes = list(_passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together))
-        missing = -self.peers.data.smallest(-len(passes)) - len(passes) if self.model.weights.spread else 0
+        alike = not self.model.weights.whole  # all ranks must make as many passes
+        missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         for chunk in passes:
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
-            elif self.model.weights.spread and total:
+            elif alike and total:
                 _backward_of_nothing(predicted)
             totals.add(metrics, weight)
             loss_sum += float(loss.detach()) * weight
