@@ -108,6 +108,7 @@ LAYOUTS = [
     pytest.param(Layout(1, 2), id="tp2"),
     pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
     pytest.param(Layout(2, 2), id="dp2xtp2", marks=pytest.mark.long),
+    pytest.param(Layout(3, 1, fsdp=True), id="fsdp3", marks=pytest.mark.long),  # shares of unequal size
 ]
 
 
