@@ -221,6 +221,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
         latest = checkpoints.latest()
     config = ArenoConfig(
         tp_size=options.tp_size,
+        fsdp=options.fsdp,
         # Tuning may raise what the options say.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
         optimizer={

@@ -54,6 +54,12 @@ class BasicOptions:
         changes_results=False,
         help="Devices that share one copy of the model (tensor parallel).",
     )
+    fsdp: bool = _basic(
+        False,
+        changes_results=False,
+        help="Spread weights and gradients over the replicas (FSDP2), which otherwise share the optimizer's state alone: "
+        "for models that do not fit. Needs --world-size 2 or more.",
+    )
     stall_timeout: float = _basic(
         600.0,
         above=0,

@@ -90,6 +90,7 @@ def _runtime(options: TrainOptions) -> dict[str, str]:
         "world_size": str(options.world_size),
         "tp_size": str(options.tp_size),
         "dp_size": str(options.world_size // options.tp_size),
+        "fsdp": "yes" if options.fsdp else "no",
         "attn_backend": options.attn_backend,
         "thinking": "disabled" if options.disable_thinking else "tokenizer default",
         "seed": str(options.seed),

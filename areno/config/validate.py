@@ -243,6 +243,8 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"give --tp-size 1 or a divisor of {options.world_size}"
         )
+    if options.fsdp:
+        yield from _fsdp(options)
     if options.tune_params and options.world_size > 1:
         yield (
             f"--tune-params with --world-size {options.world_size}: sizes are tried out on one device only; tune with "
@@ -255,6 +257,27 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
         yield f"--device {options.device!r} is unknown; choose auto, cpu, cuda, or cuda:N for one of several"
+
+
+def _fsdp(options: TrainOptions) -> Iterator[str]:
+    if options.world_size == 1:
+        yield (
+            "--fsdp with --world-size 1: there is one replica, and nobody to share its weights with; give --world-size 2 "
+            "or more, or --no-fsdp"
+        )
+    if options.tp_size > 1:
+        yield (
+            f"--fsdp with --tp-size {options.tp_size}: weights are spread over replicas or over the devices of one, not "
+            "both yet; give --tp-size 1, or --no-fsdp"
+        )
+    unshared = {
+        "--lora-rank": options.uses_lora,
+        "--adam-8bit": options.adam_8bit,
+        "--offload-optimizer": options.offload_optimizer,
+    }
+    for option, wanted in unshared.items():
+        if wanted:
+            yield f"--fsdp with {option}: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
 
 
 def _agents(options: TrainOptions) -> Iterator[str]:

@@ -138,7 +138,8 @@ class Engine:
 
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
-        cached = prove_decoding(model, self.path)
+        with model.gathered():
+            cached = prove_decoding(model, self.path)
         if config.speculate and config.device.type == "cuda":
             raise UsageError(
                 f"--speculate {config.speculate}: on a GPU nothing is guessed ahead yet; use --speculate 0"
@@ -164,10 +165,13 @@ class Engine:
             kind = LeadingLoop if config.peers.leads else FollowingLoop
             return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
-            return PagedRolloutLoop(model, eager_decode=config.decode == "eager", **common)
+            # Weights that are put together for each rollout do not stay where a recorded step would look for them.
+            eager = config.decode == "eager" or config.peers.layout.fsdp
+            return PagedRolloutLoop(model, eager_decode=eager, **common)
         builds = config.builds_decode and config.peers.replica == 0
         more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
-        loop = RolloutLoop(model, layers=cached.layers, decode_mode=config.decode, **more, **common)
+        mode: DecodeMode = "eager" if config.peers.layout.fsdp else config.decode
+        loop = RolloutLoop(model, layers=cached.layers, decode_mode=mode, **more, **common)
         if config.decode == "compiled" and model.adapter is not None:
             model.adapter.merge()  # the step is compared with the model
         loop.decode.prepare()
@@ -236,8 +240,18 @@ class Engine:
         """Optimizer steps that the actor's weights have seen."""
         return self.actor.optimizer.steps if self.actor.optimizer is not None else 0
 
+    def begin_rollout(self) -> None:
+        """Put the weights together that replicas share out between them, until they train; all ranks at once."""
+        self.actor.model.weights.gather()
+
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; see :meth:`RolloutLoop.submit`. An adapter is first added to the weights, until the rollout ends."""
+        """Queue requests; see :meth:`RolloutLoop.submit`. An adapter is first added to the weights, until the rollout ends.
+
+        Raises:
+            EngineError: replicas share the weights out, and :meth:`begin_rollout` has not been called.
+        """
+        if not self.actor.model.weights.whole:
+            raise EngineError("the weights are spread over the replicas: call begin_rollout on all ranks first")
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.merge()
         return self.loop.submit(requests)
@@ -253,7 +267,7 @@ class Engine:
     def end_rollout(self) -> None:
         """Abort what is still pending, and drop the cache unless it is to be kept."""
         self.loop.cancel_all()
-        self.wait_idle()
+        self._rest()
         if not self.config.keep_rollout_state:
             self.loop.drop_cache()
 
@@ -266,7 +280,7 @@ class Engine:
         role: str = ACTOR,
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
-        self.wait_idle()
+        self._rest()
         stats = self.role(role).train(rows, loss_fn, mini_bs, accumulation)
         self._stamp_version()
         return stats
@@ -279,7 +293,7 @@ class Engine:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
         """Loss and statistics of a role that is trained, without training; waits for running generation first."""
-        self.wait_idle()
+        self._rest()
         return self.role(role).measure(rows, loss_fn, mini_bs)
 
     # -- roles -----------------------------------------------------------------------------------------------------
@@ -407,6 +421,11 @@ class Engine:
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.unmerge()
 
+    def _rest(self) -> None:
+        """Wait for running generation, which then needs no weights."""
+        self.wait_idle()
+        self.actor.model.weights.release()
+
     def _stamp_version(self) -> None:
         if self._loop is not None:
             self._loop.weights_changed(self.version)
@@ -443,6 +462,7 @@ class Engine:
         Raises:
             CheckpointError: the state is missing, damaged, or made for other parameters.
         """
+        self._rest()
         for name, role in list(self.roles.items()):
             if role.trainable:
                 if role is not self.actor:

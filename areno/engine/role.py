@@ -117,7 +117,7 @@ class Role:
             temperatures = [float(temperatures)] * len(rows)
         if len(temperatures) != len(rows):
             raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(temperatures)}")
-        with self._scoring():
+        with self._scoring(), self.model.gathered():
             return score_logprobs(self.model, rows, temperatures, micro_bs)
 
     def _scoring(self) -> AbstractContextManager[None]:
@@ -127,13 +127,15 @@ class Role:
         """Value after each token."""
         if not isinstance(self.model, ValueModel):
             raise self._cannot("values")
-        return score_values(self.model, rows, micro_bs)
+        with self.model.gathered():
+            return score_values(self.model, rows, micro_bs)
 
     def score_rewards(self, rows: TokenRows, micro_bs: int) -> list[float]:
         """Score at each row's last token."""
         if not isinstance(self.model, ValueModel):
             raise self._cannot("rewards")
-        return score_rewards(self.model, rows, micro_bs)
+        with self.model.gathered():
+            return score_rewards(self.model, rows, micro_bs)
 
     def _cannot(self, wanted: str) -> EngineError:
         return EngineError(
@@ -179,8 +181,11 @@ class Role:
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
-        if self.peers.replica == 0:
-            module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
+        with self.model.gathered():
+            if self.peers.layout.fsdp:
+                weights = self.model.state()
+            if self.peers.replica == 0:
+                module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 
@@ -197,7 +202,9 @@ class Role:
             CheckpointError: the state is missing, damaged, or made for other parameters.
         """
         try:
-            self.trained_by().load_state_dict(torch.load(file, map_location=self.model.device, weights_only=True))
+            # Where each rank needs a share alone, the whole stays in the file.
+            place, shared = ("cpu", True) if self.peers.layout.fsdp else (self.model.device, False)
+            self.trained_by().load_state_dict(torch.load(file, map_location=place, mmap=shared, weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be used: {error}") from error
 
@@ -246,6 +253,8 @@ def load_role(
             f"--load-in-4bit with --tp-size {options.peers.layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
             "leave one of the two out: --world-size N alone keeps the model whole on each device"
         )
+    if options.peers.layout.fsdp:
+        _refuse_with_fsdp(optimizer, adapter)
     if adapter is not None:
         options = replace(options, four_bit=adapter.load_in_4bit)
     if kind == "policy":
@@ -256,8 +265,27 @@ def load_role(
         model = add_adapter(model, kind, adapter, path)
     if optimizer is None:
         model.module.requires_grad_(False)
+    if options.peers.layout.fsdp:
+        from areno.engine.parallel.fsdp import spread_over_replicas
+
+        spread_over_replicas(model, options.peers.layout, trained=optimizer is not None)
+    if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
     return Role(name, path, kind, model, _optimizer(model, optimizer, options.peers), checkpointing, options.peers)
+
+
+def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions | None) -> None:
+    chosen = {
+        "--lora-rank": adapter is not None,
+        "optimizer.type sgd": optimizer is not None and optimizer.sgd,
+        "--adam-8bit": optimizer is not None and optimizer.adam_8bit,
+        "--offload-optimizer": optimizer is not None and optimizer.offload,
+    }
+    for option, wanted in chosen.items():
+        if wanted:
+            raise UsageError(
+                f"{option} with --fsdp: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
+            )
 
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
@@ -274,6 +302,10 @@ def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Opt
                 f"{option} with {peers.layout.world_size} ranks: replicas share the optimizer's states out in fp32, "
                 "and nothing else yet; leave it out"
             )
+    if peers.layout.fsdp:
+        from areno.engine.train.fsdp import SpreadAdamW
+
+        return SpreadAdamW(model.parameters(), config, peers, model.dtype)
     from areno.engine.parallel.sharding import partial_names
     from areno.engine.train.sharded import ShardedAdamW
 

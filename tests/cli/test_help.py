@@ -11,8 +11,8 @@ REPO = Path(__file__).parents[2]
 
 GROUPS = {
     "Basic": (
-        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size stall-timeout seed shuffle no-shuffle "
-        "config dry-run device dtype trust-remote-code"
+        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size fsdp stall-timeout seed shuffle "
+        "no-shuffle config dry-run device dtype trust-remote-code"
     ),
     "Rollout": (
         "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "

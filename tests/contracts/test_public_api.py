@@ -196,6 +196,7 @@ OPTIONS = {
     "world_size": 1,
     "stall_timeout": 600.0,
     "tp_size": 1,
+    "fsdp": False,
     "seed": 0,
     "shuffle": True,
     "device": "auto",

@@ -150,7 +150,27 @@ def test_runs_of_other_algorithms_on_two_ranks_learn_the_same(algo, checkpoint, 
         assert (found["two"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
-def test_an_agent_trains_on_two_ranks(checkpoint, tmp_path):
+def test_a_run_with_spread_weights_goes_on_in_one_process_and_back(checkpoint, tmp_path):
+    """What four steps of GRPO learn does not depend on where the weights were."""
+    task, found = write_task(tmp_path / "task"), {}
+    courses = {
+        "one": [(), (), ()],
+        "spread": [(*RANKS, "--fsdp"), ("--world-size", 1, "--no-fsdp"), (*RANKS, "--fsdp")],
+    }
+    for name, course in courses.items():
+        run = tmp_path / name
+        arguments = [*task_arguments("grpo", checkpoint, task, run), "--adam-eps", "1e-6", "--eager-decode"]
+        for layout, steps in zip(course, (2, 3, 4), strict=True):
+            done = areno(*arguments, *layout, "--max-steps", steps)
+            assert done.returncode == 0, done.stderr + done.stdout
+            arguments = ["train", "--resume", run]
+        found[name] = load_file(run / "checkpoints" / "step_000004" / "model.safetensors")
+    for name, tensor in found["one"].items():
+        assert (found["spread"][name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+
+@pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["dp", "fsdp"])
+def test_an_agent_trains_on_two_ranks(layout, checkpoint, tmp_path):
     """Agents talk to the server over an engine of several ranks, streaming included."""
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     agent = tmp_path / "agent.py"
@@ -169,5 +189,5 @@ def test_an_agent_trains_on_two_ranks(checkpoint, tmp_path):
         "    return turns\n"
     )
     arguments = task_arguments("grpo", checkpoint, task, run)
-    done = areno(*arguments, *RANKS, "--agent-fn", agent, "--max-steps", 2)
+    done = areno(*arguments, *RANKS, *layout, "--agent-fn", agent, "--max-steps", 2)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -38,6 +38,7 @@ class ArenoConfig:
             With dropout, the log-probs of a rollout are not those of a training pass: leave it at 0 where importance
             ratios are taken. ``save_checkpoint`` then writes a PEFT adapter. A frozen policy role of the trainer's own
             checkpoint, such as a reference, is the model with the adapter off, and takes no memory.
+        fsdp: spread weights and gradients over the replicas (FSDP2), not the optimizer's state alone.
     """
 
     model_path: str | None = None
@@ -50,6 +51,7 @@ class ArenoConfig:
     max_running_prompts: int = 64
     decode_progress_interval_s: float = 10.0
     lora: dict[str, Any] | None = field(default=None)
+    fsdp: bool = False
 
 
 class Backend(ABC):

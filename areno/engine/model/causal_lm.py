@@ -69,7 +69,8 @@ class CausalLM(PackedModel):
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """The logits [N, V of this rank] of hidden states [N, C]: all, unless ranks share the vocabulary."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        # Not through __call__: hooks of the module are for whole passes, and the copy has them too.
+        return self._head.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [N] of ``targets`` [N] after hidden [N, C]; never holds more than a chunk of logits.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -9,6 +11,30 @@ from torch import Tensor, nn
 
 from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
+
+
+class Weights:
+    """Where the weights of a model are between passes: here, whole on this rank.
+
+    :mod:`areno.engine.parallel.fsdp` has those that are spread over the replicas.
+
+    Attributes:
+        dtype: what they compute in; None is the type they are kept in.
+        whole: whether they are all here.
+    """
+
+    dtype: torch.dtype | None = None
+    whole: bool = True
+
+    def gather(self) -> None:
+        """Have them here until :meth:`release`."""
+
+    def release(self) -> None:
+        """Nobody computes with them for a while."""
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        """Make a pass whose result may be differentiated; while they are not whole, every rank must make the same ones."""
+        return work()
 
 
 class PackedModel:
@@ -19,11 +45,13 @@ class PackedModel:
 
     Attributes:
         adapter: what is trained in place of the weights; None where those are.
+        weights: where they are between passes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.adapter: Adapter | None = None
+        self.weights = Weights()
         self._prefix = cast(str, module.base_model_prefix)
         self._body = cast(nn.Module, getattr(module, self._prefix))
 
@@ -40,7 +68,7 @@ class PackedModel:
     @property
     def dtype(self) -> torch.dtype:
         """The type that the weights compute in."""
-        return next(self.module.parameters()).dtype
+        return self.weights.dtype or next(self.module.parameters()).dtype
 
     @property
     def context_length(self) -> int | None:
@@ -50,8 +78,29 @@ class PackedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, trained or not."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+        """Bytes of all weights, trained or not, in the types that they compute in."""
+        kind = self.weights.dtype
+        return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and tables as a checkpoint has them, under every name of a tied one; they must all be here."""
+        found: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        for place, child in self.module.named_modules():
+            for name, buffer in child.named_buffers(place, recurse=False):
+                if name.rpartition(".")[2] not in child._non_persistent_buffers_set:
+                    found[name] = buffer
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all weights here in the block; every rank that shares them must enter it."""
+        before = self.weights.whole
+        self.weights.gather()
+        try:
+            yield
+        finally:
+            if not before:
+                self.weights.release()
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by name, tied ones once."""

@@ -75,6 +75,9 @@ class EngineGroup:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
         self._lock = threading.Lock()
+        # With FSDP the weights are put together before the first request, by all ranks: calls must not overtake each other.
+        self._order = threading.Lock()
+        self._gathered = not layout.fsdp
         self._pending: dict[int, _Pending] = {}
         self._numbers: dict[Future[RolloutResult], int] = {}
         self._count = 0
@@ -123,6 +126,25 @@ class EngineGroup:
         """
         for request in requests:
             refuse_endless(request, self.kv_tokens)  # the ranks would say the same, but only later
+        with self._order:
+            if not self._gathered:
+                self.workers.call("engine.begin_rollout")
+                self._gathered = True
+            futures, batches = self._assign(requests)
+            asked = {
+                tuple(number for number, _, _ in batch): self.workers.tell(
+                    self._leader(replica), "submit", *map(list, zip(*batch, strict=True))
+                )
+                for replica, batch in batches.items()
+            }
+        for numbers, answer in asked.items():
+            answer.add_done_callback(functools.partial(self._refused, numbers))
+        return futures
+
+    def _assign(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[Future[RolloutResult]], dict[int, list[tuple[int, Request, bool]]]]:
+        """Futures of requests; and for each replica its ones with their numbers, and whether somebody listens."""
         batches: dict[int, list[tuple[int, Request, bool]]] = {}
         futures: list[Future[RolloutResult]] = []
         with self._lock:
@@ -137,11 +159,14 @@ class EngineGroup:
                 plain = replace(request, listener=None)
                 batches.setdefault(replica, []).append((self._count, plain, request.listener is not None))
                 futures.append(future)
-        for replica, batch in batches.items():
-            numbers, plain_requests, heard = map(list, zip(*batch, strict=True))
-            asked = self.workers.tell(self._leader(replica), "submit", numbers, plain_requests, heard)
-            asked.add_done_callback(functools.partial(self._refused, numbers))
-        return futures
+        return futures, batches
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks, after which the weights may be spread over the replicas again."""
+        with self._order:
+            self._gathered = not self.layout.fsdp
+            answers = self.workers.begin(method, *arguments)
+        return answers()
 
     def _least_loaded(self) -> int:
         weights = [0] * self.layout.dp_size
@@ -180,7 +205,7 @@ class EngineGroup:
                 self._numbers.pop(pending.future, None)
             return pending
 
-    def _refused(self, numbers: list[int], asked: Future[Any]) -> None:
+    def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
         """A rank did not take requests at all."""
         error = asked.exception()
         for number in numbers if error is not None else ():
@@ -222,7 +247,7 @@ class EngineGroup:
     def end_rollout(self) -> None:
         """Abort what is pending, and drop the caches unless they are kept."""
         self.workers.call("engine.loop.cancel_all", ranks=self.layout.leaders())
-        self.workers.call("end_rollout")
+        self._all("end_rollout")
 
     # -- training and scoring --------------------------------------------------------------------------------------
 
@@ -235,13 +260,13 @@ class EngineGroup:
         role: str = ACTOR,
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`Engine.train`."""
-        return dict(self.workers.call("train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
+        return dict(self._all("train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
     ) -> dict[str, float]:
         """Loss and statistics without training; see :meth:`Engine.measure`."""
-        return dict(self.workers.call("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
+        return dict(self._all("engine.measure", list(rows), loss_fn, mini_bs, role)[0])
 
     def score_logprobs(
         self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
@@ -271,7 +296,7 @@ class EngineGroup:
         for index, row in enumerate(rows):
             if not row:
                 raise ValueError(f"row {index} is empty: a row to score needs at least one token")
-        found = self.workers.call("score", kind, role, list(map(list, rows)), micro_bs, temperatures)
+        found = self._all("score", kind, role, list(map(list, rows)), micro_bs, temperatures)
         by_row = dict(entry for part in found for entry in part)
         return [by_row[index] for index in range(len(rows))]
 
@@ -279,11 +304,11 @@ class EngineGroup:
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not there yet, on all ranks."""
-        self.workers.call("engine.ensure_roles", dict(roles))
+        self._all("engine.ensure_roles", dict(roles))
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role."""
-        self.workers.call("engine.drop_role", name)
+        self._all("engine.drop_role", name)
 
     def learning_rate(self, role: str) -> float:
         """Rate of a role's next optimizer step."""
@@ -299,15 +324,15 @@ class EngineGroup:
 
     def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""
-        self.workers.call("engine.save_model", Path(folder), role)
+        self._all("engine.save_model", Path(folder), role)
 
     def save_state(self, checkpoint: Path) -> None:
         """Write what a resume needs, in any layout."""
-        self.workers.call("engine.save_state", checkpoint)
+        self._all("engine.save_state", checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
         """Continue with a state, saved in any layout."""
-        self.workers.call("engine.load_state", checkpoint)
+        self._all("engine.load_state", checkpoint)
 
     def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call a function with the engine of each rank, and further arguments; returns what each has returned.
@@ -316,7 +341,7 @@ class EngineGroup:
             EngineError: a rank failed alone.
             BaseException: what the function raised on all ranks.
         """
-        return self.workers.call("apply", function, *arguments)
+        return self._all("apply", function, *arguments)
 
     def close(self) -> None:
         """End all ranks."""

@@ -2,7 +2,8 @@
 
 Ranks form a grid of ``dp_size`` replicas with ``tp_size`` ranks each; rank = replica * tp_size + place in the replica. The
 default process group of a rank is its replica, so that whatever shards a model over "the world" shards it over the
-replica. The groups across replicas are process groups of their own.
+replica; with FSDP, where a replica is one rank, it is all replicas. The groups across replicas are process groups of their
+own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _PATIENCE = timedelta(days=7)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many replicas of the model there are, and over how many ranks each is spread."""
+    """How many replicas of the model there are, and over how many ranks each is spread.
+
+    ``fsdp`` spreads weights and gradients over the replicas as well, which otherwise share the optimizer's state alone.
+    """
 
     dp_size: int = 1
     tp_size: int = 1
+    fsdp: bool = False
 
     @property
     def world_size(self) -> int:
@@ -41,7 +46,7 @@ class Layout:
         return [replica * self.tp_size for replica in range(self.dp_size)]
 
     @classmethod
-    def of(cls, world_size: int, tp_size: int, dp_size: int | None) -> Layout:
+    def of(cls, world_size: int, tp_size: int, dp_size: int | None, fsdp: bool = False) -> Layout:
         """Make a layout.
 
         Raises:
@@ -59,7 +64,17 @@ class Layout:
                 f"dp_size={dp_size} times tp_size={tp_size} is not world_size={world_size}; leave dp_size out, or use "
                 f"dp_size={world_size // tp_size}"
             )
-        return cls(world_size // tp_size, tp_size)
+        if fsdp and tp_size > 1:
+            raise UsageError(
+                f"fsdp with tp_size={tp_size}: weights are spread over replicas or over the ranks of one, not both yet; "
+                "leave fsdp out, or use tp_size=1"
+            )
+        if fsdp and world_size == 1:
+            raise UsageError(
+                "fsdp with world_size=1: there is one replica, and nobody to share its weights with; use world_size=2 or "
+                "more, or leave fsdp out"
+            )
+        return cls(world_size // tp_size, tp_size, fsdp)
 
 
 class Channel(Protocol):
@@ -327,11 +342,9 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
         return meet(folder / name, own, size, device, kind=kind)
 
     if layout.tp_size > 1:
-        store = dist.FileStore(str(folder / f"replica-{replica}"), layout.tp_size)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=place, world_size=layout.tp_size, timeout=_PATIENCE, device_id=_bound(device)
-        )
+        _join_default_group(folder / f"replica-{replica}", place, layout.tp_size, device)
+    elif layout.fsdp:
+        _join_default_group(folder / "replicas", replica, layout.dp_size, device)
     return Peers(
         layout,
         replica,
@@ -340,6 +353,14 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
         tensor=group(f"tensor-{replica}", place, layout.tp_size),
         # In a thread of its own, and of words only: never on the device, whose collectives must keep one order.
         turns=group(f"turns-{replica}", place, layout.tp_size, torch.device("cpu")),
+    )
+
+
+def _join_default_group(file: Path, rank: int, size: int, device: torch.device) -> None:
+    store = dist.FileStore(str(file), size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE, device_id=_bound(device)
     )
 
 

@@ -7,6 +7,7 @@ it was doing, and what it said.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -153,8 +154,12 @@ class WorkerGroup:
             EngineError: a rank failed alone, died, stopped or made no progress; the group is gone.
             BaseException: what the method raised, if every rank raised the same kind: the group goes on.
         """
+        return self.begin(method, *arguments, ranks=ranks)()
+
+    def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
+        """Send a call, and return what waits for it: see :meth:`call`."""
         chosen = list(range(self.size)) if ranks is None else list(ranks)
-        return self._gather(method, self._ask(method, arguments, chosen))
+        return functools.partial(self._gather, method, self._ask(method, arguments, chosen))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
         """Call a quick method on one rank at once, also while another call runs there."""

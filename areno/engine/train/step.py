@@ -19,7 +19,7 @@ from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
 from areno.engine.progress import PROGRESS
-from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
+from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
@@ -116,6 +116,7 @@ class TrainStep:
             ]
         finally:
             self.set_training(False)
+            self.model.weights.release()
         means = _means(results)
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
@@ -131,7 +132,7 @@ class TrainStep:
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Loss and statistics over all rows, without gradient, as the model is when it is used."""
-        with torch.no_grad():
+        with torch.no_grad(), self.model.gathered():
             return self.accumulate(rows, loss_fn, mini_bs)
 
     def accumulate(
@@ -149,14 +150,21 @@ class TrainStep:
         mine = self._share(rows, together)
         totals, loss_sum = _Totals(), 0.0
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
-        for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
+        passes = list(_passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together))
+        alike = not self.model.weights.whole  # all ranks must make as many passes
+        missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
+        for chunk in passes:
             PROGRESS.tick()
             weight = count_units(chunk, unit) / max(total, 1)
-            loss, metrics = self._loss(chunk, loss_fn, tree)
+            loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
+            elif alike and total:
+                _backward_of_nothing(predicted)
             totals.add(metrics, weight)
             loss_sum += float(loss.detach()) * weight
+        if missing:
+            self._keep_up(missing, min(rows, key=lambda row: len(row.tokens)), loss_fn, backward=total > 0)
         if self.peers.data.size == 1:
             return {"loss": loss_sum, **totals.result()}
         everyone = _Totals()
@@ -172,18 +180,37 @@ class TrainStep:
         lengths = [len(row.tokens) for row in rows]
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
-    def _loss(self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool) -> tuple[Tensor, dict[str, Any]]:
+    def _keep_up(self, passes: int, row: TrainSequence, loss_fn: LossFn, backward: bool) -> None:
+        """Make passes that weigh nothing, as other ranks still make theirs: each puts every layer together with all ranks."""
+        for _ in range(passes):
+            PROGRESS.tick()
+            predicted = self._predict(pack_rows([row], self.model.device), loss_fn)
+            if backward:
+                _backward_of_nothing(predicted)
+
+    def _predict(self, batch: PackedBatch, loss_fn: LossFn) -> Tensor:
+        """What the loss is given, see :mod:`areno.engine.train.outputs`."""
+
+        def work() -> Tensor:
+            hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
+            return OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
+
+        return self.model.weights.run(work)
+
+    def _loss(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
+    ) -> tuple[Tensor, dict[str, Any], Tensor]:
+        """Loss and statistics of a pass, and what they were made from."""
         if tree and self.kind == "reward":
             raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         batch = pack_rows(rows, self.model.device, tree)
-        hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
+        predicted = self._predict(batch, loss_fn)
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         if tree:
             tokens = torch.tensor(sum(len(row.tokens) for row in rows))
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
-        return loss, metrics
+        return loss, metrics, predicted
 
     def _optimizer_step(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
@@ -221,6 +248,12 @@ class TrainStep:
         if self.activation_checkpointing:
             _recompute_layers(self.model.module, training)
         self.model.module.train(training)
+
+
+def _backward_of_nothing(predicted: Tensor) -> None:
+    """A backward pass with the gradient 0."""
+    if predicted.requires_grad:
+        predicted.backward(torch.zeros_like(predicted))
 
 
 def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:

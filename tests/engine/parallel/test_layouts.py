@@ -109,7 +109,9 @@ def assert_near(got, expected):
 LAYOUTS = [
     pytest.param(Layout(2, 1), id="dp2"),
     pytest.param(Layout(1, 2), id="tp2"),
+    pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
     pytest.param(Layout(2, 2), id="dp2xtp2", marks=pytest.mark.long),
+    pytest.param(Layout(3, 1, fsdp=True), id="fsdp3", marks=pytest.mark.long),  # shares of unequal size
 ]
 
 
@@ -157,8 +159,15 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
     assert_near(found["values"], truth["values"])
 
 
+CHAINS = {
+    "tensor": (Layout(2, 2), None, Layout(1, 2)),
+    "fsdp": (Layout(2, 1, fsdp=True), None, Layout(2, 1), Layout(2, 1, fsdp=True)),
+}
+
+
 @pytest.mark.long
-def test_a_state_moves_between_layouts(checkpoint, truth, tmp_path):
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_state_moves_between_layouts(chain, checkpoint, truth, tmp_path):
     """Two more steps after a resume in another layout, there and back, are those of the engine that never stopped."""
     critic = {"critic": ModelRole("critic", str(checkpoint), trainable=True, kind="value", optimizer=SETTINGS)}
 
@@ -176,7 +185,7 @@ def test_a_state_moves_between_layouts(checkpoint, truth, tmp_path):
             resumed.close()
 
     source, truth_source = truth["folder"], truth["folder"]
-    for index, layout in enumerate((Layout(2, 2), None, Layout(1, 2))):
+    for index, layout in enumerate(CHAINS[chain]):
         target, true_target = tmp_path / f"{index}", tmp_path / f"{index}-truth"
         go_on(source, layout, target)
         go_on(truth_source, None, true_target)
@@ -188,12 +197,13 @@ def test_a_state_moves_between_layouts(checkpoint, truth, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1, fsdp=True)], ids=["tp2", "fsdp2"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen3_moe"])
-def test_families_spread_over_two_ranks(family, tmp_path):
+def test_families_spread_over_two_ranks(family, layout, tmp_path):
     path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
     found = {}
-    for name, layout in (("alone", None), ("spread", Layout(1, 2))):
-        one = engine(path, layout)
+    for name, ranks in (("alone", None), ("spread", layout)):
+        one = engine(path, ranks)
         try:
             for step in range(STEPS):
                 lesson(one, "sft", step)

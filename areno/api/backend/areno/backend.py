@@ -58,7 +58,7 @@ class ArenoBackend(Backend):
 
     def __init__(self, model_path: str, world_size: int, config: ArenoConfig) -> None:
         self._path = config.model_path or model_path
-        self._layout = Layout.of(world_size, config.tp_size, config.dp_size)
+        self._layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
         self._stall_s = float((config.runtime or {}).get("stall_timeout_s", STALL_S))
         self._config = _engine_config(config)
         self._devices = _devices(self._config.device, config.devices, world_size)

@@ -1,0 +1,103 @@
+"""Weights that are spread over the replicas too, and put together where somebody computes with them (FSDP2, ZeRO stage 3).
+
+Between passes each rank holds a share of every tensor. A training pass puts one decoder layer together at a time, forward
+and again backward, and hands the sum of its gradient out in shares. Whoever makes many passes without a gradient (a rollout,
+scoring, a save) puts all weights together once, in the type that they compute in, and lets go of them afterwards.
+
+Shares of trained weights are fp32: they are the master weights of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from areno.engine.model.packed_model import PackedModel, Weights
+from areno.engine.parallel.peers import Layout
+
+
+class SpreadWeights(Weights):
+    """Weights of a model that are spread over the replicas.
+
+    Args:
+        module: the model, whole; from here on it holds this rank's shares.
+        layout: of all ranks, which must have joined the default process group.
+        device: of this rank.
+        trained: keep the shares in fp32.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, trained: bool) -> None:
+        self.dtype = next(module.parameters()).dtype
+        self.whole = False
+        mesh = init_device_mesh(device.type, (layout.dp_size,), mesh_dim_names=("replicas",))
+        rounded = trained and self.dtype != torch.float32
+        policy = MixedPrecisionPolicy(self.dtype, torch.float32) if rounded else MixedPrecisionPolicy()
+        layers = [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
+        for part in (*layers, module):  # the last takes what the layers leave: embedding, last norm, output layer
+            if rounded:
+                _to_fp32(part)
+            known = {**part._forward_pre_hooks, **part._forward_hooks}
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not module)
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                self._hooks += [(hooks, key, hook) for key, hook in hooks.items() if key not in known]
+        self._root = cast(Any, module)
+        self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for spread in self._parts:
+            spread.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
+            spread.set_force_sum_reduction_for_comms(True)
+            if hasattr(spread, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on; an expert may get no token
+                spread.set_reduce_scatter_unused_params(True, recurse=False)
+        # Whose forward runs first is taken for the outermost module, and body and head are called one by one.
+        self._root.areno_pass = lambda work: work()
+        register_fsdp_forward_method(self._root, "areno_pass")
+        self.run(lambda: torch.zeros(()))
+        self.release()
+
+    def gather(self) -> None:
+        """Put all weights together, until :meth:`release`; every rank must call.
+
+        Passes are nobody else's business then: FSDP would note each, and let the order of those that one rank has made
+        decide what it puts together with the others in the next backward pass.
+        """
+        if self.whole:
+            return
+        for part in self._parts:
+            part.unshard()
+        for hooks, key, _ in self._hooks:
+            del hooks[key]
+        self.whole = True
+
+    def release(self) -> None:
+        """Keep this rank's shares only."""
+        for part in self._parts:
+            part.reshard()
+        if self.whole:
+            for hooks, key, hook in self._hooks:
+                hooks[key] = hook
+        self.whole = False
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        """Make a pass whose result may be differentiated; each layer is put together when it is its turn."""
+        if self.whole:
+            return work()
+        found: Tensor = self._root.areno_pass(work)
+        return found
+
+
+def spread_over_replicas(model: PackedModel, layout: Layout, *, trained: bool) -> None:
+    """Leave this rank its share of a model that is whole; every rank must call, with the same model."""
+    model.weights = SpreadWeights(model.module, layout, model.device, trained)
+
+
+def _to_fp32(part: nn.Module) -> None:
+    """Parameters only: tables that a model computes with keep their type."""
+    for parameter in part.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, torch.distributed.tensor.DTensor):
+            parameter.data = parameter.data.float()

@@ -1,0 +1,129 @@
+"""AdamW over weights that are spread over the replicas (FSDP2): each rank updates its share of every tensor.
+
+The shares are the fp32 master weights. Their gradients come summed over the replicas from each backward pass; weights are
+not shared out after an update, because whoever computes with them next puts them together. What is saved is whole: it has the
+form of :class:`MasterAdamW`'s state and continues in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.sharding import local, part_of, whole_of
+from areno.engine.train.optimizer import GradientStats, OptimizerConfig, Paced, make_adam, take_moments
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SpreadAdamW(Paced):
+    """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together.
+
+    Args:
+        parameters: named parameters that are spread over the replicas, tied ones once.
+        config: rates, betas and decay.
+        peers: the other ranks.
+        dtype: what the weights compute in.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        peers: Peers,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config)
+        self.peers = peers
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._shares = [nn.Parameter(local(parameter.detach())) for parameter in self._parameters]  # the same memory
+        self._rounded = dtype != torch.float32
+        self._adam = make_adam(self._shares, config)
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        for parameter, share in zip(self._parameters, self._shares, strict=True):
+            parameter.grad = share.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> GradientStats:
+        """Look at the gradient, which every backward pass has summed over the ranks."""
+        # In double: counts beyond 2^24 must stay exact.
+        found = torch.zeros(3, dtype=torch.float64, device=self._shares[0].device)
+        for parameter, share in zip(self._parameters, self._shares, strict=True):
+            share.grad = None if parameter.grad is None else local(parameter.grad)
+            if share.grad is not None:
+                found[0] += share.grad.double().square().sum()
+                found[1] += torch.count_nonzero(share.grad)
+                found[2] += share.grad.numel()
+        square, nonzero, total = self.peers.data.sum(found).tolist()
+        return GradientStats(square**0.5, round(nonzero), round(total))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the collected gradient."""
+        torch._foreach_mul_([share.grad for share in self._shares if share.grad is not None], factor)
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Apply the collected gradient; returns the learning rate that was used."""
+        rate = self.learning_rate
+        self.steps += 1
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        return rate
+
+    def allocate(self) -> None:
+        """Take the memory that the first step would take; nothing else changes."""
+        take_moments(self._adam)
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+        return sum(p.numel() for p in self._parameters) * (12 if self._rounded else 8)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a :class:`MasterAdamW` with the same history: whole tensors, on the first rank alone."""
+        adam: dict[int, dict[str, Tensor]] = {}
+        masters: dict[str, Tensor] = {}
+        for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
+            if moments := self._adam.state.get(share):
+                adam[index] = {"step": moments["step"].detach().clone()}
+                adam[index] |= {key: self._whole(moments[key], parameter) for key in _MOMENTS}
+            if self._rounded:
+                masters[name] = self._whole(share.detach(), parameter)
+        return {
+            "steps": self.steps,
+            "constant_rate": self._constant_rate,
+            "names": list(self._names),
+            "adam": adam,
+            "masters": masters,
+        }
+
+    def _whole(self, share: Tensor, like: Tensor) -> Tensor:
+        """A tensor from its shares, in the computer's memory; empty on all ranks but the first."""
+        whole = whole_of(share, like)
+        return whole.cpu() if self.peers.first else torch.empty(0)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of any layout.
+
+        Raises:
+            ValueError: the state belongs to other parameters or another compute type.
+        """
+        if state["names"] != self._names or set(state["masters"]) != (set(self._names) if self._rounded else set()):
+            raise ValueError("the saved optimizer belongs to another model or --dtype")
+        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
+        own: dict[int, dict[str, Tensor]] = {}
+        for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
+            if self._rounded:
+                share.copy_(part_of(state["masters"][name], parameter))
+            if saved := state["adam"].get(index):
+                own[index] = {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in _MOMENTS}
+        self._adam.load_state_dict({"state": own, "param_groups": self._adam.state_dict()["param_groups"]})

@@ -1,0 +1,263 @@
+"""What FSDP is for: each rank holds its share, and puts weights together when somebody computes with them.
+
+That weights, statistics, tokens and scores are those of one process is tested with the other layouts.
+"""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from areno.engine.engine import Engine, EngineConfig
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.model.loading import LoadOptions
+from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.role import load_role
+from areno.engine.train.microbatch import MicroBatching
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.errors import EngineError, UsageError
+from areno.loss_fns import dpo_loss_fn, sft_loss_fn
+from areno.types import ModelRole, Request, SamplingParams
+from tests.engine.test_equivalences import rows
+from tests.support.tiny import save_tiny_checkpoint
+
+FSDP = Layout(2, 1, fsdp=True)
+SETTINGS = {"lr": 1e-3, "eps": 1e-6, "grad_clip_norm": 0.5, "weight_decay": 0.01}
+REQUESTS = [
+    Request([3 + i, 5, 7], SamplingParams(max_new_tokens=10, ignore_eos=True, greedy=i == 0), [i]) for i in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    # Large enough that the weights are most of what a rank holds; an untied output layer; 3 rows of a head do not halve.
+    folder = tmp_path_factory.mktemp("ckpt") / "llama"
+    return save_tiny_checkpoint(folder, "llama", heads=3, hidden=192, layers=6, tie_word_embeddings=False)
+
+
+def alone(path, **more):
+    return Engine(str(path), EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=256, **more))
+
+
+@pytest.fixture(scope="module")
+def group(checkpoint):
+    config = EngineConfig(optimizer=OptimizerConfig(**SETTINGS), kv_cache_tokens=256)
+    made = EngineGroup(str(checkpoint), config, FSDP, stall_s=60)  # ranks that wait for each other fail soon
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint):
+    made = alone(checkpoint)
+    yield made
+    made.close()
+
+
+def said(engine, requests=REQUESTS):
+    return [future.result(timeout=60).sequences[0].resp_tokens for future in engine.submit(requests)]
+
+
+def live_bytes(engine):
+    """Memory of all tensors of a process, however many names it has; without the KV cache."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+            tensor = getattr(thing, "_local_tensor", thing)
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values()) - engine.loop.cache.nbytes()
+
+
+def parameters_of(engine):
+    return sum(p.numel() for p in engine.actor.model.module.parameters())
+
+
+def test_each_rank_holds_its_share_between_phases_and_all_weights_in_a_rollout(group, checkpoint):
+    count = group.each_rank(parameters_of)[0]
+    slack = 0.1 * 4 * count  # tables, and tensors of an odd number of rows
+    loaded = group.each_rank(live_bytes)
+    assert all(found == pytest.approx(4 * count / 2, abs=slack) for found in loaded), (loaded, count)
+    group.train(rows(6), sft_loss_fn, 2)
+    trained = group.each_rank(live_bytes)
+    assert all(found == pytest.approx(12 * count / 2, abs=slack) for found in trained), (trained, count)
+    said(group)
+    rolling = group.workers.call("apply", live_bytes)  # unlike each_rank, it does not end the phase for the group
+    assert all(found == pytest.approx(12 * count / 2 + 4 * count, abs=slack) for found in rolling), (rolling, count)
+    group.train(rows(6), sft_loss_fn, 2)
+    again = group.each_rank(live_bytes)
+    assert all(found == pytest.approx(12 * count / 2, abs=slack) for found in again), (again, count)
+    group.ensure_roles({"ref": ModelRole("ref", str(checkpoint), trainable=False)})
+    group.score_logprobs("ref", [[3, 4, 5], [6, 7]])
+    frozen = group.each_rank(live_bytes)
+    assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in frozen), (frozen, count)
+    said(group)
+    group.end_rollout()
+    ended = group.each_rank(live_bytes)
+    assert all(found == pytest.approx((12 + 4) * count / 2, abs=slack) for found in ended), (ended, count)
+    group.drop_role("ref")
+
+
+def test_scores_of_a_frozen_role_are_those_of_one_process(group, one, checkpoint):
+    role = {"ref": ModelRole("ref", str(checkpoint), trainable=False)}
+    found = []
+    for engine in (group, one):
+        engine.ensure_roles(role)
+        found.append(engine.score_logprobs("ref", [[3, 4, 5], [6, 7], [8, 9, 10, 11]], [1.0, 0.5, 2.0]))
+        engine.drop_role("ref")
+    for mine, theirs in zip(*found, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def count_gathers(engine):
+    """Count from here on how often weights are put together."""
+    import torch.distributed as dist
+
+    engine.gathers = 0
+
+    def counting(call):
+        def counted(*args, **kwargs):
+            engine.gathers += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in ("all_gather_single", "all_gather_into_tensor"):  # PyTorch 2.13 has a new name for it
+        if hasattr(dist, name):
+            setattr(dist, name, counting(getattr(dist, name)))
+
+
+def gathers(engine):
+    found, engine.gathers = engine.gathers, 0
+    return found, len(list(engine.actor.model.module.model.layers)) + 1
+
+
+def test_a_rollout_puts_the_weights_together_once_whoever_asks(group):
+    group.end_rollout()
+    group.each_rank(count_gathers)
+    expected = said(group)  # one call
+    with ThreadPoolExecutor(6) as pool:  # as agents do; seeds make the samples what they are
+        futures = [pool.submit(said, group, [request]) for request in REQUESTS]
+        assert [future.result(timeout=60)[0] for future in futures] == expected
+    for found, parts in group.each_rank(gathers):
+        assert found == parts
+    group.train(rows(2), sft_loss_fn, 2)
+    assert all(found > parts for found, parts in group.each_rank(gathers)), "training puts layers together one by one"
+
+
+def test_what_one_replica_generates_alone_is_nothing_to_the_others_backward_pass(group):
+    for _ in range(2):
+        for request in REQUESTS:  # one at a time: all go to the first replica
+            said(group, [request])
+        group.train(rows(8), sft_loss_fn, 2)
+
+
+def test_requests_that_come_while_a_step_is_trained_are_answered_after_it(group):
+    with ThreadPoolExecutor(3) as pool:
+        trained = [pool.submit(group.train, rows(8, seed=i), sft_loss_fn, 2) for i in range(2)]
+        asked = [pool.submit(said, group, [request]) for request in REQUESTS]
+        assert all(len(future.result(timeout=60)[0]) == 10 for future in asked)
+        assert all(future.result(timeout=60)["update_skipped"] == 0.0 for future in trained)
+
+
+def masked(batch):
+    for row in batch:
+        row.prompt_mask[:] = [True] * len(row.tokens)
+    return batch
+
+
+def steps(engine):
+    """Kinds of steps in which ranks have unequal work: packed passes, a rank without tokens to train on, a measurement."""
+    packed = MicroBatching(max_tokens_per_mb=20)
+    lonely = rows(3, seed=3)
+    masked(lonely[:2])
+    found = [
+        engine.train(rows(5, seed=1), sft_loss_fn, packed),
+        engine.train(rows(6, seed=2), dpo_loss_fn, 2),
+        engine.train(lonely, sft_loss_fn, 1),
+        engine.train(rows(9, seed=4), sft_loss_fn, 2, 2),
+    ]
+    found.append(engine.measure(rows(5, seed=5), sft_loss_fn, 2))
+    found.append(engine.train(masked(rows(3, seed=6)), sft_loss_fn, 2))
+    found.append(engine.train(rows(1, seed=7), sft_loss_fn, 2))
+    return found
+
+
+def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
+    group.save_model(tmp_path / "begin")
+    group.save_state(tmp_path / "begin")
+    began = alone(tmp_path / "begin")  # what the group has learned in the tests before
+    began.load_state(tmp_path / "begin")
+    try:
+        expected, found = steps(began), steps(group)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert found[5]["update_skipped"] == 1.0, "nothing to train on on any rank: no update"
+        began.save_model(tmp_path / "one")
+    finally:
+        began.close()
+    group.save_model(tmp_path / "group")
+    got, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("group", "one"))
+    assert set(got) == set(truth)
+    for name, tensor in truth.items():
+        assert (got[name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+    assert (tmp_path / "group" / "config.json").read_text() == (tmp_path / "one" / "config.json").read_text()
+
+
+@pytest.mark.long
+def test_bf16_weights_have_fp32_masters_that_small_steps_move(checkpoint, tmp_path):
+    settings = OptimizerConfig(lr=1e-5, eps=1e-6)
+    found = {}
+    for name, layout in (("one", None), ("two", FSDP)):
+        config = EngineConfig(optimizer=settings, kv_cache_tokens=256, dtype=torch.bfloat16)
+        engine = Engine(str(checkpoint), config) if layout is None else EngineGroup(str(checkpoint), config, layout)
+        try:
+            for step in range(3):
+                engine.train(rows(6, seed=step), sft_loss_fn, 2)
+            (tmp_path / name).mkdir()
+            engine.save_model(tmp_path / name)
+            engine.save_state(tmp_path / name)
+            said(engine)
+        finally:
+            engine.close()
+        found[name] = torch.load(tmp_path / name / "trainer_state" / "optimizer.pt", weights_only=True)
+    begin = load_file(checkpoint / "model.safetensors")
+    one, two = found["one"]["masters"], found["two"]["masters"]
+    assert set(one) == set(two)
+    for name in one:
+        start = begin[name].to(torch.bfloat16).float()
+        moved, expected = (two[name] - start).flatten(), (one[name] - start).flatten()
+        assert torch.nn.functional.cosine_similarity(moved, expected, dim=0) > 0.95, name
+        with safe_open(tmp_path / "two" / "model.safetensors", "pt") as file:
+            assert torch.equal(file.get_tensor(name), two[name].to(torch.bfloat16))
+    assert '"dtype": "bfloat16"' in (tmp_path / "two" / "config.json").read_text()
+    resumed = Engine(str(tmp_path / "two"), EngineConfig(optimizer=settings, kv_cache_tokens=256, dtype=torch.bfloat16))
+    resumed.load_state(tmp_path / "two")
+    resumed.close()
+
+
+def test_a_rank_is_not_asked_while_its_weights_are_spread(group):
+    group.end_rollout()
+    with pytest.raises(EngineError, match="call begin_rollout on all ranks first"):
+        group.workers.call("engine.submit", REQUESTS)
+
+
+def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
+    with pytest.raises(UsageError, match=r"fsdp with tp_size=2: .* or use tp_size=1"):
+        Layout.of(4, 2, None, fsdp=True)
+    with pytest.raises(UsageError, match="fsdp with world_size=1: there is one replica"):
+        Layout.of(1, 1, None, fsdp=True)
+    options = LoadOptions(dtype=torch.float32, peers=Peers(FSDP))
+    for option, optimizer, adapter in (
+        ("--lora-rank", OptimizerConfig(), AdapterOptions(rank=4)),
+        ("--adam-8bit", OptimizerConfig(adam_8bit=True), None),
+        ("optimizer.type sgd", OptimizerConfig(sgd=True), None),
+    ):
+        with pytest.raises(UsageError, match=f"{option} with --fsdp"):
+            load_role("actor", "/nowhere", "policy", options, optimizer, True, adapter)
