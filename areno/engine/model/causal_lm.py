@@ -72,11 +72,14 @@ class CausalLM(PackedModel):
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
     def logprobs_and_entropy(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`logprobs`, and the entropy [N] of each distribution, without gradient ([0] if not wanted)."""
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True, bounds: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`logprobs`; the entropy [N] of each distribution; the least and greatest logit [N, 2] of the whole vocabulary.
+
+        The latter two are without gradient, and empty if they are not wanted.
+        """
         rows = max(CHUNK_ELEMENTS // self.vocab_size, 1)
-        run = functools.partial(self._chunk, entropy=entropy)
+        run = functools.partial(self._chunk, entropy=entropy, bounds=bounds)
         if len(targets) <= rows:
             return run(hidden, targets, temperatures)
         chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
@@ -84,10 +87,17 @@ class CausalLM(PackedModel):
             parts = [cast(Any, checkpoint(run, *chunk, use_reentrant=False)) for chunk in chunks]
         else:
             parts = [run(*chunk) for chunk in chunks]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        logprobs, spreads, extremes = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(spreads), torch.cat(extremes)
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        return _TokenLogprobs.apply(self.logits(hidden), targets, temperatures, entropy)
+    def _chunk(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool, bounds: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.logits(hidden)
+        extremes = (
+            torch.stack([logits.detach().amin(-1), logits.detach().amax(-1)], -1) if bounds else logits.new_zeros(0)
+        )
+        return *_TokenLogprobs.apply(logits, targets, temperatures, entropy), extremes
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -24,8 +24,8 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
-from areno.loss_fns.stats import Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
+from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
+from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
@@ -153,6 +153,8 @@ class TrainStep:
             loss, metrics = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
+                if isinstance(mini_bs, MicroBatching):
+                    metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
             totals.add(metrics, weight)
             loss_sum += float(loss.detach()) * weight
         if self.peers.data.size == 1:
@@ -175,7 +177,7 @@ class TrainStep:
             raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         batch = pack_rows(rows, self.model.device, tree)
         hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
+        predicted = OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn), reads_bounds(loss_fn))
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         if tree:

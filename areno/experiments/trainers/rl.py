@@ -53,6 +53,7 @@ from areno.experiments.trainers.update import (
     roles_of,
     shaping_of,
     told_by_workflows,
+    turns_of,
     with_version,
 )
 from areno.experiments.trajectory import Trajectory, train_sequences
@@ -325,7 +326,7 @@ class PPOTrainer(ExperimentTrainer):
         numbers = {
             f"rollout/{name}": float(told[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
         }
-        turns = [float(n) for t in batch.trajectories if "num_turns" in t for n in t["num_turns"]]
+        turns = turns_of(batch.trajectories)
         found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
@@ -405,7 +406,10 @@ class PPOTrainer(ExperimentTrainer):
         rewards = [t["rewards"].double() for t in found]
         lengths = [t["attention_mask"].sum(-1).double() for t in found]
         told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}
-        return {**in_scope("eval-rollout", summaries(told)), "eval-rollout/n_prompts": float(len(found))}
+        told["num_turns"] = torch.tensor(turns_of(found), dtype=torch.float64)
+        counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
+        counts["rejected"] = float(len(rows) - len(found))
+        return in_scope("eval-rollout", {**summaries(told), **counts})
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
