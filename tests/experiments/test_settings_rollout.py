@@ -466,6 +466,20 @@ def test_sessions_are_written_when_asked_for(rl):
     assert len(path.read_text().splitlines()) >= 4
 
 
+@pytest.mark.parametrize(("agent", "answers"), [("Talker", 3), ("Streamer", 1)])
+def test_sessions_of_agents_have_what_the_server_generated_for_them(rl, agent, answers):
+    given = {"rollout.agent.agent_cls_path": AGENTS + agent, "perf_tracer.session_tracer.enabled": True}
+    (path,) = sessions_of(rl(given))
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    done = [one for one in found if one["status"] == "accepted"]
+    assert len(done) >= 4
+    for one in done:
+        spans = one["phases"]["generate"]
+        assert len(spans) == 2 * answers  # of both samples
+        assert one["generate_s"] == pytest.approx(sum(span["end_ts"] - span["start_ts"] for span in spans)) != 0
+        assert all(one["submit_ts"] <= span["start_ts"] <= span["end_ts"] <= one["finalized_ts"] for span in spans)
+
+
 @pytest.mark.parametrize(("threshold", "written"), [(1, True), (1000, False)])
 def test_sessions_are_written_after_so_many(rl, threshold, written):
     found: list[bool] = []
