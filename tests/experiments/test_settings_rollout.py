@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.errors import ArenoError, RewardError
+from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trainers.engines import rollout_devices
 from areno.experiments.trajectory import samples_of
@@ -295,6 +295,15 @@ def test_prompts_outside_of_the_success_band_are_left_out(rl):
     assert {row["rewards"] for row in high.samples} == {1.0}
     assert high.column("rollout/filtered")[0] > 0
     assert {row["rewards"] for row in rl({**judged, "success_rate_ub": 0.5}).samples} == {0.0}
+
+
+def test_the_named_filter_says_which_groups_are_trained_on(rl):
+    judged = {"reward.fn": REWARDS + "by_row", "actor.reward_norm": None}
+    solved = rl({**judged, "workflow.dynamic_filter_fn": REWARDS + "solved"})
+    assert {row["rewards"] for row in solved.samples} == {1.0}
+    assert solved.column("rollout/filtered")[0] > 0
+    with pytest.raises(UsageError, match=r"workflow\.dynamic_filter_fn .*defines no unsolved"):
+        rl({"workflow.dynamic_filter_fn": REWARDS + "unsolved"})
 
 
 def test_a_dynamic_batch_counts_what_was_left_out(rl):

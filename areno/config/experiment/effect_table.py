@@ -291,6 +291,7 @@ EFFECTS: dict[str, str] = {
     "RewardConfig.max_workers": _ROLLOUT + "test_rewards_are_computed_by_so_many_processes",
     "WorkflowConfig.path": _ROLLOUT + "test_the_workflow_and_its_arguments",
     "WorkflowConfig.kwargs": _ROLLOUT + "test_the_workflow_and_its_arguments",
+    "WorkflowConfig.dynamic_filter_fn": _ROLLOUT + "test_the_named_filter_says_which_groups_are_trained_on",
     "PPOActorConfig.log_agent_stats": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
     "PPOActorConfig.log_agent_stats_keys": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
     "AgentConfig.agent_cls_path": _ROLLOUT + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",

@@ -188,3 +188,7 @@ class WorkflowConfig:
 
     path: str = setting("rlvr", help="rlvr, multi_turn, agent, or a class as file.py:NAME or module.NAME.")
     kwargs: dict[str, Any] = setting({}, help="Its further arguments, such as max_turns and turn_discount.")
+    dynamic_filter_fn: str = setting(
+        "",
+        help="file.py:NAME or module.NAME; gets a group's trajectory, and says whether it is trained on. Empty keeps all.",
+    )

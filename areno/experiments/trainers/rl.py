@@ -235,7 +235,8 @@ class PPOTrainer(ExperimentTrainer):
             eval_workflow: the same for evaluations; None takes ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: arguments of a class.
             eval_workflow_kwargs: the same for evaluations.
-            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on.
+            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on; None takes the one that
+                the ``workflow`` section names, if any.
             total_epochs: in place of ``total_train_epochs``.
 
         Raises:
@@ -293,7 +294,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
         """The user's filter, and the success band."""
-        accept = resolve_function(given, "dynamic_filter_fn")
+        accept = resolve_function(given or self.config.workflow.dynamic_filter_fn or None, "workflow.dynamic_filter_fn")
         low, high = self.config.success_rate_lb, self.config.success_rate_ub
         if low is None and high is None:
             return accept
