@@ -161,7 +161,7 @@ class PPOActorConfig(TrainEngineConfig):
         False, help="Clip against the policy before the update, and weight for the one that sampled."
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, help="The importance weight of the decoupled loss, and what it leaves out."
+        None, help="Bounds on the importance weight of the decoupled loss; null leaves the weight as it is."
     )
     importance_sampling_level: str = setting(
         "token", choices=("token", "sequence"), help="sequence takes the geometric mean of a sequence's ratios (GSPO)."

@@ -201,12 +201,6 @@ def _overlong(config: PPOActorConfig) -> Problems:
 
 def _proximal(config: PPOActorConfig) -> Problems:
     if config.use_decoupled_loss:
-        if config.rejection_sampling is None:
-            yield (
-                "use_decoupled_loss",
-                "without rejection_sampling would have no weight for the policy that sampled, so it would not be the "
-                "decoupled loss; add the section (rejection_sampling: {upper: 5.0}), or set use_decoupled_loss to false",
-            )
         if config.prox_logp_method == "loglinear" and config.recompute_logprob:
             yield (
                 "recompute_logprob",

@@ -368,7 +368,7 @@ class PPOTrainer(ExperimentTrainer):
             self.score(rows, REF, "ref_logprobs", ref.mb_spec)
         if self.config.teacher is not None:
             self.score(rows, TEACHER, "teacher_logprobs", actor.mb_spec)
-        if not (self.knobs.needs_proximal or actor.recompute_logprob):
+        if not actor.should_compute_prox_logp():
             return {}
         self.score(rows, ACTOR, "prox_logprobs", actor.mb_spec, key="recompute_logp")
         told = proximal_statistics(rows)

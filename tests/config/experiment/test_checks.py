@@ -34,7 +34,6 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         # traps of the loss
         ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
         ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
-        ({"actor.use_decoupled_loss": True}, "without rejection_sampling", DECOUPLED),
         ({"actor.rejection_sampling": {}}, "without use_decoupled_loss", DECOUPLED),
         (
             DECOUPLED | {"actor.prox_logp_method": "loglinear", "actor.recompute_logprob": True},
