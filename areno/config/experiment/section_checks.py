@@ -14,6 +14,7 @@ from areno.config.experiment.engine_sections import (
     TrainEngineConfig,
 )
 from areno.config.experiment.generation_sections import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
+from areno.config.experiment.run_sections import SAVES_NOTHING, SaverConfig
 from areno.config.experiment.settings import settings_of
 from areno.config.experiment.update_sections import (
     MicroBatchSpec,
@@ -121,6 +122,13 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
     if config.fsdp.memory_efficient_load and config.init_from_scratch:
         yield "init_from_scratch", "reads no weights, so fsdp.memory_efficient_load has nothing to do; leave one out"
     yield from _workers(config.scheduling_spec, (1, 2))
+
+
+def check_saver(config: SaverConfig) -> Problems:
+    """Times at which nothing is saved."""
+    if config.mode == SAVES_NOTHING:
+        names = ("freq_epochs", "freq_steps", "freq_secs")
+        yield from idle(config, names, f"with mode {SAVES_NOTHING}; leave one of the two out")
 
 
 def check_rollout(config: InferenceEngineConfig) -> Problems:
@@ -238,6 +246,7 @@ CHECKS: dict[type, Callable[[Any], Problems]] = {
     TrainEngineConfig: check_train_engine,
     InferenceEngineConfig: check_rollout,
     AgentConfig: check_agent,
+    SaverConfig: check_saver,
     SchedulingStrategy: check_strategy,
     TeacherConfig: check_teacher,
 }

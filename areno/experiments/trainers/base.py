@@ -23,7 +23,7 @@ import torch
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
-from areno.config.experiment.run_sections import FrequencyConfig
+from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.engine.engine import ACTOR, Engine
@@ -160,20 +160,21 @@ class ExperimentTrainer(ABC):
 
     def _make_keepers(self) -> None:
         config, folders = self.config, self.folders
+        saves = config.saver.mode != SAVES_NOTHING
         self.saver = Saver(
             self._elsewhere(config.saver, folders.checkpoints),
-            lambda: frequency(config.saver, always_last=True),
+            lambda: frequency(config.saver, always_last=saves),
             self.roles,
-            config.saver.mode,
+            config.saver.mode if saves else "auto",
         )
-        if not frequency(config.saver).enabled:
-            _log.warning(
-                "no model will be saved, not even the last one: saver.freq_epochs, freq_steps and freq_secs are null"
-            )
+        if not saves:
+            _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
+        elif not frequency(config.saver).enabled:
+            _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
         self.recovery = Recovery(
             self._elsewhere(config.recover, folders.checkpoints) / "recover",
             config.recover.mode,
-            frequency(config.recover, always_last=True),
+            frequency(config.recover, always_last=frequency(config.recover).enabled),
         )
         self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
         loggers = config.stats_logger

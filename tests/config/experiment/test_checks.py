@@ -166,6 +166,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             "exchange them",
             {"success_rate_lb": 0.1, "success_rate_ub": 0.9},
         ),
+        (
+            {"saver": {"mode": "off", "freq_steps": 2}},
+            "freq_steps 2 has no effect with mode off",
+            {"saver.mode": "off"},
+        ),
         # teacher
         ({"teacher": {"path": "a/teacher"}}, "teacher.rollout is missing", TEACHER),
         (
