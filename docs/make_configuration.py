@@ -129,7 +129,7 @@ parallel. Of all these, areno and fsdp with d and t run today; the others are re
 ## Traps that are errors here
 
 - `actor.kl_ctl` above 0 without a `ref`. Unset, it is 0.1 with a `ref` and 0 without.
-- `use_decoupled_loss` without `rejection_sampling`, which defines its importance weight.
+- `rejection_sampling` without `use_decoupled_loss`, whose importance weight it bounds.
 - A group of a normalisation that is not the `n_samples` answers to one prompt, or that has one member.
 - `actor.temperature` or `actor.max_new_tokens` other than those of `gconfig`, with which was sampled.
 - An evaluation without `valid_dataset`, and the other way round.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from areno.observability.statistics import SHORT_NAMES, documented
+from areno.observability.statistics import MEANS, SHORT_NAMES, documented
 
 PAGE = Path(__file__).with_name("statistics.md")
 MARK = "<!-- Written by docs/make_statistics.py from areno/observability/statistics.py, down to the end. -->\n"
@@ -22,7 +22,8 @@ def render() -> str:
     parts = []
     for title, entries in groupby(documented(), key=lambda entry: entry[0]):
         rows = [
-            f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} | {one.told} | {one.meaning} |"
+            f"| `{one.name}`{f' (also `{short[one.name]}`)' if one.name in short else ''} "
+            f"| {'its mean, ' if one.name in MEANS else ''}{one.told} | {one.meaning} |"
             for _, one in entries
         ]
         parts.append("\n".join([f"## {title}\n", "| Name | Numbers | Meaning |\n|---|---|---|", *rows, ""]))

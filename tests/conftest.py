@@ -6,17 +6,22 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+settings.register_profile("areno", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("areno")
 
 DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent / "shared" / "data"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of the tests, also those in processes of their own, leave the user's cache alone."""
-    os.environ.setdefault("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    """Runs of the tests, also those in processes of their own, leave the user's cache alone, and share one."""
+    base = tmp_path_factory.getbasetemp()
+    whole = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # all workers of one run
+    os.environ.setdefault("ARENO_CACHE_DIR", str(whole / "cache"))
 
 
 @pytest.fixture(scope="session")

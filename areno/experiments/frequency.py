@@ -65,7 +65,7 @@ class FrequencyControl:
         freq_epochs: due after so many epochs; None never.
         freq_steps: due after so many steps; None never.
         freq_secs: due after so many seconds; None never.
-        always_last: also due at the last step of the run, where any of the three is given.
+        always_last: also due at the last step of the run.
         before_training: due once before the first step.
         clock: seconds, never going back.
         slowest: the largest of a number over all ranks, so that they agree on what is due.
@@ -98,7 +98,7 @@ class FrequencyControl:
 
     @property
     def enabled(self) -> bool:
-        """Whether it is ever due during training."""
+        """Whether one of the three is given."""
         return any(value is not None for value in self._every.values())
 
     def due_before_training(self) -> bool:
@@ -121,7 +121,7 @@ class FrequencyControl:
         self._epochs = 0 if "epochs" in due else self._epochs
         self._steps = 0 if "steps" in due else self._steps
         self._since = now if "secs" in due else self._since
-        return bool(due) or (self._always_last and self.enabled and at.is_last)
+        return bool(due) or (self._always_last and at.is_last)
 
     def _elapsed(self, now: float) -> float:
         seconds = now - self._since

@@ -62,6 +62,37 @@ def dpo_loss_fn(
     Raises:
         ValueError: an argument is out of its range, the pack lacks the reference, or a sequence has no partner.
     """
+    pairs = dpo_pairs(
+        data_pack,
+        logprobs,
+        beta,
+        label_smoothing=label_smoothing,
+        loss_type=loss_type,
+        length_normalised=length_normalised,
+    )
+    losses, count = pairs["loss"], torch.tensor(len(pairs["loss"]))
+    pairs |= {"margin": pairs["reward_margin"]}
+    metrics = {f"dpo_{name}": Mean(values.detach().sum(), count) for name, values in pairs.items()}
+    metrics["total_loss"] = metrics["dpo_loss"]
+    metrics["dpo_response_len"] = Mean(
+        data_pack["packed_response_mask"].sum(), torch.tensor(data_pack["packed_num_sequences"])
+    )
+    return losses.sum() / max(len(losses), 1), metrics
+
+
+def dpo_pairs(
+    data_pack: DataPack,
+    logprobs: Tensor,
+    beta: float,
+    *,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    length_normalised: bool = False,
+) -> dict[str, Tensor]:
+    """What :func:`dpo_loss_fn` is made of, pair by pair [pairs]: loss, accuracy, chosen_reward, rejected_reward, reward_margin.
+
+    Arguments and errors are those of :func:`dpo_loss_fn`.
+    """
     _check(beta, label_smoothing, loss_type)
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
@@ -70,25 +101,15 @@ def dpo_loss_fn(
     per_sequence = (sequence_means if length_normalised else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")
     delta, shape = chosen - rejected, _SHAPES[loss_type]
-    losses = (1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta)
-    loss = losses.sum() / max(len(losses), 1)
-    return loss, _statistics(losses, beta * chosen, beta * rejected, mask, data_pack)
-
-
-def _statistics(losses: Tensor, chosen: Tensor, rejected: Tensor, mask: Tensor, pack: DataPack) -> dict[str, Mean]:
-    pairs, margin = torch.tensor(len(losses)), chosen - rejected
-    per_pair = {
-        "dpo_loss": losses,
-        "total_loss": losses,
-        "dpo_accuracy": (margin > 0).float(),
-        "dpo_margin": margin,
-        "dpo_reward_margin": margin,
-        "dpo_chosen_reward": chosen,
-        "dpo_rejected_reward": rejected,
+    rewards = beta * chosen, beta * rejected
+    margin = rewards[0] - rewards[1]
+    return {
+        "loss": (1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta),
+        "accuracy": (margin > 0).float(),
+        "chosen_reward": rewards[0],
+        "rejected_reward": rewards[1],
+        "reward_margin": margin,
     }
-    metrics = {name: Mean(values.detach().sum(), pairs) for name, values in per_pair.items()}
-    metrics["dpo_response_len"] = Mean(mask.sum(), torch.tensor(pack["packed_num_sequences"]))
-    return metrics
 
 
 def _check(beta: float, label_smoothing: float, loss_type: str) -> None:

@@ -149,7 +149,7 @@ class _Terms:
     advantage: Tensor
 
 
-@reduces_over("token", entropy=True)
+@reduces_over("token", entropy=True, bounds=True)
 def policy_loss_fn(
     data_pack: DataPack, logprobs: Tensor, knobs: PolicyLoss | None = None, *, version: int | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
@@ -300,6 +300,8 @@ def _statistics(pack: DataPack, terms: _Terms, losses: Tensor) -> dict[str, Any]
     }
     if "packed_entropy" in pack:
         values["entropy"] = pack["packed_entropy"]
+    if "packed_min_logits" in pack:
+        values |= {"vocab_min_logits": pack["packed_min_logits"], "vocab_max_logits": pack["packed_max_logits"]}
     return {name: masked_range(value, terms.mask) for name, value in values.items()}
 
 

@@ -39,6 +39,9 @@ class DataPack(TypedDict, total=False):
         packed_num_sequences: sequences in the microbatch.
         packed_entropy: entropy of the policy's distribution at each action, without gradient, 0 outside the mask [A];
             only for losses declared with ``entropy=True``.
+        packed_min_logits: least logit of the vocabulary at each action, without gradient, 0 outside the mask [A]; only for
+            losses declared with ``bounds=True``.
+        packed_max_logits: the greatest, likewise [A].
         packed_tokens: the tokens that the actions chose [A].
         packed_prox_logprobs: log-probs at the start of the update [A], where the rows have them.
         packed_teacher_logprobs: log-probs of a teacher [A], where the rows have them.
@@ -56,6 +59,8 @@ class DataPack(TypedDict, total=False):
     packed_seq_ids: Tensor
     packed_num_sequences: int
     packed_entropy: Tensor
+    packed_min_logits: Tensor
+    packed_max_logits: Tensor
     packed_tokens: Tensor
     packed_prox_logprobs: Tensor
     packed_teacher_logprobs: Tensor
@@ -65,17 +70,18 @@ class DataPack(TypedDict, total=False):
 
 
 def reduces_over(
-    unit: Reduction | Callable[[Mapping[str, Any]], Reduction], *, entropy: bool = False
+    unit: Reduction | Callable[[Mapping[str, Any]], Reduction], *, entropy: bool = False, bounds: bool = False
 ) -> Callable[[F], F]:
     """Declare what a loss averages over: ``token``, ``sequence`` or ``pair`` (two neighbouring rows).
 
     Args:
         unit: the unit, or a function that finds it from the keyword arguments bound with ``functools.partial``.
         entropy: ask the engine for ``packed_entropy``, which costs one more pass over the logits.
+        bounds: ask the engine for ``packed_min_logits`` and ``packed_max_logits``, which cost as much.
     """
 
     def declare(fn: F) -> F:
-        fn.reduction, fn.reads_entropy = unit, entropy  # type: ignore[attr-defined]
+        fn.reduction, fn.reads_entropy, fn.reads_bounds = unit, entropy, bounds  # type: ignore[attr-defined]
         return fn
 
     return declare
@@ -96,6 +102,11 @@ def declares_reduction(loss_fn: LossFn) -> bool:
 def reads_entropy(loss_fn: LossFn) -> bool:
     """Whether a loss asked for ``packed_entropy``."""
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_entropy", False))
+
+
+def reads_bounds(loss_fn: LossFn) -> bool:
+    """Whether a loss asked for ``packed_min_logits`` and ``packed_max_logits``."""
+    return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:

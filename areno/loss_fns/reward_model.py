@@ -27,6 +27,17 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> tuple[Tensor, d
     Raises:
         ValueError: there is not one score per sequence, or a sequence has no partner.
     """
+    pairs = score_pairs(data_pack, scores)
+    losses, count = pairs["loss"], torch.tensor(len(pairs["loss"]))
+    metrics = {f"rm_{name}": Mean(values.detach().sum(), count) for name, values in pairs.items()}
+    return losses.sum() / max(len(losses), 1), metrics
+
+
+def score_pairs(data_pack: DataPack, scores: Tensor) -> dict[str, Tensor]:
+    """What :func:`reward_model_loss_fn` is made of, pair by pair [pairs]: loss, accuracy, margin, chosen_score, rejected_score.
+
+    Arguments and errors are those of :func:`reward_model_loss_fn`.
+    """
     sequences = data_pack["packed_num_sequences"]
     if scores.shape != (sequences,):
         raise ValueError(
@@ -35,14 +46,10 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> tuple[Tensor, d
         )
     chosen, rejected = split_pairs(in_float(scores), "reward_model_loss_fn")
     margin = chosen - rejected
-    losses = -F.logsigmoid(margin)
-    per_pair = {
-        "rm_loss": losses,
-        "rm_accuracy": (margin > 0).float(),
-        "rm_margin": margin,
-        "rm_chosen_score": chosen,
-        "rm_rejected_score": rejected,
+    return {
+        "loss": -F.logsigmoid(margin),
+        "accuracy": (margin > 0).float(),
+        "margin": margin,
+        "chosen_score": chosen,
+        "rejected_score": rejected,
     }
-    pairs = torch.tensor(len(losses))
-    metrics = {name: Mean(values.detach().sum(), pairs) for name, values in per_pair.items()}
-    return losses.sum() / max(len(losses), 1), metrics

@@ -34,6 +34,17 @@ def value_loss_fn(
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.
     """
+    tokens = value_tokens(data_pack, values, cliprange_value, value_loss_coef)
+    mask = data_pack["packed_response_mask"]
+    return tokens["value_loss"].sum() / mask.sum().clamp(min=1), {
+        name: masked_mean(each, mask) for name, each in tokens.items()
+    }
+
+
+def value_tokens(
+    data_pack: DataPack, values: Tensor, cliprange_value: float, value_loss_coef: float
+) -> dict[str, Tensor]:
+    """What :func:`value_loss_fn` is made of, token by token [A], under the names of its statistics; arguments likewise."""
     if not cliprange_value > 0:
         raise ValueError(f"cliprange_value must be above 0, got {cliprange_value}")
     mask = data_pack["packed_response_mask"]
@@ -44,12 +55,12 @@ def value_loss_fn(
     clipped_error = (old + (values - old).clamp(-cliprange_value, cliprange_value) - target).square()
     losses = 0.5 * value_loss_coef * torch.maximum(error, clipped_error)
     moved = (values - old).abs() > cliprange_value
-    return losses.sum() / mask.sum().clamp(min=1), {
-        "value_loss": masked_mean(losses, mask),
-        "value_clipfrac": masked_mean((moved & (clipped_error > error)).float(), mask),
-        "value_mse": masked_mean(error, mask),
-        "value_pred_mean": masked_mean(values, mask),
-        "value_target_mean": masked_mean(target, mask),
-        "old_value_mean": masked_mean(old, mask),
-        "value_abs_error_mean": masked_mean((values - target).abs(), mask),
+    return {
+        "value_loss": losses,
+        "value_clipfrac": (moved & (clipped_error > error)).float(),
+        "value_mse": error,
+        "value_pred_mean": values,
+        "value_target_mean": target,
+        "old_value_mean": old,
+        "value_abs_error_mean": (values - target).abs(),
     }

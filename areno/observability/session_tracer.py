@@ -59,7 +59,25 @@ class _Session:
         }
 
 
-_current: ContextVar[tuple[Any, _Session] | None] = ContextVar("rollout session", default=None)
+Held = tuple[Any, _Session] | None
+"""A session with its tracer, to be handed to who works for it elsewhere; None outside of one."""
+
+_current: ContextVar[Held] = ContextVar("rollout session", default=None)
+
+
+def current_session() -> Held:
+    """The session that this runs in."""
+    return _current.get()
+
+
+@contextmanager
+def in_session(held: Held) -> Iterator[None]:
+    """Work for a session that was opened elsewhere: phases and counters of the block are its own."""
+    token = _current.set(held)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class SessionTracer:

@@ -13,6 +13,9 @@ from typing import Literal
 Told = Literal["avg, min, max", "number"]
 """Which numbers of a statistic appear: three, under ``name/avg``, ``name/min`` and ``name/max``, or one under its name."""
 
+MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name in ("reward", "num_turns"))
+"""Names that also stand for the mean itself, as they do in the documentation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
@@ -44,10 +47,16 @@ SHORT_NAMES = {
 _Rows = tuple[tuple[str, str], ...]
 
 _ROLLOUT: _Rows = (
-    ("reward", "mean reward of the episodes that ended"),
-    ("num_turns", "mean answers of the model per episode"),
-    ("accepted", "episodes that a batch may take"),
-    ("rejected", "episodes that a filter or an error took out"),
+    ("reward", "reward of each response"),
+    ("num_turns", "answers of the model in the episode of each response; absent where the workflow has one turn"),
+)
+_EPISODES: _Rows = (
+    ("accepted", "prompts so far whose episodes a batch may take or has taken"),
+    ("rejected", "prompts so far that failed or that a filter took out"),
+)
+_EVALUATED: _Rows = (
+    ("accepted", "prompts of this evaluation that count"),
+    ("rejected", "and those that failed"),
 )
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; it should rise"),
@@ -86,8 +95,8 @@ _UPDATE: _Rows = (
     ("behave_approx_kl", "log-prob under the proximal policy minus that when sampled"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
     ("clipped_old_logp", "old_logp of the clipped tokens"),
-    ("vocab_min_logits", "least logit at each trained token"),
-    ("vocab_max_logits", "greatest logit at each trained token"),
+    ("vocab_min_logits", "least logit of the vocabulary at each trained token, before the temperature"),
+    ("vocab_max_logits", "and the greatest"),
     ("rkl_loss", "distillation: reverse KL to the teacher per token"),
     ("sapo_soft_gate", "SAPO: the gate per token"),
     ("sapo_scaled_gate_pos", "SAPO: the scaled gate of tokens with an advantage above 0"),
@@ -100,7 +109,10 @@ _UPDATE_COUNTS: _Rows = (
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate that was used"),
     ("update_successful", "1, or 0 where the gradient was not finite and the weights were left alone"),
-    ("num_micro_batches", "forward and backward passes of the update"),
+    (
+        "num_micro_batches",
+        "forward and backward passes of an optimizer step, over all ranks; mean over the update's steps",
+    ),
 )
 _LOGP: _Rows = (
     ("prox_logp_gt", "log-prob under the proximal policy, computed"),
@@ -174,14 +186,13 @@ _TIMES: _Rows = (
     ("save", "saving models; with asynchronous saving, the copy"),
     ("checkpoint_for_recover", "writing a recovery point"),
     ("eval", "evaluation"),
-    ("clear_batches", "freeing what a step held"),
-    ("actor_onload", "weights back to the device; other roles likewise"),
-    ("actor_offload", "weights off the device; other roles likewise"),
 )
 
 SECTIONS: tuple[tuple[str, str, Told, _Rows], ...] = (
-    ("Rollout", "rollout", "number", _ROLLOUT),
-    ("Evaluation", "eval-rollout", "number", _ROLLOUT),
+    ("Rollout", "rollout", "avg, min, max", _ROLLOUT),
+    ("Rollout", "rollout", "number", _EPISODES),
+    ("Evaluation", "eval-rollout", "avg, min, max", _ROLLOUT),
+    ("Evaluation", "eval-rollout", "number", _EVALUATED),
     ("The batch", "ppo_actor", "avg, min, max", _BATCH),
     ("The batch", "ppo_actor", "number", _BATCH_COUNTS),
     ("The actor's update", "ppo_actor/update", "avg, min, max", _UPDATE),
@@ -211,11 +222,12 @@ def documented() -> Iterator[tuple[str, Statistic]]:
 
 
 def with_short_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """``numbers`` with those of the quickstart's names added whose statistic is among them."""
+    """``numbers`` with those of the quickstart's names, and of :data:`MEANS`, added whose statistic is among them."""
     added = {
         f"{short}{end}": numbers[f"{full}{end}"]
         for short, full in SHORT_NAMES.items()
         for end in ("", "/avg", "/min", "/max")
         if f"{full}{end}" in numbers
     }
+    added |= {name: numbers[f"{name}/avg"] for name in MEANS if f"{name}/avg" in numbers}
     return {**numbers, **added}

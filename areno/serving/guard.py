@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areno.observability.session_tracer import in_session
 from areno.serving.errors import ApiError, unexpected
-from areno.serving.recording import KEY_PREFIX
+from areno.serving.recording import KEY_PREFIX, Tape
 from areno.serving.service import Service
 
 # What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
@@ -63,7 +64,9 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._service.config.max_body_bytes:
             raise _too_large(self._service.config.max_body_bytes)
-        await self._app(scope, receive, send)
+        tape: Tape | None = scope.get(TAPE)
+        with in_session(None if tape is None else tape.session):
+            await self._app(scope, receive, send)
 
     def _may_enter(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         """Whether the key is right; with a recorder, ``scope[TAPE]`` is the tape that it stands for."""

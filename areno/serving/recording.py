@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from areno.observability.session_tracer import Held
 from areno.text.chat import RenderedPrompt
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ContentDelta, ToolCallDelta
@@ -91,7 +92,16 @@ class OpenTurn(Protocol):
 
 
 class Tape(Protocol):
-    """The conversations of one API key."""
+    """The conversations of one API key.
+
+    Attributes:
+        session: of the traces, that its requests belong to.
+    """
+
+    @property
+    def session(self) -> Held:
+        """Session of the traces that its requests belong to."""
+        ...
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
         """A request begins; called from the thread that renders.

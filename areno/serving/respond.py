@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from areno.errors import EngineError
+from areno.observability import tracing
 from areno.serving.errors import ApiError, unexpected
 from areno.serving.generation import Generation
 from areno.serving.job import Job
@@ -37,7 +38,7 @@ async def respond(service: Service, request: Request, job: Job, answer: Answer) 
     if job.body.stream:
         return EventStream(service, generation, answer, clock)
     try:
-        async with _deadline(service):
+        async with tracing.atrace_session_phase("generate"), _deadline(service):
             whole = await first_done(_collect(service, generation, answer, clock), disconnected(request.receive))
     finally:
         generation.cancel()
@@ -109,7 +110,7 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async with _deadline(self._service):
+            async with tracing.atrace_session_phase("generate"), _deadline(self._service):
                 yield _joined(self._answer.opening())
                 async for tokens in self._generation.tokens():
                     chunks = []

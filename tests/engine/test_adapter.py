@@ -6,88 +6,31 @@ from itertools import chain
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft")
 
 from areno.engine.checkpoint.export import export_model  # noqa: E402
 from areno.engine.engine import Engine, EngineConfig  # noqa: E402
 from areno.engine.model.adapter import AdapterOptions  # noqa: E402
-from areno.engine.train.optimizer import OptimizerConfig  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
-from areno.loss_fns import grpo_loss_fn, reward_model_loss_fn, sft_loss_fn, value_loss_fn  # noqa: E402
-from areno.types import ModelRole, Request, SamplingParams, TrainSequence  # noqa: E402
-from tests.support.loops import save_classifier  # noqa: E402
+from areno.loss_fns import grpo_loss_fn, sft_loss_fn  # noqa: E402
+from areno.types import ModelRole  # noqa: E402
+from tests.support.adapters import (  # noqa: E402
+    IDS,
+    LR,
+    PROMPT,
+    ROWS,
+    base_weights,
+    generate,
+    logprobs,
+    row,
+    same,
+    scored,
+    train_some,
+    trained_weights,
+)
 from tests.support.tiny import save_tiny_checkpoint  # noqa: E402
-
-PROMPT = [5, 9, 30]
-LR = 1e-2
-IDS = torch.tensor([[5, 9, 30, 41, 7, 12, 3, 8]])
-
-
-def row(tokens, prompt=2, **lists):
-    return TrainSequence([i < prompt for i in range(len(tokens))], list(tokens), **lists)
-
-
-ROWS = [row([5, 9, 30, 41, 7, 60]), row([12, 3, 8, 11]), row([8, 8, 15, 60, 22, 31, 2]), row([4, 6, 7])]
-
-
-@pytest.fixture
-def open_engine(tiny_checkpoint):
-    """Engines with an adapter of rank 4 on a tiny llama."""
-    engines = []
-
-    def make(path=tiny_checkpoint, trains="policy", dtype=torch.float32, decode="eager", **options):
-        adapter = AdapterOptions.of({"rank": 4, **options}, "lora")
-        optimizer = OptimizerConfig(lr=LR, weight_decay=0.1, eps=1e-6)
-        config = EngineConfig(optimizer=optimizer, adapter=adapter, trains=trains, dtype=dtype, decode=decode)
-        engines.append(Engine(str(path), config))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def base_weights(engine):
-    """A copy of everything that is not the adapter's, by the name that it has in the base checkpoint."""
-    named = engine.actor.model.module.named_parameters()
-    return {
-        name.replace(".base_layer", ""): p.detach().clone()
-        for name, p in named
-        if ".lora_" not in name and ".modules_to_save." not in name
-    }
-
-
-def trained_weights(engine):
-    return {name: p.detach().clone() for name, p in engine.actor.model.parameters()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def logprobs(module, ids=IDS):
-    """Log-prob of each token after the first, by plain transformers."""
-    with torch.no_grad():
-        logits = module(input_ids=ids).logits
-    return logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-
-
-def scored(engine, role="actor"):
-    return torch.tensor(engine.score_logprobs(role, IDS.tolist())[0][1:])
-
-
-def generate(engine, n=4, tokens=12):
-    sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    future = engine.submit([Request(PROMPT, sampling, list(range(n)))])[0]
-    return future.result(timeout=120).sequences
-
-
-def train_some(engine, steps=3):
-    for _ in range(steps):
-        engine.train(ROWS, sft_loss_fn, mini_bs=2)
-
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +148,23 @@ def test_training_right_after_a_rollout_changes_what_the_next_one_says(open_engi
         for s, values in zip(second, found, strict=True)
         for a, b in zip(s.resp_logprobs, values[len(PROMPT) :], strict=True)
     )
+
+
+def test_grpo_rows_of_a_rollout_have_a_ratio_of_one(open_engine):
+    engine = open_engine()
+    train_some(engine)
+    rows = [
+        row(
+            [*PROMPT, *s.resp_tokens],
+            prompt=len(PROMPT),
+            logprobs=[0.0] * len(PROMPT) + list(s.resp_logprobs),
+            advantages=[0.0] * len(PROMPT) + [1.0 - index] * len(s.resp_tokens),
+        )
+        for index, s in enumerate(generate(engine))
+    ]
+    stats = engine.train(rows, grpo_loss_fn, mini_bs=2)
+    assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["logp_abs_diff_mean"] < 1e-5
 
 
 def test_the_reference_is_the_actor_with_its_adapter_off(open_engine, tiny_checkpoint):
@@ -365,55 +325,6 @@ def test_an_export_is_a_full_checkpoint(dtype, open_engine, tmp_path):
     assert not (folder / "adapter_config.json").exists()
 
 
-# -- critics and reward models -----------------------------------------------------------------------------------------
-
-
-def test_a_critic_trains_an_adapter_and_its_head(open_engine, tiny_checkpoint, tmp_path):
-    body = save_classifier(tmp_path / "critic", tiny_checkpoint)
-    engine = open_engine()
-    engine.ensure_roles({"critic": ModelRole("critic", str(body), trainable=True, optimizer_lr=LR)})
-    critic = engine.role("critic")
-    trained = [name for name, _ in critic.model.parameters()]
-    assert sum("score" in name for name in trained) == 1
-    assert all("score" in name or ".lora_" in name for name in trained)
-    full = [float(i) for i in range(6)]
-    rows = [row([5, 9, 30, 41, 7, 60], values=[0.0] * 6, returns=full)]
-    head = critic.model.module.score.weight.detach().clone()
-    for _ in range(3):
-        engine.train(rows, value_loss_fn, mini_bs=1, role="critic")
-    assert not torch.equal(head, critic.model.module.score.weight)
-    critic.save_model(tmp_path / "saved", engine.tokenizer)
-    stock = AutoModelForSequenceClassification.from_pretrained(body, num_labels=1, dtype=torch.float32)
-    loaded = peft.PeftModel.from_pretrained(stock, tmp_path / "saved").eval()
-    loaded.config.pad_token_id = None
-    found = engine.score_values("critic", IDS.tolist())[0]
-    with torch.no_grad():
-        expected = [float(loaded(input_ids=IDS[:, : n + 1]).logits) for n in range(IDS.shape[1])]
-    assert found == pytest.approx(expected, abs=1e-5)
-    frozen = open_engine()
-    frozen.ensure_roles({"reward": ModelRole("reward", str(tmp_path / "saved"), trainable=False)})
-    assert frozen.score_rewards("reward", IDS.tolist()) == pytest.approx(found[-1:], abs=1e-5)
-
-
-def test_a_reward_model_trained_with_an_adapter_scores_the_same_when_it_is_loaded(
-    open_engine, tiny_checkpoint, tmp_path
-):
-    engine = open_engine(trains="reward")
-    for _ in range(4):
-        engine.train(ROWS, reward_model_loss_fn, mini_bs=2)
-    found = engine.score_rewards("actor", IDS.tolist())
-    assert found[0] != 0
-    engine.save_model(tmp_path / "adapter")
-    judge = open_engine()
-    judge.ensure_roles({"reward": ModelRole("reward", str(tmp_path / "adapter"), trainable=False)})
-    assert judge.score_rewards("reward", IDS.tolist()) == pytest.approx(found, abs=1e-5)
-    folder = export_model(str(tmp_path / "adapter"), str(tmp_path / "full"))
-    exported = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    exported.config.pad_token_id = None
-    with torch.no_grad():
-        assert exported(input_ids=IDS).logits[0].tolist() == pytest.approx(found, abs=1e-5)
-
-
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 
@@ -462,77 +373,3 @@ def test_an_adapter_that_is_of_another_model_or_kind_is_refused(open_engine, tin
 def test_options_that_make_no_adapter_are_refused(values, message):
     with pytest.raises(UsageError, match=message):
         AdapterOptions.of(values, "lora")
-
-
-# -- a base in 4 bits --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def four_bit(open_engine, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    return open_engine(save_tiny_checkpoint(tmp_path / "wide", hidden=128, sharpen=2.0), load_in_4bit=True)
-
-
-def test_a_base_in_4_bits_is_small_stays_as_it_is_and_its_adapter_learns(four_bit):
-    engine, module = four_bit, four_bit.actor.model.module
-    packed = [p for name, p in module.named_parameters() if p.dtype == torch.uint8]
-    assert len(packed) == 14  # seven linear layers in each of two blocks
-    before = base_weights(engine)
-    losses = [engine.train(ROWS, sft_loss_fn, mini_bs=4)["loss"] for _ in range(8)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert same(before, base_weights(engine))
-
-
-def test_rollout_and_reference_of_a_base_in_4_bits(four_bit):
-    engine = four_bit
-    engine.ensure_roles({"ref": ModelRole("ref", engine.path, trainable=False)})
-    start = scored(engine, "ref")
-    assert torch.equal(start, scored(engine))  # a new adapter adds nothing
-    train_some(engine)
-    sequences = generate(engine)
-    assert not engine.actor.model.adapter.merged
-    found = engine.score_logprobs("actor", [[*PROMPT, *s.resp_tokens] for s in sequences])
-    gaps = [
-        abs(a - b)
-        for s, values in zip(sequences, found, strict=True)
-        for a, b in zip(s.resp_logprobs, values[len(PROMPT) :], strict=True)
-    ]
-    assert max(gaps) < 1e-4
-    torch.testing.assert_close(scored(engine, "ref"), start, rtol=0, atol=1e-6)
-
-
-def test_an_adapter_of_a_base_in_4_bits_is_exported_onto_the_weights_themselves(four_bit, tmp_path):
-    train_some(four_bit)
-    four_bit.save_model(tmp_path / "adapter")
-    folder = export_model(str(tmp_path / "adapter"), str(tmp_path / "full"))
-    stock = AutoModelForCausalLM.from_pretrained(four_bit.path, dtype=torch.float32)
-    loaded = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.testing.assert_close(logprobs(exported), logprobs(loaded), rtol=0, atol=1e-5)
-
-
-def test_a_reward_model_on_a_base_in_4_bits_learns_with_its_whole_head(open_engine, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    base = save_tiny_checkpoint(tmp_path / "wide", hidden=128)
-    engine = open_engine(base, trains="reward", load_in_4bit=True)
-    losses = [engine.train(ROWS, reward_model_loss_fn, mini_bs=4)["loss"] for _ in range(6)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert engine.actor.model.module.score.weight.dtype == torch.float32
-    assert float(engine.actor.model.module.score.weight.detach().abs().sum()) > 0
-
-
-def test_grpo_rows_of_a_rollout_have_a_ratio_of_one(open_engine):
-    engine = open_engine()
-    train_some(engine)
-    rows = [
-        row(
-            [*PROMPT, *s.resp_tokens],
-            prompt=len(PROMPT),
-            logprobs=[0.0] * len(PROMPT) + list(s.resp_logprobs),
-            advantages=[0.0] * len(PROMPT) + [1.0 - index] * len(s.resp_tokens),
-        )
-        for index, s in enumerate(generate(engine))
-    ]
-    stats = engine.train(rows, grpo_loss_fn, mini_bs=2)
-    assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert stats["logp_abs_diff_mean"] < 1e-5

@@ -10,18 +10,12 @@ import torch
 from areno.engine.kernels import decode_attention
 from areno.engine.model.attention import LayerAttention
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
+    pytest.mark.xdist_group("decode_attention"),  # built by one worker
+]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    assert not decode_attention.KERNEL.path().exists()
-    assert decode_attention.KERNEL.build() == ""
-    assert decode_attention.KERNEL.load()
-    yield
-    patch.undo()
+KERNEL = decode_attention.KERNEL
 
 
 def formula(layer, q, keys, values, positions):

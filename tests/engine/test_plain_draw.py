@@ -10,17 +10,12 @@ import torch
 from areno.engine.kernels import plain_draw
 from areno.engine.rollout.inverse_cdf import block_size
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
+    pytest.mark.xdist_group("plain_draw"),  # built by one worker
+]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    assert plain_draw.KERNEL.build() == ""
-    assert plain_draw.KERNEL.load()
-    yield
-    patch.undo()
+KERNEL = plain_draw.KERNEL
 
 
 def draw(logits, temperatures, greedy, u):

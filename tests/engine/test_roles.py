@@ -299,14 +299,14 @@ def test_a_learning_rate_that_was_set_is_used_shown_and_survives_a_resume(tmp_pa
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_entropy_is_that_of_the_scaled_distribution_and_only_for_losses_that_ask(engine, chunked, monkeypatch):
+def test_what_is_read_off_the_logits_and_only_for_losses_that_ask(engine, chunked, monkeypatch):
     from areno.engine.model import causal_lm
 
     if chunked:
         monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 3 * engine.actor.model.vocab_size)
     seen = {}
 
-    @reduces_over("token", entropy=True)
+    @reduces_over("token", entropy=True, bounds=True)
     def asking(pack, logprobs):
         seen.update(pack)
         return -logprobs.sum() / pack["packed_response_mask"].sum()
@@ -316,13 +316,17 @@ def test_entropy_is_that_of_the_scaled_distribution_and_only_for_losses_that_ask
     step_of([row], asking, 1)
     fresh = AutoModelForCausalLM.from_pretrained(engine.path)
     with torch.no_grad():
-        logp = (fresh(torch.tensor([row.tokens])).logits[0].double() / 0.7).log_softmax(-1)
+        logits = fresh(torch.tensor([row.tokens])).logits[0].double()
+        logp = (logits / 0.7).log_softmax(-1)
     expected = -(logp.exp() * logp).sum(-1)[:-1]
     assert seen["packed_entropy"].tolist() == pytest.approx([0.0, *expected[1:].tolist()], abs=1e-5)
+    for name, bound in (("packed_min_logits", logits.min(-1).values), ("packed_max_logits", logits.max(-1).values)):
+        assert seen[name].tolist() == pytest.approx([0.0, *bound[1:-1].tolist()], abs=1e-5)
+        assert not seen[name].requires_grad
     assert not seen["packed_entropy"].requires_grad
     seen.clear()
     step_of([row], lambda pack, logprobs: seen.update(pack) or -logprobs.sum(), 1)
-    assert "packed_entropy" not in seen
+    assert not {"packed_entropy", "packed_min_logits", "packed_max_logits"} & set(seen)
 
 
 def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy(engine):

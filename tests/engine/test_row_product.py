@@ -11,17 +11,12 @@ from torch import nn
 from areno.engine.kernels import row_product
 from areno.engine.model.linear import OneDnnLinear
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
+    pytest.mark.xdist_group("row_product"),  # built by one worker
+]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("ARENO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    assert row_product.KERNEL.build() == ""
-    assert row_product.KERNEL.load()
-    yield
-    patch.undo()
+KERNEL = row_product.KERNEL
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 50, 64, 65, 129, 200])

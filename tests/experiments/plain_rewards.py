@@ -1,4 +1,4 @@
-"""Reward functions for worker processes; importing this module imports nothing heavy."""
+"""Reward functions for worker processes, and a filter; importing this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def nothing(prompt: str, completions: str, prompt_ids: list[int], completion_ids
 def by_row(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """1 for a row whose answer is a multiple of 4, else 0."""
     return float(int(data["answer"]) % 4 == 0)
+
+
+def solved(trajectory: dict[str, Any]) -> bool:
+    """A filter: groups whose reward is 1."""
+    return bool(trajectory["rewards"].mean() == 1)
 
 
 def late(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:

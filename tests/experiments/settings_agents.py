@@ -46,6 +46,22 @@ async def _tell(base_url: str, headers: dict[str, str]) -> None:
         await http.post(f"{base_url.removesuffix('/v1')}/rl/set_reward", json={"reward": 1.0}, headers=headers)
 
 
+class Streamer:
+    """One answer, read as it comes."""
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {api_key}"}
+        body = {"model": "default", "messages": [{"role": "user", "content": data["prompt"]}], "stream": True}
+        async with (
+            httpx.AsyncClient(headers=headers, timeout=60) as http,
+            http.stream("POST", f"{base_url}/chat/completions", json=body) as answer,
+        ):
+            answer.raise_for_status()
+            return float(len([line async for line in answer.aiter_lines()]))
+
+
 class Process:
     """Says in which process it ran."""
 

@@ -56,7 +56,7 @@ def test_epochs_and_steps_count_independently(per_epoch, total, epochs, every, l
     control = FrequencyControl(epochs, every, always_last=last)
     expected = {n for n in range(1, total + 1) if every and n % every == 0}
     expected |= {n for n in range(1, total + 1) if epochs and n % (per_epoch * epochs) == 0}
-    expected |= {total} if last and (epochs or every) else set()
+    expected |= {total} if last else set()
     assert due_steps(control, per_epoch, total) == sorted(expected)
 
 
@@ -100,10 +100,10 @@ def test_a_recovered_run_does_not_evaluate_before_training_again():
     assert not second.due_before_training()
 
 
-def test_without_a_frequency_nothing_is_due_not_even_at_the_end():
-    control = FrequencyControl(always_last=True)
-    assert not control.enabled
-    assert due_steps(control, 2, 6) == []
+def test_without_a_frequency_nothing_is_due_but_the_end_where_it_is_asked_for():
+    assert not FrequencyControl().enabled
+    assert due_steps(FrequencyControl(), 2, 6) == []
+    assert due_steps(FrequencyControl(always_last=True), 2, 6) == [6]
 
 
 @pytest.mark.parametrize("fields", [{"freq_steps": 0}, {"freq_epochs": -1}, {"freq_secs": 0}])

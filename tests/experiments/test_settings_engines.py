@@ -259,7 +259,9 @@ def passes_of(checkpoint, root, rows: int = 4, **mb_spec: Any) -> tuple[list[lis
         bins = micro_batching(trainer.config.actor.mb_spec, tree=tree).bins([row.tokens for row in kept])
         if not tree:
             assert tokens == [sum(lengths[i] for i in found) for found in bins]
-        return tokens, Run(trainer).column("sft/loss")[0]
+        run = Run(trainer)
+        assert run.column("sft/num_micro_batches") == [len(tokens)]
+        return tokens, run.column("sft/loss")[0]
 
 
 def test_micro_batches_are_cut_as_asked_and_the_loss_stays(tiny_checkpoint, tmp_path):

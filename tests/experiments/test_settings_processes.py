@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from areno.errors import ArenoError
+from areno.engine.parallel import workers
+from areno.errors import ArenoError, EngineError
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
 from tests.experiments.trainer_stage import run_kind, settings_of_kind, trainer_of
@@ -63,15 +68,23 @@ def test_whoever_starts_too_slowly_is_named(tiny_checkpoint, tmp_path, kind, cha
         trainer_class(config)(config)
 
 
-def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path):
+def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path, monkeypatch):
+    """And a rank that is stuck for longer than ``request_timeout``, on a clock that is put forward, ends both."""
     alone = run_kind("sft", tiny_checkpoint, tmp_path / "1", {"saver.freq_steps": 2})
-    config = settings_of_kind(
-        "sft", tiny_checkpoint, tmp_path / "2", {"actor.backend": "fsdp:d2", "saver.freq_steps": 2}
-    )
-    with trainer_of(config) as trainer:
+    given = {"actor.backend": "fsdp:d2", "actor.request_timeout": 90, "saver.freq_steps": 2}
+    with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path / "2", given)) as trainer:
         assert trainer.engine.layout.world_size == 2
         trainer.train()
         (file,) = trainer.folders.checkpoints.rglob("*globalstep1/model.safetensors")
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.late, late=0.0)
+        monkeypatch.setattr(workers, "time", clock)
+        for late, seconds, outcome in (
+            (60, 2, nullcontext()),
+            (170, 60, pytest.raises(EngineError, match="no progress")),
+        ):
+            threading.Timer(0.5, setattr, (clock, "late", late)).start()
+            with outcome:
+                trainer.engine.each_rank(lambda _engine, seconds: time.sleep(seconds), seconds)
     (other,) = alone.checkpoints.rglob("*globalstep1/model.safetensors")
     whole = load_file(other)
     for name, value in load_file(file).items():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.errors import ArenoError, RewardError
+from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trainers.engines import rollout_devices
 from areno.experiments.trajectory import samples_of
@@ -297,6 +297,15 @@ def test_prompts_outside_of_the_success_band_are_left_out(rl):
     assert {row["rewards"] for row in rl({**judged, "success_rate_ub": 0.5}).samples} == {0.0}
 
 
+def test_the_named_filter_says_which_groups_are_trained_on(rl):
+    judged = {"reward.fn": REWARDS + "by_row", "actor.reward_norm": None}
+    solved = rl({**judged, "workflow.dynamic_filter_fn": REWARDS + "solved"})
+    assert {row["rewards"] for row in solved.samples} == {1.0}
+    assert solved.column("rollout/filtered")[0] > 0
+    with pytest.raises(UsageError, match=r"workflow\.dynamic_filter_fn .*defines no unsolved"):
+        rl({"workflow.dynamic_filter_fn": REWARDS + "unsolved"})
+
+
 def test_a_dynamic_batch_counts_what_was_left_out(rl):
     judged = {
         "reward.fn": REWARDS + "by_row",
@@ -464,6 +473,20 @@ def test_sessions_are_written_when_asked_for(rl):
     assert not sessions_of(rl({"perf_tracer.session_tracer.enabled": False}))
     (path,) = sessions_of(rl({"perf_tracer.session_tracer.enabled": True}))
     assert len(path.read_text().splitlines()) >= 4
+
+
+@pytest.mark.parametrize(("agent", "answers"), [("Talker", 3), ("Streamer", 1)])
+def test_sessions_of_agents_have_what_the_server_generated_for_them(rl, agent, answers):
+    given = {"rollout.agent.agent_cls_path": AGENTS + agent, "perf_tracer.session_tracer.enabled": True}
+    (path,) = sessions_of(rl(given))
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    done = [one for one in found if one["status"] == "accepted"]
+    assert len(done) >= 4
+    for one in done:
+        spans = one["phases"]["generate"]
+        assert len(spans) == 2 * answers  # of both samples
+        assert one["generate_s"] == pytest.approx(sum(span["end_ts"] - span["start_ts"] for span in spans)) != 0
+        assert all(one["submit_ts"] <= span["start_ts"] <= span["end_ts"] <= one["finalized_ts"] for span in spans)
 
 
 @pytest.mark.parametrize(("threshold", "written"), [(1, True), (1000, False)])

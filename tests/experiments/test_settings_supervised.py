@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from areno.errors import EngineError, UsageError
 from areno.experiments.run import run_experiment
-from areno.experiments.trainers import SFTTrainer
+from areno.experiments.trainers import SFTTrainer, base
 from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, settings_of_kind, trainer_of
 
 
@@ -102,7 +103,8 @@ SIX = {"total_train_steps": None, "total_train_epochs": 2}
 )
 def test_models_are_kept_at_their_times(sft, every, saved):
     assert sft({**SIX, "saver": every}).saved() == saved
-    assert sft(SIX).saved() == []
+    assert sft(SIX).saved() == [5]  # what was trained is never lost unless that is asked for
+    assert sft({**SIX, "saver.mode": "off"}).saved() == []
 
 
 def test_models_are_kept_after_so_many_seconds(tiny_checkpoint, tmp_path, monkeypatch):
@@ -169,7 +171,12 @@ def test_evaluations_come_at_their_times(sft):
     assert before.column("sft/eval/loss")[0] > before.column("sft/eval/loss")[1]
 
 
-def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path):
+def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, monkeypatch):
+    """Weights are read once, and a restart reads those of its point."""
+    read: list[str] = []
+    make = base.make_engine
+    monkeypatch.setattr(base, "make_engine", lambda section, *rest: read.append(section.path) or make(section, *rest))
+
     def run(name: str, **changes: Any) -> Run:
         given = {"recover.freq_steps": 1, **{key.replace("__", "."): value for key, value in changes.items()}}
         return run_kind("sft", tiny_checkpoint, tmp_path / name, {"total_train_epochs": 2, **given})
@@ -180,6 +187,9 @@ def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path):
         again = run(mode, total_train_steps=4, recover__mode=mode)
         assert again.steps == 4
         assert not differ(whole, again)
+        assert read[-2] == str(tiny_checkpoint)
+        assert Path(read[-1]).parts[-3::2] == ("recover", "trainer")
+    assert len(read) == 5
     for mode in ("off", "disabled"):
         assert not list(run(mode, total_train_steps=2, recover__mode=mode).checkpoints.glob("recover*"))
         with pytest.raises(UsageError, match="has run already"):

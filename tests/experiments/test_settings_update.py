@@ -48,6 +48,7 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLoss]] = [
     (SAPO, {"actor.sapo_tau_pos": 3.0}, PolicyLoss(use_sapo_loss=True, sapo_tau_pos=3.0)),
     (SAPO, {"actor.sapo_tau_neg": 3.0}, PolicyLoss(use_sapo_loss=True, sapo_tau_neg=3.0)),
     ({}, {"actor.use_cispo_loss": True}, PolicyLoss(use_cispo_loss=True)),
+    ({}, {"actor.use_decoupled_loss": True}, PolicyLoss(use_decoupled_loss=True)),
     ({}, DECOUPLED, rejecting()),
     (
         DECOUPLED,
@@ -56,6 +57,7 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLoss]] = [
             use_decoupled_loss=True, rejection_sampling=RejectionSampling(upper=5.0), prox_logp_method="loglinear"
         ),
     ),
+    ({"actor.use_decoupled_loss": True}, DECOUPLED | judged(upper=1.2), rejecting(upper=1.2)),
     (DECOUPLED, judged(upper=1.2), rejecting(upper=1.2)),
     (DECOUPLED, judged(lower=0.9), rejecting(lower=0.9)),
     (DECOUPLED | judged(upper=1.2), judged(action="clamp"), rejecting(upper=1.2, action="clamp")),
@@ -261,6 +263,7 @@ def test_log_probs_are_recomputed_when_asked_for(rl):
 def test_tokens_are_left_out_by_their_second_moment(tiny_checkpoint, tmp_path, bound):
     given = {**DECOUPLED, "actor.m2_threshold": bound}
     with trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
+        trainer.plan_steps()
         rows = rows_to_shape()
         for row in rows:
             row.versions = [-1, -1] + [0] * (len(row.tokens) - 2)

@@ -25,7 +25,7 @@ from areno.loss_fns import (
     sft_loss_fn,
     value_loss_fn,
 )
-from areno.loss_fns.pack import reads_entropy
+from areno.loss_fns.pack import reads_bounds, reads_entropy
 from tests.loss_fns.packs import CASES, QUICK, Batch, Case, batches, make_batch, slopes, value_of
 
 every_loss = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -195,3 +195,4 @@ def test_the_unit_of_grpo_follows_its_mean_through_nested_partials():
 def test_policy_losses_ask_for_the_entropy_and_the_others_do_not():
     asking = {case.name.split("-")[0] for case in CASES if reads_entropy(case.loss_fn)}
     assert asking == {"grpo", "dr_grpo", "gspo", "ppo", "family"}
+    assert {case.name.split("-")[0] for case in CASES if reads_bounds(case.loss_fn)} == {"family"}

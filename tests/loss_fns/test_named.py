@@ -19,12 +19,16 @@ from tests.loss_fns.written_out import mean
 EXACT = {"rel": 1e-6, "abs": 1e-9}
 
 
+def bounds(metric):
+    return float(metric.least), float(metric.greatest)
+
+
 @QUICK
 @given(batch=batches(), eps=st.sampled_from([0.1, 0.5]))
 def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
     loss, metrics = critic_loss_fn(batch.pack, batch.logprobs, eps)
     assert float(loss) == pytest.approx(written_out.value(batch.rows, eps, 1.0), **EXACT)
-    assert value_of(metrics["critic_loss/avg"]) == pytest.approx(float(loss), **EXACT)
+    assert value_of(metrics["critic_loss"]) == pytest.approx(float(loss), **EXACT)
     tokens = [t for row in batch.rows for t in row]
     for name, key in (("new_value", "x"), ("old_value", "values"), ("target_value", "returns")):
         assert value_of(metrics[name]) == pytest.approx(mean([t[key] for t in tokens]), **EXACT)
@@ -38,7 +42,9 @@ def test_sft_reports_the_perplexity_of_each_sequence(batch):
     loss, metrics = language_model_loss_fn(batch.pack, batch.logprobs)
     tokens = [t["x"] for row in batch.rows for t in row]
     assert float(loss) == pytest.approx(-mean(tokens), **EXACT)
-    assert value_of(metrics["loss/avg"]) == pytest.approx(-mean(tokens), **EXACT)
+    assert value_of(metrics["loss"]) == pytest.approx(-mean(tokens), **EXACT)
+    if tokens:
+        assert bounds(metrics["loss"]) == pytest.approx((-max(tokens), -min(tokens)), **EXACT)
     perplexities = [math.exp(-mean([t["x"] for t in row])) for row in batch.rows if row]
     assert value_of(metrics["ppl"]) == pytest.approx(mean(perplexities), **EXACT)
 
@@ -51,13 +57,16 @@ def test_a_reward_model_learns_the_probability_that_the_better_answer_wins(batch
     losses = [math.log(1 + math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert float(loss) == pytest.approx(mean(losses), **EXACT)
     expected = {
-        "loss/avg": mean(losses),
-        "correct_ratio/avg": mean([float(c > r) for c, r in zip(chosen, rejected, strict=True)]),
-        "pos_score/avg": mean(chosen),
-        "neg_score/avg": mean(rejected),
+        "loss": mean(losses),
+        "correct_ratio": mean([float(c > r) for c, r in zip(chosen, rejected, strict=True)]),
+        "pos_score": mean(chosen),
+        "neg_score": mean(rejected),
         "n_pairs": len(losses),
     }
     assert {name: value_of(metric) for name, metric in metrics.items()} == pytest.approx(expected, **EXACT)
+    if losses:
+        assert bounds(metrics["loss"]) == pytest.approx((min(losses), max(losses)), **EXACT)
+        assert bounds(metrics["pos_score"]) == pytest.approx((min(chosen), max(chosen)), **EXACT)
 
 
 @QUICK
@@ -68,13 +77,16 @@ def test_dpo_compares_sums_and_ipo_means_per_token(batch, beta, kind):
     assert float(loss) == pytest.approx(written_out.dpo(batch.rows, beta, shape=kind, normalised=per_token), **EXACT)
     pairs = written_out.dpo_deltas(batch.rows, per_token)
     expected = {
-        "loss/avg": float(loss),
-        "chosen_reward/avg": beta * mean([c for c, _ in pairs]),
-        "rejected_reward/avg": beta * mean([r for _, r in pairs]),
-        "reward_margin/avg": beta * mean([c - r for c, r in pairs]),
+        "loss": float(loss),
+        "chosen_reward": beta * mean([c for c, _ in pairs]),
+        "rejected_reward": beta * mean([r for _, r in pairs]),
+        "reward_margin": beta * mean([c - r for c, r in pairs]),
     }
-    accuracy = value_of(metrics.pop("reward_accuracy/avg"))
+    accuracy = value_of(metrics.pop("reward_accuracy"))
     assert {name: value_of(metric) for name, metric in metrics.items()} == pytest.approx(expected, **EXACT)
+    if pairs:
+        rewards = [beta * r for _, r in pairs]
+        assert bounds(metrics["rejected_reward"]) == pytest.approx((min(rewards), max(rewards)), **EXACT)
     # Margins of exactly 0 are a matter of the last digit.
     assert min(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12)) <= accuracy
     assert accuracy <= max(mean([float(c - r > e) for c, r in pairs]) for e in (-1e-12, 1e-12))
@@ -89,7 +101,7 @@ def test_long_answers_are_summed_without_losing_the_difference_of_their_sums():
     differences = (batch.logprobs - reference).tolist()
     delta = math.fsum(differences[:tokens]) - math.fsum(differences[tokens:])
     _, metrics = preference_loss_fn(batch.pack, batch.logprobs, 1.0)
-    assert value_of(metrics["reward_margin/avg"]) == pytest.approx(delta, rel=1e-6)
+    assert value_of(metrics["reward_margin"]) == pytest.approx(delta, rel=1e-6)
 
 
 def test_pairs_with_an_empty_side_are_left_out():

@@ -33,9 +33,10 @@ sft/{n_seqs,n_tokens,n_valid_tokens,prompt_tokens}
 rw/{correct_ratio,pos_score,neg_score,loss}/{avg,min,max}
 rw/n_pairs
 dpo/{loss,chosen_reward,rejected_reward,reward_accuracy,reward_margin}/{avg,min,max}
-{rollout,eval-rollout}/{reward,accepted,rejected,num_turns}
+{rollout,eval-rollout}/{accepted,rejected}
+{rollout,eval-rollout}/{reward,num_turns}/{avg,min,max}
 timeperf/{rollout,critic_values,ref_logp,teacher_logp,recompute_logp,compute_advantage,train_step,critic_train_step}
-timeperf/{update_weights,save,checkpoint_for_recover,eval,clear_batches,rollout_pause}
+timeperf/{update_weights,save,checkpoint_for_recover,eval,rollout_pause}
 """
 
 
@@ -69,6 +70,8 @@ def test_the_names_of_the_quickstart_appear_beside_those_they_are_short_for(tmp_
     quickstart = ("task_reward", "importance_weight", "actor_clip_ratio", "actor_loss")
     assert [record[f"ppo_actor/{name}/avg"] for name in quickstart] == [0.5, 1.0, 0.25, -0.125]
     assert with_short_names({"rw/loss/avg": 1.0}) == {"rw/loss/avg": 1.0}
+    turns = {"rollout/num_turns/avg": 1.5, "rollout/num_turns/max": 2.0}
+    assert with_short_names(turns) == {**turns, "rollout/num_turns": 1.5}
 
 
 def test_the_page_is_what_make_statistics_writes():

@@ -17,6 +17,7 @@ from typing import Any
 from areno.api.agentic.continuation import Forked, ForkReason, Past, go_on
 from areno.api.agentic.history import call_ids, prefix_keys, same_answer
 from areno.engine.rollout.counter_rng import derive_seed
+from areno.observability.session_tracer import current_session
 from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
 from areno.text.chat import encode_rendered
 from areno.types import FinishReason, SamplingParams
@@ -117,10 +118,14 @@ class AgentTape:
     Args:
         tokenizer: the model's.
         seed: what the seeds of its requests derive from.
+
+    Attributes:
+        session: of the traces, that it was made in.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self.turns: list[Turn] = []
+        self.session = current_session()
         self._tokenizer, self._seed = tokenizer, seed
         self._lock = threading.Lock()
         self._answered: dict[int, list[Turn]] = {}  # by the key of a request's messages with the answer

@@ -1,7 +1,7 @@
 """Checks of a whole experiment: sections against each other, and what is asked for that is not there yet.
 
-Everything that would be silently wrong is loud here: a KL without a reference, a decoupled loss without its weight, groups
-that are not the answers to one prompt, settings that nothing reads.
+Everything that would be silently wrong is loud here: a KL without a reference, groups that are not the answers to one
+prompt, settings that nothing reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One row for each setting: the test that shows its effect, or the words with which it is refused. See `effects`.
 
 Keys are ``Class.field``, with the class that declares the field first; ``Class.*`` stands for all fields of a class that
-have no row of their own. Rows move from ``PENDING`` to ``EFFECTS`` when a test shows what they do.
+have no row of their own.
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ EFFECTS: dict[str, str] = {
     "RewardConfig.max_workers": _ROLLOUT + "test_rewards_are_computed_by_so_many_processes",
     "WorkflowConfig.path": _ROLLOUT + "test_the_workflow_and_its_arguments",
     "WorkflowConfig.kwargs": _ROLLOUT + "test_the_workflow_and_its_arguments",
+    "WorkflowConfig.dynamic_filter_fn": _ROLLOUT + "test_the_named_filter_says_which_groups_are_trained_on",
     "PPOActorConfig.log_agent_stats": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
     "PPOActorConfig.log_agent_stats_keys": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
     "AgentConfig.agent_cls_path": _ROLLOUT + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
@@ -314,6 +315,7 @@ EFFECTS: dict[str, str] = {
     "InferenceEngineConfig.setup_timeout": _PROCESSES + "test_whoever_starts_too_slowly_is_named",
     "TrainEngineConfig.setup_timeout": _PROCESSES + "test_whoever_starts_too_slowly_is_named",
     "TrainEngineConfig.backend": _PROCESSES + "test_ranks_train_as_one_process_does",
+    "TrainEngineConfig.request_timeout": _PROCESSES + "test_ranks_train_as_one_process_does",
     "SchedulingStrategy.target": _CHECKS + "test_colocated_processes_are_processes",
     "SchedulingStrategy.fork": _CHECKS + "test_colocated_processes_are_processes",
     "AgentConfig.chat_template_type": _CHECKS + "test_concatenated_rows_are_asked_for_twice",
@@ -344,6 +346,3 @@ EFFECTS: dict[str, str] = {
     "WandBConfig.wandb_api_key": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
 }
 """The test that shows what a setting does."""
-
-PENDING = {"TrainEngineConfig.request_timeout"}
-"""Settings that are read, but whose effect no test shows yet."""

@@ -1,4 +1,4 @@
-"""What each setting does: the test that shows its effect, the words with which it is refused, or that it is still open.
+"""What each setting does: the test that shows its effect, or the words with which it is refused.
 
 The rows are in `areno.config.experiment.effect_table`. A refused setting is refused when its value differs from the
 default: files that spell defaults out load, and nothing is accepted that nothing reads.
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.experiment.effect_table import EFFECTS, PENDING, REFUSED, REFUSED_VALUES
-from areno.config.experiment.settings import Setting, settings_of, walk
+from areno.config.experiment.effect_table import EFFECTS, REFUSED, REFUSED_VALUES
+from areno.config.experiment.settings import Setting, walk
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,11 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """The setting is accepted and checked; no test shows its effect yet."""
-
-
-@dataclass(frozen=True)
 class Parts:
     """A section: each of its settings has a row of its own."""
 
 
-Entry = Refused | Effect | Pending | Parts
+Entry = Refused | Effect | Parts
 
 
 def entry_of(entry: Setting) -> Entry:
@@ -61,8 +56,6 @@ def entry_of(entry: Setting) -> Entry:
     for name in (key, all_of_class):
         if name in REFUSED:
             return Refused(REFUSED[name])
-    if key in PENDING or all_of_class in PENDING:
-        return Pending()
     if entry.shape in ("section", "sections"):
         return Parts()
     raise KeyError(key)
@@ -94,20 +87,3 @@ def refusals(config: Any) -> Iterator[str]:
             found.setdefault((where, words), []).append(text)
     for (where, words), names in found.items():
         yield f"{where + ': ' if where else ''}{', '.join(names)}: {words}"
-
-
-def pending(declaration: type) -> list[str]:
-    """List the settings of a configuration class, by ``Class.field``, whose effect no test shows yet."""
-    names: dict[str, None] = {}
-    seen: set[type] = set()
-
-    def visit(current: type) -> None:
-        seen.add(current)
-        for entry in settings_of(current).values():
-            if isinstance(entry_of(entry), Pending) and entry.shape not in ("section", "sections"):
-                names[f"{entry.owner}.{entry.name}"] = None
-            if entry.shape in ("section", "sections") and entry.kind not in seen:
-                visit(entry.kind)
-
-    visit(declaration)
-    return list(names)

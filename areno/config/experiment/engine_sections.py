@@ -112,7 +112,11 @@ class TrainEngineConfig:
     _version: str = setting("v1", choices=("v1", "v2"), help="v2 runs training as services behind a gateway.")
     admin_api_key: str = setting("", shown=ADMIN_KEY, help="Key of the services of v2.")
     log_level: str = setting("warning", help="Log level of the services of v2.")
-    request_timeout: float = setting(3600.0, above=0, help="Seconds that one call to a worker may take.")
+    request_timeout: float = setting(
+        3600.0,
+        above=0,
+        help="With several ranks: the run ends when one of them has made no progress for so many seconds.",
+    )
     setup_timeout: float = setting(3600.0, above=0, help="Seconds that a worker may take to load its model.")
     workers_ready_timeout: float = setting(30.0, above=0, help="Seconds that a worker process may take to answer.")
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, help="Whether the role has its own devices.")
@@ -157,7 +161,7 @@ class PPOActorConfig(TrainEngineConfig):
         False, help="Clip against the policy before the update, and weight for the one that sampled."
     )
     rejection_sampling: RejectionSamplingConfig | None = section(
-        None, help="The importance weight of the decoupled loss, and what it leaves out."
+        None, help="Bounds on the importance weight of the decoupled loss; null leaves the weight as it is."
     )
     importance_sampling_level: str = setting(
         "token", choices=("token", "sequence"), help="sequence takes the geometric mean of a sequence's ratios (GSPO)."

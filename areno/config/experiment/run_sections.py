@@ -8,6 +8,9 @@ from typing import Any
 from areno.config.experiment.settings import section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec
 
+SAVES_NOTHING = "off"
+"""Mode of a saver that saves nothing."""
+
 
 @dataclass
 class TrainDatasetConfig:
@@ -51,12 +54,13 @@ class FrequencyConfig:
 
 @dataclass
 class SaverConfig(FrequencyConfig):
-    """Checkpoints to keep, in Hugging Face format."""
+    """Checkpoints to keep, in Hugging Face format; the last model is saved also without a frequency."""
 
     mode: str = setting(
         "auto",
-        choices=("auto", "sync", "async"),
-        help="sync writes before training goes on, async in the background; auto is sync.",
+        choices=("auto", "sync", "async", SAVES_NOTHING),
+        help="sync writes before training goes on, async in the background; auto is async where a model can be copied; off "
+        "saves nothing, not even the last model.",
     )
 
 
@@ -188,3 +192,7 @@ class WorkflowConfig:
 
     path: str = setting("rlvr", help="rlvr, multi_turn, agent, or a class as file.py:NAME or module.NAME.")
     kwargs: dict[str, Any] = setting({}, help="Its further arguments, such as max_turns and turn_discount.")
+    dynamic_filter_fn: str = setting(
+        "",
+        help="file.py:NAME or module.NAME; gets a group's trajectory, and says whether it is trained on. Empty keeps all.",
+    )

@@ -14,6 +14,7 @@ from areno.config.experiment.engine_sections import (
     TrainEngineConfig,
 )
 from areno.config.experiment.generation_sections import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
+from areno.config.experiment.run_sections import SAVES_NOTHING, SaverConfig
 from areno.config.experiment.settings import settings_of
 from areno.config.experiment.update_sections import (
     MicroBatchSpec,
@@ -123,6 +124,13 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
     yield from _workers(config.scheduling_spec, (1, 2))
 
 
+def check_saver(config: SaverConfig) -> Problems:
+    """Times at which nothing is saved."""
+    if config.mode == SAVES_NOTHING:
+        names = ("freq_epochs", "freq_steps", "freq_secs")
+        yield from idle(config, names, f"with mode {SAVES_NOTHING}; leave one of the two out")
+
+
 def check_rollout(config: InferenceEngineConfig) -> Problems:
     """Workers, and what to do with old trajectories if none is too old."""
     yield from _workers(config.scheduling_spec, (1, 2))
@@ -201,12 +209,6 @@ def _overlong(config: PPOActorConfig) -> Problems:
 
 def _proximal(config: PPOActorConfig) -> Problems:
     if config.use_decoupled_loss:
-        if config.rejection_sampling is None:
-            yield (
-                "use_decoupled_loss",
-                "without rejection_sampling would have no weight for the policy that sampled, so it would not be the "
-                "decoupled loss; add the section (rejection_sampling: {upper: 5.0}), or set use_decoupled_loss to false",
-            )
         if config.prox_logp_method == "loglinear" and config.recompute_logprob:
             yield (
                 "recompute_logprob",
@@ -244,6 +246,7 @@ CHECKS: dict[type, Callable[[Any], Problems]] = {
     TrainEngineConfig: check_train_engine,
     InferenceEngineConfig: check_rollout,
     AgentConfig: check_agent,
+    SaverConfig: check_saver,
     SchedulingStrategy: check_strategy,
     TeacherConfig: check_teacher,
 }

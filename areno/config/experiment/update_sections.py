@@ -87,7 +87,7 @@ class NormConfig:
 class RejectionSamplingConfig:
     """Leaves out, or bounds, tokens whose proximal policy has moved away from the policy that sampled them.
 
-    With r = proximal / behaviour probability. Needs ``use_decoupled_loss``, whose importance weight it defines.
+    With r = proximal / behaviour probability, the importance weight of ``use_decoupled_loss``, which it needs.
     """
 
     level: str = setting("token", choices=("token", "sequence"), help="Judge each token, or each sequence as a whole.")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.model.token_logprobs import VocabularyShare, token_logprobs
+from areno.engine.model.token_logprobs import VocabularyShare, logit_bounds, token_logprobs
 
 # 32 MiB of fp32 logits: large enough for efficient matrix products, small beside any model that needs chunks.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
@@ -80,11 +80,14 @@ class CausalLM(PackedModel):
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
     def logprobs_and_entropy(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`logprobs`, and the entropy [N] of each distribution, without gradient ([0] if not wanted)."""
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool = True, bounds: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`logprobs`; the entropy [N] of each distribution; the least and greatest logit [N, 2] of the whole vocabulary.
+
+        The latter two are without gradient, and empty if they are not wanted.
+        """
         rows = max(CHUNK_ELEMENTS // (self.vocab_size if self._share is None else self._share.longest), 1)
-        run = functools.partial(self._chunk, entropy=entropy)
+        run = functools.partial(self._chunk, entropy=entropy, bounds=bounds)
         if len(targets) <= rows:
             return run(hidden, targets, temperatures)
         chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
@@ -92,10 +95,15 @@ class CausalLM(PackedModel):
             parts = [cast(Any, checkpoint(run, *chunk, use_reentrant=False)) for chunk in chunks]
         else:
             parts = [run(*chunk) for chunk in chunks]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        logprobs, spreads, extremes = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(spreads), torch.cat(extremes)
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        return token_logprobs(self.own_logits(hidden), targets, temperatures, entropy, self._share)
+    def _chunk(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool, bounds: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.own_logits(hidden)
+        extremes = logit_bounds(logits, self._share) if bounds else logits.new_zeros(0)
+        return *token_logprobs(logits, targets, temperatures, entropy, self._share), extremes
 
 
 def _share_of(module: nn.Module) -> VocabularyShare | None:

@@ -62,6 +62,16 @@ def token_logprobs(
     return _SharedTokenLogprobs.apply(logits, tokens, temperatures, entropy, share)
 
 
+def logit_bounds(logits: Tensor, share: VocabularyShare | None = None) -> Tensor:
+    """Least and greatest logit [N, 2] of each row [N, V], or of each row's slices on all ranks; without gradient."""
+    logits = logits.detach()
+    least, greatest = logits.amin(-1).float(), logits.amax(-1).float()
+    if share is not None:
+        leasts, greatests = _of_all(torch.stack([least, greatest]), share.channel).unbind(1)
+        least, greatest = leasts.amin(0), greatests.amax(0)
+    return torch.stack([least, greatest], -1)
+
+
 def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Logits [N, V] divided by each row's temperature, in fp32."""
     return logits.float() / temperatures[:, None]

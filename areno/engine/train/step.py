@@ -24,8 +24,8 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
 from areno.errors import EngineError
-from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
-from areno.loss_fns.stats import Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
+from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
+from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
@@ -159,6 +159,8 @@ class TrainStep:
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
                 (loss * weight).backward()
+                if isinstance(mini_bs, MicroBatching):
+                    metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
             elif alike and total:
                 _backward_of_nothing(predicted)
             totals.add(metrics, weight)
@@ -193,7 +195,7 @@ class TrainStep:
 
         def work() -> Tensor:
             hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-            return OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn))
+            return OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn), reads_bounds(loss_fn))
 
         return self.model.weights.run(work)
 

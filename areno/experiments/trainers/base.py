@@ -23,7 +23,7 @@ import torch
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
-from areno.config.experiment.run_sections import FrequencyConfig
+from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.engine.engine import ACTOR, Engine
@@ -95,7 +95,13 @@ class ExperimentTrainer(ABC):
             self.tracker: StatsTracker = get("")
             self._configure_tracing()
             self.memory = self._memory_profiler()
-            self.engine: AnyEngine = self._make_engine()
+            self.recovery = Recovery(
+                self._elsewhere(config.recover, self.folders.checkpoints) / "recover",
+                config.recover.mode,
+                frequency(config.recover, always_last=frequency(config.recover).enabled),
+            )
+            self._point = self.recovery.load()
+            self.engine: AnyEngine = self._make_engine(self._point)
             self.rows, self.valid_rows = self.make_rows(train_dataset, valid_dataset)
             self._make_keepers()
         except BaseException:
@@ -140,10 +146,16 @@ class ExperimentTrainer(ABC):
         random.seed(seed)
         torch.manual_seed(seed)
 
-    def _make_engine(self) -> AnyEngine:
+    def _make_engine(self, point: RecoveryPoint | None) -> AnyEngine:
+        """The engine, with the weights of a restart point where there is one."""
         actor = self.config.actor
-        config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
-        return make_engine(actor, config, layout_of(actor.backend, "actor"))
+        section = actor if point is None else replace(actor, init_from_scratch=False)
+        config = engine_config(section, trains=self.actor_trains, seed=self.config.seed)
+        if point is not None and config.adapter is not None:
+            config = replace(config, adapter=replace(config.adapter, adapter_path=str(point.trainer)))
+        elif point is not None:
+            section = replace(section, path=str(point.trainer))
+        return make_engine(section, config, layout_of(actor.backend, "actor"))
 
     def _configure_tracing(self) -> None:
         given, perf, session = self.config.perf_tracer, None, None
@@ -160,21 +172,17 @@ class ExperimentTrainer(ABC):
 
     def _make_keepers(self) -> None:
         config, folders = self.config, self.folders
+        saves = config.saver.mode != SAVES_NOTHING
         self.saver = Saver(
             self._elsewhere(config.saver, folders.checkpoints),
-            lambda: frequency(config.saver, always_last=True),
+            lambda: frequency(config.saver, always_last=saves),
             self.roles,
-            config.saver.mode,
+            config.saver.mode if saves else "auto",
         )
-        if not frequency(config.saver).enabled:
-            _log.warning(
-                "no model will be saved, not even the last one: saver.freq_epochs, freq_steps and freq_secs are null"
-            )
-        self.recovery = Recovery(
-            self._elsewhere(config.recover, folders.checkpoints) / "recover",
-            config.recover.mode,
-            frequency(config.recover, always_last=True),
-        )
+        if not saves:
+            _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
+        elif not frequency(config.saver).enabled:
+            _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
         self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
         loggers = config.stats_logger
         services = open_services(
@@ -316,12 +324,16 @@ class ExperimentTrainer(ABC):
         }
 
     def _recover(self) -> float:
-        """Go on from the newest restart point, if there is one; returns the sequences trained on so far."""
-        point = self.recovery.load()
+        """Go on from the restart point, if there is one; returns the sequences trained on so far.
+
+        The engine has its weights already, and the roles are there.
+        """
+        point = self._point
         if point is None:
             self._begin_anew()
             return 0.0
-        self._load_trainer(point.trainer)
+        if not (self.config.recover.no_load_optim or self.config.recover.no_save_optim):
+            self.engine.load_state(point.trainer)
         self.saver.load_state_dict(point.states["saver"])
         self.evaluator.load_state_dict(point.states["evaluator"])
         self.stats_logger.load_state_dict(point.states["stats_logger"])
@@ -347,21 +359,6 @@ class ExperimentTrainer(ABC):
                 "trial_name, or set recover.mode=auto to go on with it"
             )
         self.stats_logger.begin_anew()
-
-    def _load_trainer(self, folder: Path) -> None:
-        """The engine anew, with the weights of the point."""
-        self.engine.close()
-        actor = self.config.actor
-        config = engine_config(actor, trains=self.actor_trains, seed=self.config.seed)
-        section = replace(actor, path=str(folder), init_from_scratch=False)
-        if config.adapter is not None:
-            config = replace(config, adapter=replace(config.adapter, adapter_path=str(folder)))
-            section = replace(actor, init_from_scratch=False)
-        config = replace(config, dummy_load=False)
-        self.engine = make_engine(section, config, layout_of(actor.backend, "actor"))
-        self.ensure_roles()
-        if not (self.config.recover.no_load_optim or self.config.recover.no_save_optim):
-            self.engine.load_state(folder)
 
     def ensure_roles(self) -> None:  # noqa: B027  (most have the actor alone)
         """Load the models that score besides the actor."""

@@ -53,6 +53,7 @@ from areno.experiments.trainers.update import (
     roles_of,
     shaping_of,
     told_by_workflows,
+    turns_of,
     with_version,
 )
 from areno.experiments.trajectory import Trajectory, train_sequences
@@ -234,7 +235,8 @@ class PPOTrainer(ExperimentTrainer):
             eval_workflow: the same for evaluations; None takes ``workflow`` with ``eval_gconfig``.
             workflow_kwargs: arguments of a class.
             eval_workflow_kwargs: the same for evaluations.
-            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on.
+            dynamic_filter_fn: takes the trajectory of a group, and says whether it is trained on; None takes the one that
+                the ``workflow`` section names, if any.
             total_epochs: in place of ``total_train_epochs``.
 
         Raises:
@@ -292,7 +294,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
         """The user's filter, and the success band."""
-        accept = resolve_function(given, "dynamic_filter_fn")
+        accept = resolve_function(given or self.config.workflow.dynamic_filter_fn or None, "workflow.dynamic_filter_fn")
         low, high = self.config.success_rate_lb, self.config.success_rate_ub
         if low is None and high is None:
             return accept
@@ -325,7 +327,7 @@ class PPOTrainer(ExperimentTrainer):
         numbers = {
             f"rollout/{name}": float(told[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
         }
-        turns = [float(n) for t in batch.trajectories if "num_turns" in t for n in t["num_turns"]]
+        turns = turns_of(batch.trajectories)
         found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
@@ -366,7 +368,7 @@ class PPOTrainer(ExperimentTrainer):
             self.score(rows, REF, "ref_logprobs", ref.mb_spec)
         if self.config.teacher is not None:
             self.score(rows, TEACHER, "teacher_logprobs", actor.mb_spec)
-        if not (self.knobs.needs_proximal or actor.recompute_logprob):
+        if not actor.should_compute_prox_logp():
             return {}
         self.score(rows, ACTOR, "prox_logprobs", actor.mb_spec, key="recompute_logp")
         told = proximal_statistics(rows)
@@ -405,7 +407,10 @@ class PPOTrainer(ExperimentTrainer):
         rewards = [t["rewards"].double() for t in found]
         lengths = [t["attention_mask"].sum(-1).double() for t in found]
         told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}
-        return {**in_scope("eval-rollout", summaries(told)), "eval-rollout/n_prompts": float(len(found))}
+        told["num_turns"] = torch.tensor(turns_of(found), dtype=torch.float64)
+        counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
+        counts["rejected"] = float(len(rows) - len(found))
+        return in_scope("eval-rollout", {**summaries(told), **counts})
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 

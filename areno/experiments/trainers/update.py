@@ -122,6 +122,11 @@ def with_version(loss: Any, knobs: PolicyLoss, version: int) -> Any:
     return functools.partial(loss, knobs=knobs, version=version)
 
 
+def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Answers of the model in the episode of each row, as far as workflows say it."""
+    return [float(count) for t in trajectories if "num_turns" in t for count in t["num_turns"]]
+
+
 def told_by_workflows(trajectories: Sequence[Trajectory], key: str) -> list[float]:
     """What workflows have returned under a key of their own, one number per entry.
 

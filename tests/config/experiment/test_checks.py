@@ -34,7 +34,6 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         # traps of the loss
         ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
         ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
-        ({"actor.use_decoupled_loss": True}, "without rejection_sampling", DECOUPLED),
         ({"actor.rejection_sampling": {}}, "without use_decoupled_loss", DECOUPLED),
         (
             DECOUPLED | {"actor.prox_logp_method": "loglinear", "actor.recompute_logprob": True},
@@ -166,6 +165,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"success_rate_lb": 0.9, "success_rate_ub": 0.1},
             "exchange them",
             {"success_rate_lb": 0.1, "success_rate_ub": 0.9},
+        ),
+        (
+            {"saver": {"mode": "off", "freq_steps": 2}},
+            "freq_steps 2 has no effect with mode off",
+            {"saver.mode": "off"},
         ),
         # teacher
         ({"teacher": {"path": "a/teacher"}}, "teacher.rollout is missing", TEACHER),

@@ -16,8 +16,8 @@ from areno.config.experiment import (
     SFTConfig,
     config_from,
 )
-from areno.config.experiment.effect_table import EFFECTS, PENDING, REFUSED, REFUSED_VALUES
-from areno.config.experiment.effects import Effect, Parts, Pending, Refused, entry_of, pending
+from areno.config.experiment.effect_table import EFFECTS, REFUSED, REFUSED_VALUES
+from areno.config.experiment.effects import Effect, Parts, Refused, entry_of
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk
 from areno.errors import UsageError
@@ -40,11 +40,10 @@ COMPANIONS: dict[str, dict] = {
     "evaluator.eval_before_train": {"valid_dataset": {"path": "x", "type": "rl"}},
     "actor.sapo_tau_pos": {"actor.use_sapo_loss": True},
     "actor.sapo_tau_neg": {"actor.use_sapo_loss": True},
-    "actor.use_decoupled_loss": {"actor.rejection_sampling": {}},
     "actor.rejection_sampling": {"actor.use_decoupled_loss": True},
     "actor.rejection_sampling.agg": {"actor.rejection_sampling.level": "sequence"},
-    "actor.prox_logp_method": {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}},
-    "actor.m2_threshold": {"actor.use_decoupled_loss": True, "actor.rejection_sampling": {}},
+    "actor.prox_logp_method": {"actor.use_decoupled_loss": True},
+    "actor.m2_threshold": {"actor.use_decoupled_loss": True},
     "actor.overlong_reward_penalty": {"actor.overlong_tokens": 4, "actor.overlong_penalty_factor": 1.0},
     "actor.overlong_tokens": {"actor.overlong_reward_penalty": True, "actor.overlong_penalty_factor": 1.0},
     "actor.overlong_penalty_factor": {"actor.overlong_reward_penalty": True, "actor.overlong_tokens": 4},
@@ -232,9 +231,9 @@ def owners():
 def test_every_field_has_a_row_and_every_row_a_field():
     known = owners()
     for entry in known.values():
-        assert isinstance(entry_of(entry), Refused | Effect | Pending | Parts), entry.name
+        assert isinstance(entry_of(entry), Refused | Effect | Parts), entry.name
     classes = {name.partition(".")[0] for name in known}
-    for key in (*EFFECTS, *REFUSED, *REFUSED_VALUES, *PENDING):
+    for key in (*EFFECTS, *REFUSED, *REFUSED_VALUES):
         assert key in known or (key.endswith(".*") and key.removesuffix(".*") in classes), key
 
 
@@ -249,11 +248,6 @@ def test_the_test_that_shows_an_effect_exists(test):
     file, _, name = test.partition("::")
     tree = ast.parse((REPO / file).read_text(encoding="utf-8"))
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_hardly_a_setting_is_open(cls):
-    assert pending(cls) == ["TrainEngineConfig.request_timeout"]
 
 
 def test_words_of_refusal_say_what_to_do():

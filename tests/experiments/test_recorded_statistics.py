@@ -1,0 +1,71 @@
+"""Every statistic of the documentation is recorded by a run that has what it is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areno.observability.statistics import MEANS, documented
+from tests.experiments.trainer_stage import run_kind
+
+pytestmark = pytest.mark.xdist_group("recorded_statistics")  # what its tests share is made by one worker
+
+_DECOUPLED = {
+    "actor.use_decoupled_loss": True,
+    "actor.prox_logp_method": "metrics",
+    "actor.rejection_sampling": {"lower": 0.1, "upper": 5.0},
+    "actor.c_clip": 3.0,
+    "actor.eps_clip": 0.0001,  # so that some tokens are clipped
+    "actor.ppo_n_minibatches": 2,
+    "actor.kl_ctl": 0.1,
+    "ref": {},
+    "critic": {"path": "${actor.path}", "optimizer": {}},
+    "recover.mode": "auto",
+    "recover.freq_steps": 1,
+    "saver.freq_steps": 1,
+}
+_DISTILLED = {
+    "actor.use_sapo_loss": True,
+    "teacher": {"path": "${actor.path}", "rollout": {}},
+    "workflow.path": "multi_turn",
+    "workflow.kwargs": {"max_turns": 2},
+}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "decoupled": ("rl", _DECOUPLED),
+    "distilled": ("rl", _DISTILLED),
+    **{kind: (kind, {}) for kind in ("sft", "rw", "dpo")},
+}
+
+
+@pytest.fixture(scope="module")
+def records(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each run has told, with an evaluation after each step."""
+    found = {}
+    for name, (kind, given) in RUNS.items():
+        root = tmp_path_factory.mktemp(name)
+        held_out = {"valid_dataset.path": str(root / f"{kind}.jsonl"), "valid_dataset.type": kind}
+        found[name] = run_kind(kind, tiny_checkpoint, root, {**held_out, "evaluator.freq_steps": 1, **given}).records
+    return found
+
+
+def test_every_documented_name_is_recorded(records):
+    recorded = {name for run in records.values() for record in run for name in record}
+    assert [name for _, one in documented() for name in one.numbers if name not in recorded] == []
+    assert [name for name in MEANS if name not in recorded] == []
+
+
+def test_numbers_of_the_logits_and_of_the_pairs_are_in_their_order(records):
+    for run in records.values():
+        for record in run:
+            for name in (name.removesuffix("/avg") for name in record if name.endswith("/avg")):
+                if f"{name}/min" in record:
+                    low, mean, high = (record[f"{name}/{part}"] for part in ("min", "avg", "max"))
+                    assert low - 1e-6 <= mean <= high + 1e-6, name
+    for record in records["decoupled"]:
+        least, greatest = (record[f"ppo_actor/update/vocab_{end}_logits/avg"] for end in ("min", "max"))
+        assert least < 0 < greatest
+        assert record["ppo_actor/update/num_micro_batches"] == 1
+        assert record["eval-rollout/accepted"] == 12
+        assert record["eval-rollout/rejected"] == 0
