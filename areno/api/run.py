@@ -241,6 +241,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "dtype": options.dtype,
             "attn_backend": options.attn_backend,
             "activation_checkpointing": options.activation_checkpointing,
+            "offload_activations": options.offload_activations,
             "keep_rollout_state": not options.drop_rollout_state,
             "eager_decode": options.eager_decode,
             "speculate": options.speculate,

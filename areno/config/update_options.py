@@ -25,6 +25,11 @@ class UpdateOptions:
     activation_checkpointing: bool = _train(
         True, help="Recompute activations in the backward pass: less memory, more time."
     )
+    offload_activations: bool = _train(
+        False,
+        changes_results=False,
+        help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass.",
+    )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
     lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps over which the learning rate rises from 0.")

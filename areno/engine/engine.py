@@ -61,6 +61,7 @@ class EngineConfig:
         adapter: what roles train in place of their weights; None trains the weights.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
+        offload_activations: what layers keep for that waits in the computer's memory; for models on a GPU.
         keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
@@ -84,6 +85,7 @@ class EngineConfig:
     adapter: AdapterOptions | None = None
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
+    offload_activations: bool = False
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
     builds_decode: bool = True
@@ -126,7 +128,8 @@ class Engine:
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = load_role(
-            *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter)
+            *(ACTOR, path, kind, config.load_options(), optimizer, config.activation_checkpointing, config.adapter),
+            offload_activations=config.offload_activations,
         )
         if config.device.type == "cpu":
             # Not what loading has freed: weights that are held in 4 bits were larger once.
@@ -318,7 +321,8 @@ class Engine:
                     own,
                     config.activation_checkpointing,
                     self._new_adapter(),
-                )
+                ),
+                offload_activations=config.offload_activations,
             )
         if self.actor.model.adapter is not None and (wanted.path, wanted.predicts) == (self.path, self.actor.kind):
             return Role(name, wanted.path, wanted.predicts, self.actor.model, peers=config.peers, adapter_off=True)
@@ -445,7 +449,10 @@ class Engine:
         options = self.config.load_options(f"role {role.name!r}")
         if adapter is not None:
             path, adapter = role.path, replace(adapter, adapter_path=str(folder))
-        fresh = load_role(role.name, path, role.kind, options, own, role.activation_checkpointing, adapter)
+        fresh = load_role(
+            *(role.name, path, role.kind, options, own, role.activation_checkpointing, adapter),
+            offload_activations=role.offload_activations,
+        )
         fresh.path = role.path
         return fresh
 

@@ -46,6 +46,7 @@ class Role:
         activation_checkpointing: recompute layers in backward.
         peers: ranks that hold the other parts and replicas.
         adapter_off: it is the model that the adapter of ``model`` was made for.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Role:
     activation_checkpointing: bool = True
     peers: Peers = field(default_factory=Peers)
     adapter_off: bool = False
+    offload_activations: bool = False
     _step: TrainStep | None = None
 
     @property
@@ -77,8 +79,14 @@ class Role:
     def training(self) -> TrainStep:
         """What trains it."""
         if self._step is None:
-            own = self.activation_checkpointing
-            self._step = TrainStep(self.model, self.trained_by(), own, kind=self.kind, peers=self.peers)
+            self._step = TrainStep(
+                self.model,
+                self.trained_by(),
+                self.activation_checkpointing,
+                kind=self.kind,
+                peers=self.peers,
+                offload_activations=self.offload_activations,
+            )
         return self._step
 
     def train(
@@ -208,6 +216,7 @@ def load_role(
     optimizer: OptimizerConfig | None,
     checkpointing: bool,
     adapter: AdapterOptions | None = None,
+    offload_activations: bool = False,
 ) -> Role:
     """Load a role's checkpoint.
 
@@ -219,14 +228,17 @@ def load_role(
         optimizer: for a role that is trained; None makes it frozen.
         checkpointing: recompute layers in backward.
         adapter: train this in place of the weights.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
 
     Raises:
-        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload its optimizer to.
+        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
     """
     if optimizer is not None and optimizer.offload and torch.device(options.device).type == "cpu":
         raise UsageError(
             f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
         )
+    if optimizer is not None and offload_activations:
+        _refuse_idle_offload(name, torch.device(options.device), checkpointing)
     if adapter is not None and is_adapter(path):
         raise UsageError(
             f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
@@ -248,23 +260,30 @@ def load_role(
     if optimizer is None:
         model.module.requires_grad_(False)
         return Role(name, path, kind, model, peers=options.peers)
-    return Role(name, path, kind, model, _optimizer(model, optimizer, options.peers), checkpointing, options.peers)
+    own = _optimizer(model, optimizer, options.peers)
+    return Role(name, path, kind, model, own, checkpointing, options.peers, offload_activations=offload_activations)
+
+
+def _refuse_idle_offload(name: str, device: torch.device, checkpointing: bool) -> None:
+    if device.type == "cpu":
+        raise UsageError(
+            f"--offload-activations: role {name!r} is on a CPU, whose memory holds activations anyway; leave it out"
+        )
+    if not checkpointing:
+        raise UsageError(
+            f"--offload-activations: role {name!r} keeps all activations; use --activation-checkpointing too, which leaves "
+            "one tensor per layer to offload"
+        )
 
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
         return make_optimizer(model.parameters(), config)
-    unshared = {
-        "optimizer.type sgd": config.sgd,
-        "--adam-8bit": config.adam_8bit,
-        "--offload-optimizer": config.offload,
-    }
-    for option, wanted in unshared.items():
-        if wanted:
-            raise UsageError(
-                f"{option} with {peers.layout.world_size} ranks: replicas share the optimizer's states out in fp32, "
-                "and nothing else yet; leave it out"
-            )
+    if config.sgd:
+        raise UsageError(
+            f"optimizer.type sgd with {peers.layout.world_size} ranks: replicas share the states of AdamW out, and no other "
+            "rule yet; use adam"
+        )
     from areno.engine.parallel.sharding import partial_names
     from areno.engine.train.sharded import ShardedAdamW
 

@@ -239,6 +239,7 @@ OPTIONS = {
     "mini_bs": 16,
     "gradient_accumulation_steps": None,
     "activation_checkpointing": True,
+    "offload_activations": False,
     "lr": 1e-6,
     "min_lr": 1e-7,
     "lr_warmup_steps": 0,

@@ -23,6 +23,7 @@ from areno.engine.train.batch import count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
+from areno.engine.train.recompute import InHostMemory, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_entropy, reduction_of
 from areno.loss_fns.stats import Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
@@ -69,6 +70,7 @@ class TrainStep:
         max_skipped: stop after this many updates in a row whose gradient was not finite.
         kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
         peers: ranks that share the rows.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
 
     model: PackedModel
@@ -77,6 +79,7 @@ class TrainStep:
     max_skipped: int = 5
     kind: ModelKind = "policy"
     peers: Peers = field(default_factory=Peers)
+    offload_activations: bool = False
     _skipped: int = 0
 
     def run(
@@ -217,7 +220,7 @@ class TrainStep:
     def set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
         if self.activation_checkpointing:
-            _recompute_layers(self.model.module, training)
+            recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
         self.model.module.train(training)
 
 
@@ -227,17 +230,6 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
     for name, value in ((name, value) for result in results for name, value in result.items()):
         found.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}
-
-
-def _recompute_layers(module: Any, enabled: bool) -> None:
-    """Switch activation recomputation, under the name that this release of ``transformers`` gives it."""
-    name = (
-        "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
-    )
-    if enabled:
-        getattr(module, f"{name}_enable")({"use_reentrant": False})
-    else:
-        getattr(module, f"{name}_disable")()
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:

@@ -30,6 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RUNTIME = {
     "attn_backend",
     "activation_checkpointing",
+    "offload_activations",
     "keep_rollout_state",
     "eager_decode",
     "speculate",
