@@ -238,11 +238,6 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"give --tp-size 1 or a divisor of {options.world_size}"
         )
-    if options.tune_params and options.world_size > 1:
-        yield (
-            f"--tune-params with --world-size {options.world_size}: sizes are tried out on one device only; tune with "
-            "--world-size 1, and give what it chooses to this run"
-        )
     if options.lr_decay_style != "constant" and options.min_lr > options.lr:
         yield (
             f"--min-lr {options.min_lr} is above --lr {options.lr}, so the rate would rise; "

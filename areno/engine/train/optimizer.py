@@ -124,8 +124,8 @@ class Optimizer(Protocol):
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
         ...
 
-    def held_bytes(self) -> int:
-        """Bytes of this rank's moments and master weights, whether there yet or not."""
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's master weights and moments, whether these are there yet or not; or of masters alone."""
         ...
 
     def gradients(self) -> list[Tensor]:
@@ -271,9 +271,13 @@ class MasterAdamW(Paced):
         """Take the memory that the first step would take; nothing else changes."""
         take_moments(self._adam)
 
-    def held_bytes(self) -> int:
-        """Bytes of moments and master weights, whether there yet or not."""
-        return self.state_bytes()
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
+        return self.state_bytes() if moments else self._master_bytes()
+
+    def _master_bytes(self) -> int:
+        pairs = zip(self._parameters, self._masters, strict=True)
+        return sum(4 * master.numel() for p, master in pairs if p is not master)
 
     def step_bytes(self, device: torch.device) -> int:
         """About what a step takes on such a device beside states and gradients."""
@@ -281,8 +285,7 @@ class MasterAdamW(Paced):
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
-        pairs = zip(self._parameters, self._masters, strict=True)
-        masters = sum(4 * master.numel() for p, master in pairs if p is not master)
+        masters = self._master_bytes()
         if self.config.sgd:
             return masters
         if self.config.adam_8bit:

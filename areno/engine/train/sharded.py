@@ -249,8 +249,10 @@ class ShardedAdamW(Paced):
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(counts)
         return masters + sum(adam_8bit.state_bytes(n) if self.config.adam_8bit else 8 * n for n in counts)
 
-    def held_bytes(self) -> int:
-        """Bytes of this rank's share of moments and master weights, whether there yet or not."""
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
+        if not moments:
+            return 4 * self._share
         kept = [(piece.numel(), quantised) for piece, quantised, _ in self._pieces]
         return 4 * self._share + sum(adam_8bit.state_bytes(*one) for one in kept)
 

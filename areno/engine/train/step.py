@@ -122,10 +122,13 @@ class TrainStep:
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
+        """Compute gradients over rows of this replica's own, and forget them: the memory of a step, and no update.
+
+        Other replicas are not heard: one of them may have failed.
+        """
         self.set_training(True)
         try:
-            self.accumulate(rows, loss_fn, mini_bs)
+            self._accumulate(rows, loss_fn, mini_bs, count_units(rows, reduction_of(loss_fn)))
         finally:
             self.set_training(False)
             self.optimizer.zero_grad()
@@ -143,21 +146,11 @@ class TrainStep:
         Every rank is given all rows and takes its share of them; the statistics are those of all.
         """
         unit = reduction_of(loss_fn)
-        total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
-        totals, loss_sum = _Totals(), 0.0
-        tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
-        for chunk in _passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
-            PROGRESS.tick()
-            weight = count_units(chunk, unit) / max(total, 1)
-            loss, metrics = self._loss(chunk, loss_fn, tree)
-            if weight and loss.requires_grad:
-                (loss * weight).backward()
-            totals.add(metrics, weight)
-            loss_sum += float(loss.detach()) * weight
+        loss_sum, totals = self._accumulate(mine, loss_fn, mini_bs, count_units(rows, unit))
         if self.peers.data.size == 1:
             return {"loss": loss_sum, **totals.result()}
         everyone = _Totals()
@@ -165,6 +158,24 @@ class TrainStep:
         for _, sums in losses:
             everyone.merge(sums)
         return {"loss": sum(loss for loss, _ in losses), **everyone.result()}
+
+    def _accumulate(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, total: int
+    ) -> tuple[float, _Totals]:
+        """The same over this replica's rows alone; ``total`` counts the units of all."""
+        unit = reduction_of(loss_fn)
+        together = 2 if unit == "pair" else 1
+        totals, loss_sum = _Totals(), 0.0
+        tree = isinstance(mini_bs, MicroBatching) and mini_bs.tree
+        for chunk in _passes(rows, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together):
+            PROGRESS.tick()
+            weight = count_units(chunk, unit) / max(total, 1)
+            loss, metrics = self._loss(chunk, loss_fn, tree)
+            if weight and loss.requires_grad:
+                (loss * weight).backward()
+            totals.add(metrics, weight)
+            loss_sum += float(loss.detach()) * weight
+        return loss_sum, totals
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
         """Rows that this replica trains on."""
