@@ -29,7 +29,7 @@ PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "a
 # The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
 _PROCESS = 64 * 2**20
 # What a rank's process takes before that: pages of PyTorch and transformers that it shares with no other; measured.
-RANK = 160 * 2**20
+RANK = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
