@@ -3,10 +3,12 @@
     python benchmarks/memory.py                     # table, then one line of JSON
     python benchmarks/memory.py --save NAME         # also benchmarks/results/NAME.json
     python benchmarks/memory.py --models 210m --sets grpo
+    python benchmarks/memory.py --models 210m --sets grpo --ranks 2 --tp 2
 
 Every combination of a model and a set of options runs in a fresh process through the real engine: load, rollout, scoring
 with a reference, forward, backward, optimizer step. The peak is the high-water mark of the resident set over what the
-process held after its imports, reset before each phase. Models are random, in fp32 unless the set says otherwise.
+process held after its imports, reset before each phase; with
+several ranks it is that of the rank that takes most. Models are random, in fp32 unless the set says otherwise.
 """
 
 from __future__ import annotations
@@ -42,30 +44,39 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", default="")
     return parser.parse_args()
 
 
 def compare(model: Path, options: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Planned and measured bytes by phase."""
+    """Planned and measured bytes by phase, over what a rank's process takes before it loads anything."""
     import areno  # noqa: F401
     from areno.config.train_options import TrainOptions
-    from areno.engine.plan.account import make_plan
+    from areno.engine.plan.account import RANK, make_plan
 
     run = TrainOptions(ckpt=str(model), device="cpu", **options)
     plan = make_plan(run)
     given = {"ckpt": str(model), "device": "cpu", **options}
     found = run_worker(sys.executable, WORKER, {"options": given, "threads": threads})
+    before = RANK if plan.layout.world_size > 1 else 0
     phases = {}
     for phase in plan.phases:
         measured = found["peaks"][phase.name]
         phases[phase.name] = {
-            "planned_mib": round(phase.total / 2**20, 1),
+            "planned_mib": round((phase.total - before) / 2**20, 1),
             "measured_mib": round(measured / 2**20, 1),
-            "planned_over_measured": round(phase.total / measured, 3),
+            "planned_over_measured": round((phase.total - before) / measured, 3),
         }
-    return {"phases": phases, "parts": {p.name: p.parts for p in plan.phases}, "run": dataclasses.asdict(run)["algo"]}
+    print(f"a rank holds {found['private'] / 2**20:.0f} MiB of its own before it loads anything", flush=True)
+    return {
+        "phases": phases,
+        "private": found["private"],
+        "parts": {p.name: p.parts for p in plan.phases},
+        "run": dataclasses.asdict(run)["algo"],
+    }
 
 
 def main() -> None:
@@ -78,7 +89,7 @@ def main() -> None:
             model = Path(folder) / name
             parameters = make_checkpoint(model, **MODELS[name])
             for chosen in args.sets:
-                result = compare(model, SETS[chosen], args.threads)
+                result = compare(model, SETS[chosen] | {"world_size": args.ranks, "tp_size": args.tp}, args.threads)
                 report["results"][f"{name} {chosen}"] = {"parameters": parameters, **result}
                 for phase, figures in result["phases"].items():
                     ratio = figures["planned_over_measured"]

@@ -81,15 +81,12 @@ def run_training(
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
     """The options with sizes that were tried out on the loaded model."""
     from areno.api.backend.areno.backend import ArenoBackend
-    from areno.engine.engine import Engine
     from areno.engine.plan.tuner import tune_sizes
 
     assert isinstance(trainer.backend, ArenoBackend)
-    engine = trainer.backend.engine
-    assert isinstance(engine, Engine)  # several ranks are refused with the options
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
     assert loss_fn is not None
-    return tune_sizes(engine, options, loss_fn, rows=rows)
+    return tune_sizes(trainer.backend.engine, options, loss_fn, rows=rows)
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:
@@ -243,6 +240,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "attn_backend": options.attn_backend,
             "activation_checkpointing": options.activation_checkpointing,
             "tree_training": options.tree_training,
+            "offload_activations": options.offload_activations,
             "keep_rollout_state": not options.drop_rollout_state,
             "eager_decode": options.eager_decode,
             "speculate": options.speculate,

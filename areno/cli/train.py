@@ -43,5 +43,5 @@ def _dry_run(options: TrainOptions) -> int:
     print("\nResolved configuration\n----------------------")
     print(dump_config(options), end="")
     print("\nMemory\n------")
-    print(plan_text(options, make_plan(options)))
+    print("not planned with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
     return 0

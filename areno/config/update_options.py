@@ -31,6 +31,11 @@ class UpdateOptions:
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
         help="Compute tokens that rows of a pass begin with once: saves time where a long prompt has short answers.",
     )
+    offload_activations: bool = _train(
+        False,
+        changes_results=False,
+        help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass.",
+    )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
     lr_warmup_steps: int = _train(0, minimum=0, help="Optimizer steps over which the learning rate rises from 0.")

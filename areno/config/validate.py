@@ -245,11 +245,6 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         )
     if options.fsdp:
         yield from _fsdp(options)
-    if options.tune_params and options.world_size > 1:
-        yield (
-            f"--tune-params with --world-size {options.world_size}: sizes are tried out on one device only; tune with "
-            "--world-size 1, and give what it chooses to this run"
-        )
     if options.lr_decay_style != "constant" and options.min_lr > options.lr:
         yield (
             f"--min-lr {options.min_lr} is above --lr {options.lr}, so the rate would rise; "
@@ -278,6 +273,8 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
     for option, wanted in unshared.items():
         if wanted:
             yield f"--fsdp with {option}: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
+    if options.tune_params:
+        yield "--fsdp with --tune-params: the memory of spread weights is not planned yet; give the sizes, or --no-fsdp"
 
 
 def _agents(options: TrainOptions) -> Iterator[str]:

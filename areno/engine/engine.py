@@ -63,6 +63,7 @@ class EngineConfig:
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward.
         tree_training: compute tokens that rows of a pass begin with once, see :mod:`areno.engine.model.tree`.
+        offload_activations: what layers keep for that waits in the computer's memory; for models on a GPU.
         keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
@@ -87,6 +88,7 @@ class EngineConfig:
     attn_backend: str = "flash"
     activation_checkpointing: bool = True
     tree_training: bool = False
+    offload_activations: bool = False
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"
     builds_decode: bool = True
@@ -343,7 +345,10 @@ class Engine:
     ) -> Role:
         """Load a role that trains as the configuration says, or is frozen."""
         config = self.config
-        role = load_role(name, path, kind, options, optimizer, config.activation_checkpointing, adapter)
+        role = load_role(
+            *(name, path, kind, options, optimizer, config.activation_checkpointing, adapter),
+            offload_activations=config.offload_activations,
+        )
         role.tree = config.tree_training and role.trainable
         if role.tree and any(is_recurrent(module) for module in role.model.module.modules()):
             raise UsageError(

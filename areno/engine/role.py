@@ -47,6 +47,7 @@ class Role:
         peers: ranks that hold the other parts and replicas.
         adapter_off: it is the model that the adapter of ``model`` was made for.
         tree: rows of a pass are trained on as a tree.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Role:
     peers: Peers = field(default_factory=Peers)
     adapter_off: bool = False
     tree: bool = False
+    offload_activations: bool = False
     _step: TrainStep | None = None
 
     @property
@@ -86,6 +88,7 @@ class Role:
                 kind=self.kind,
                 peers=self.peers,
                 tree=self.tree,
+                offload_activations=self.offload_activations,
             )
         return self._step
 
@@ -224,6 +227,7 @@ def load_role(
     optimizer: OptimizerConfig | None,
     checkpointing: bool,
     adapter: AdapterOptions | None = None,
+    offload_activations: bool = False,
 ) -> Role:
     """Load a role's checkpoint.
 
@@ -235,14 +239,17 @@ def load_role(
         optimizer: for a role that is trained; None makes it frozen.
         checkpointing: recompute layers in backward.
         adapter: train this in place of the weights.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
 
     Raises:
-        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload its optimizer to.
+        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
     """
     if optimizer is not None and optimizer.offload and torch.device(options.device).type == "cpu":
         raise UsageError(
             f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
         )
+    if optimizer is not None and offload_activations:
+        _refuse_idle_offload(name, torch.device(options.device), checkpointing)
     if adapter is not None and is_adapter(path):
         raise UsageError(
             f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
@@ -271,7 +278,20 @@ def load_role(
         spread_over_replicas(model, options.peers.layout, trained=optimizer is not None)
     if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
-    return Role(name, path, kind, model, _optimizer(model, optimizer, options.peers), checkpointing, options.peers)
+    own = _optimizer(model, optimizer, options.peers)
+    return Role(name, path, kind, model, own, checkpointing, options.peers, offload_activations=offload_activations)
+
+
+def _refuse_idle_offload(name: str, device: torch.device, checkpointing: bool) -> None:
+    if device.type == "cpu":
+        raise UsageError(
+            f"--offload-activations: role {name!r} is on a CPU, whose memory holds activations anyway; leave it out"
+        )
+    if not checkpointing:
+        raise UsageError(
+            f"--offload-activations: role {name!r} keeps all activations; use --activation-checkpointing too, which leaves "
+            "one tensor per layer to offload"
+        )
 
 
 def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions | None) -> None:
@@ -291,17 +311,11 @@ def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
         return make_optimizer(model.parameters(), config)
-    unshared = {
-        "optimizer.type sgd": config.sgd,
-        "--adam-8bit": config.adam_8bit,
-        "--offload-optimizer": config.offload,
-    }
-    for option, wanted in unshared.items():
-        if wanted:
-            raise UsageError(
-                f"{option} with {peers.layout.world_size} ranks: replicas share the optimizer's states out in fp32, "
-                "and nothing else yet; leave it out"
-            )
+    if config.sgd:
+        raise UsageError(
+            f"optimizer.type sgd with {peers.layout.world_size} ranks: replicas share the states of AdamW out, and no other "
+            "rule yet; use adam"
+        )
     if peers.layout.fsdp:
         from areno.engine.train.fsdp import SpreadAdamW
 

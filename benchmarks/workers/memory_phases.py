@@ -1,9 +1,13 @@
-"""One measurement of ``memory.py``: the engine's real phases, each with its peak over what the imports take. Prints JSON."""
+"""One measurement of ``memory.py``: the engine's real phases, each with its peak over what the imports take. Prints JSON.
+
+With several ranks every figure is that of the rank that takes most; baseline is what a rank holds before it loads anything.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import areno  # noqa: F401  (before torch, as the command line does)
@@ -23,17 +27,69 @@ def rows_of(lengths: list[int], scored: list[int]) -> list[Any]:
     return rows
 
 
+class Baseline:
+    """A rank that has imported what an engine needs, and multiplied once."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        import torch
+
+        torch.randn(64, 64) @ torch.randn(64, 64)
+
+    def held(self) -> tuple[int, int]:
+        """Resident bytes, and those of them that no other process shares."""
+        import torch
+
+        from areno.engine.plan.meter import held_memory
+
+        with open("/proc/self/smaps_rollup") as file:
+            figures = dict(line.split(":") for line in file if ":" in line and "kB" in line)
+        private = sum(int(figures[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+        return held_memory(torch.device("cpu")), private * 1024
+
+
+def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str, int]:
+    """Forward, backward and the optimizer's step of one rank, with rows of its replica's own."""
+    import torch
+
+    from areno.engine.native import are_large, give_freed_memory_back
+    from areno.engine.plan.meter import peak_memory
+
+    cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0}
+    step = engine.actor.training
+    step.set_training(True)
+    for _ in range(passes):
+        with peak_memory(cpu) as peak:
+            loss, _ = step._loss(batch, loss_fn, False)
+        peaks["forward"] = max(peaks["forward"], peak.bytes)
+        with peak_memory(cpu) as peak:
+            loss.backward()
+        peaks["backward"] = max(peaks["backward"], peak.bytes)
+        del loss
+    if are_large(engine.actor.model.weight_bytes):
+        give_freed_memory_back()  # as the optimizer's step begins: what is above it belongs to the phase before
+    with peak_memory(cpu) as peak:
+        step.apply()
+    step.set_training(False)
+    return {**peaks, "optimizer": peak.bytes}
+
+
+def allocate(engine: Any) -> None:
+    """The states of the optimizer, as after a first step."""
+    engine.actor.trained_by().allocate()
+
+
 def main() -> None:
     import torch
 
     from areno.config.algorithms import get_algorithm
     from areno.config.train_options import TrainOptions
     from areno.engine.engine import Engine, EngineConfig
-    from areno.engine.native import are_large, give_freed_memory_back
-    from areno.engine.plan.meter import held_memory, peak_memory
+    from areno.engine.parallel.group import EngineGroup
+    from areno.engine.parallel.workers import WorkerGroup
+    from areno.engine.plan import trial
+    from areno.engine.plan.meter import begin_peak, held_memory
     from areno.engine.plan.sizes import RunSizes
     from areno.engine.train.optimizer import OptimizerConfig
-    from areno.engine.train.step import TrainStep
     from areno.types import ModelRole, Request, SamplingParams
 
     settings = json.loads(sys.argv[1])
@@ -43,60 +99,51 @@ def main() -> None:
     sizes = RunSizes(options, cpu)
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
     torch.randn(64, 64) @ torch.randn(64, 64)
-    baseline = held_memory(cpu)
+    baseline, private = held_memory(cpu), 0
+    if options.world_size > 1:
+        ranks = WorkerGroup([Baseline] * options.world_size)
+        baseline, private = map(max, zip(*ranks.call("held"), strict=True))
+        ranks.close()
     peaks: dict[str, int] = {}
-
-    with peak_memory(cpu) as peak:
-        engine = Engine(
-            str(options.ckpt),
-            EngineConfig(
-                dtype=sizes.dtype,
-                optimizer=OptimizerConfig(lr=1e-6, adam_8bit=options.adam_8bit),
-                activation_checkpointing=options.activation_checkpointing,
-                keep_rollout_state=not options.drop_rollout_state,
-                kv_cache_tokens=options.kv_cache_tokens,
-                max_running=options.running_sequences,
-                decode="eager",
-            ),
-        )
-        for role in sizes.roles():
-            engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.trained)})
-    peaks["load"] = peak.bytes
-    engine.actor.trained_by().allocate()
+    config = EngineConfig(
+        dtype=sizes.dtype,
+        optimizer=OptimizerConfig(lr=1e-6, adam_8bit=options.adam_8bit),
+        activation_checkpointing=options.activation_checkpointing,
+        keep_rollout_state=not options.drop_rollout_state,
+        kv_cache_tokens=options.kv_cache_tokens,
+        max_running=sizes.running,
+        decode="eager",
+    )
+    begin_peak(cpu)
+    alone = options.world_size == 1
+    engine = Engine(str(options.ckpt), config) if alone else EngineGroup(str(options.ckpt), config, sizes.layout)
+    for role in sizes.roles():
+        engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.trained)})
+    peaks["load"] = max(engine.each_rank(trial.peak))
+    engine.each_rank(allocate)
 
     if sizes.spec.requires_rollout:
         prompts = [[(11 * i + j) % 500 for j in range(options.max_prompt_tokens)] for i in range(options.batch_size)]
         sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
         seeds = list(range(options.n_samples))
-        with peak_memory(cpu) as peak:
-            for future in engine.submit([Request(prompt, sampling, seeds) for prompt in prompts]):
-                future.result()
-        peaks["rollout"] = peak.bytes
+        engine.each_rank(trial.begin)
+        for future in engine.submit([Request(prompt, sampling, seeds) for prompt in prompts]):
+            future.result()
+        peaks["rollout"] = max(engine.each_rank(trial.peak))
         engine.end_rollout()
 
     lengths, microbatches = sizes.microbatch(sizes.longest_row(None))
     batch = rows_of(lengths, sizes.scored(lengths))
     if sizes.roles():
-        with peak_memory(cpu) as peak:
-            engine.score_logprobs("ref", [row.tokens for row in batch], micro_bs=options.score_micro_bs)
-        peaks["score"] = peak.bytes
-    step = TrainStep(engine.actor.model, engine.actor.trained_by(), options.activation_checkpointing)
-    step.set_training(True)
-    for _ in range(min(microbatches, 2)):
-        with peak_memory(cpu) as peak:
-            loss, _ = step._loss(batch, loss_fn)
-        peaks["forward"] = max(peaks.get("forward", 0), peak.bytes)
-        with peak_memory(cpu) as peak:
-            loss.backward()
-        peaks["backward"] = max(peaks.get("backward", 0), peak.bytes)
-        del loss
-    if are_large(engine.actor.model.weight_bytes):
-        give_freed_memory_back()  # as the optimizer's step begins: what is above it belongs to the phase before
-    with peak_memory(cpu) as peak:
-        step.apply()
-    peaks["optimizer"] = peak.bytes
+        engine.each_rank(trial.begin)
+        tokens = [row.tokens for row in batch] * sizes.layout.dp_size
+        engine.score_logprobs("ref", tokens, micro_bs=options.score_micro_bs)
+        peaks["score"] = max(engine.each_rank(trial.peak))
+    found = engine.each_rank(update, batch, min(microbatches, 2), loss_fn)
+    peaks |= {name: max(one[name] for one in found) for name in found[0]}
     engine.close()
-    print(json.dumps({"baseline": baseline, "peaks": {name: value - baseline for name, value in peaks.items()}}))
+    over = {name: value - baseline for name, value in peaks.items()}
+    print(json.dumps({"baseline": baseline, "private": private, "peaks": over}))
 
 
 if __name__ == "__main__":

@@ -85,6 +85,11 @@ TRAIN = [
     ),
     ([*SFT, "--tune-params"], "--tune-params has no effect with --algo sft"),
     ([*GSPO, "--device", "cpu", "--offload-optimizer"], "--offload-optimizer has no effect on a CPU"),
+    ([*GSPO, "--device", "cpu", "--offload-activations"], "--offload-activations has no effect on a CPU"),
+    (
+        [*GSPO, "--offload-activations", "--no-activation-checkpointing"],
+        "--offload-activations has no effect with --no-activation-checkpointing",
+    ),
     (["--ckpt", "./gone", *GSPO[2:]], "--ckpt folder does not exist: ./gone"),
     (["--ckpt", "empty", *GSPO[2:]], "has no config.json"),
     (["--ckpt", "data.jsonl", *GSPO[2:]], "is a file; give the folder"),

@@ -241,6 +241,7 @@ OPTIONS = {
     "gradient_accumulation_steps": None,
     "activation_checkpointing": True,
     "tree_training": False,
+    "offload_activations": False,
     "lr": 1e-6,
     "min_lr": 1e-7,
     "lr_warmup_steps": 0,

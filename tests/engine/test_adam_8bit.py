@@ -210,6 +210,13 @@ def test_offloading_from_a_cpu_is_refused(tmp_path):
         load_role("actor", path, "policy", LoadOptions(dtype=torch.float32), OptimizerConfig(offload=True), False)
 
 
+def test_offloading_activations_from_a_cpu_is_refused(tmp_path):
+    path = str(save_tiny_checkpoint(tmp_path / "model"))
+    options = LoadOptions(dtype=torch.float32)
+    with pytest.raises(UsageError, match="--offload-activations: role 'actor' is on a CPU"):
+        load_role("actor", path, "policy", options, OptimizerConfig(), True, offload_activations=True)
+
+
 def gsm8k_rows(folder, tokenizer, count):
     lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     rows = []

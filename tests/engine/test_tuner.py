@@ -15,6 +15,8 @@ import yaml
 from areno.cli.main import main
 from areno.config.train_options import TrainOptions
 from areno.engine.engine import Engine, EngineConfig
+from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.peers import Layout
 from areno.engine.plan.meter import held_memory
 from areno.engine.plan.tuner import tune_sizes
 from areno.engine.train.optimizer import OptimizerConfig
@@ -127,6 +129,47 @@ def test_nothing_of_the_tries_remains(checkpoint):
         made.close()
     assert answers[0] == answers[1]
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(2, 1), id="dp2"), pytest.param(Layout(1, 2), id="tp2", marks=pytest.mark.long)]
+)
+def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog):
+    """Each replica gets its share of the sequences; of the measured peaks the largest counts."""
+    config = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")
+    group = EngineGroup(str(checkpoint), config, layout)
+    size = {"world_size": layout.world_size, "tp_size": layout.tp_size}
+    run = options(checkpoint, tune_max_samples=64, **size)
+    try:
+        before = group.each_rank(fingerprint)
+        with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
+            chosen = tune_sizes(group, run, grpo_loss_fn)
+        assert sizes_of(chosen) == (64, 16, 16)
+        assert chosen.drop_rollout_state
+        assert group.each_rank(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
+        assert " MiB on each rank: " in caplog.text
+        held = max(group.each_rank(lambda engine: held_memory(CPU)))
+        if layout.tp_size == 1:  # else what a rank's first steps take is more than its half of the cache
+            small = tune_sizes(group, run, grpo_loss_fn, capacity=int((held + 60 * MIB) / 0.9))
+            assert sizes_of(small)[0] < 64
+        assert group.each_rank(fingerprint) == before
+        with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 does not fit"):
+            tune_sizes(group, run, grpo_loss_fn, capacity=held)
+        request = Request([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True), [3])
+        assert len(group.submit([request])[0].result().sequences[0].resp_tokens) == 3
+        assert group.train(random_rows(4), grpo_loss_fn, 2)["update_skipped"] == 0.0
+    finally:
+        group.close()
+
+
+def fingerprint(engine):
+    """What a try must leave as it is."""
+    weights = sum(
+        float(p.detach().to_local().sum() if hasattr(p, "to_local") else p.detach().sum())
+        for _, p in engine.actor.model.parameters()
+    )
+    random_numbers = (torch.get_rng_state().sum().item(), random.getstate()[1][:3])
+    return weights, engine.version, engine.loop.cache.nbytes(), random_numbers
 
 
 def test_a_run_trains_with_the_sizes_and_keeps_them(tmp_path, tiny_checkpoint):

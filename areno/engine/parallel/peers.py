@@ -107,8 +107,8 @@ class Channel(Protocol):
         """Put the ranks' parts [n] together: [size * n]."""
         ...
 
-    def sums(self, count: int, device: torch.device) -> Sums:
-        """Make a place for ``count`` numbers to add up in, a multiple of ``size``."""
+    def sums(self, count: int, device: torch.device) -> Sums | None:
+        """Make a place for ``count`` numbers to add up in, a multiple of ``size``; None where ranks share no memory."""
         ...
 
     def common(self, count: int, dtype: torch.dtype) -> Common | None:
@@ -142,24 +142,6 @@ class Common(Protocol):
         ...
 
 
-class SentSums:
-    """:class:`Sums` that are sent to where they are needed.
-
-    Args:
-        channel: connects the ranks.
-        count: of numbers.
-        device: where they are.
-    """
-
-    def __init__(self, channel: Channel, count: int, device: torch.device) -> None:
-        self.values = torch.zeros(count, device=device)
-        self._channel = channel
-
-    def part(self) -> Tensor:
-        """See :class:`Sums`."""
-        return self._channel.sum_part(self.values)
-
-
 class Alone:
     """A group of one."""
 
@@ -189,9 +171,9 @@ class Alone:
         """The same part."""
         return part
 
-    def sums(self, count: int, device: torch.device) -> Sums:
-        """See :class:`Channel`."""
-        return SentSums(self, count, device)
+    def sums(self, count: int, device: torch.device) -> Sums | None:
+        """None: there is nobody to share it with."""
+        return None
 
     def common(self, count: int, dtype: torch.dtype) -> Common | None:
         """None: there is nobody to share it with."""
@@ -261,9 +243,9 @@ class Group:
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
 
-    def sums(self, count: int, device: torch.device) -> Sums:
-        """Make a place for numbers to add up in."""
-        return SentSums(self, count, device)
+    def sums(self, count: int, device: torch.device) -> Sums | None:
+        """None: what the ranks have is sent."""
+        return None
 
     def common(self, count: int, dtype: torch.dtype) -> Common | None:
         """None: what the ranks have is sent."""

@@ -22,13 +22,11 @@ from areno.engine.parallel.segment import NAMELESS, Segment, mapped
 class SharedGroup(Group):
     """A group whose ranks may share memory; where the system does not let them, it is like any other group."""
 
-    def sums(self, count: int, device: torch.device) -> Sums:
+    def sums(self, count: int, device: torch.device) -> Sums | None:
         """See :class:`areno.engine.parallel.peers.Channel`."""
         size = count * torch.float32.itemsize
         memories = self._memories([size] * self.size) if device.type == "cpu" else []
-        if not memories:
-            return super().sums(count, device)
-        return _SharedSums(self, [torch.frombuffer(memory, dtype=torch.float32) for memory in memories])
+        return _SharedSums(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories]) if memories else None
 
     def common(self, count: int, dtype: torch.dtype) -> Common | None:
         """See :class:`areno.engine.parallel.peers.Channel`."""

@@ -1,4 +1,4 @@
-"""The memory of a run by phase and purpose, before anything is loaded.
+"""The memory of a run by phase and purpose, before anything is loaded; with several ranks, that of each of them.
 
 The figures are for the largest microbatch and the longest sequences that the options allow, in a step that is not the
 first: optimizer states are there. A phase's sum is its peak.
@@ -17,17 +17,20 @@ from areno.config.paths import base_of
 from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.parallel.peers import Layout
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
-from areno.engine.train.adam_8bit import working_bytes
 from areno.engine.train.outputs import ModelKind
+from areno.errors import UsageError
 
 PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "activations")
 """What memory is used for, in the order of the table; ``activations`` are all that lives during a pass."""
 
 # The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
 _PROCESS = 64 * 2**20
+# What a rank's process takes before that: pages of PyTorch and transformers that it shares with no other; measured.
+RANK = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,12 @@ class MemoryPlan:
         device: where.
         phases: in the order of a step.
         logits: bytes of the logits that are alive at once in training, part of the activations.
-        host: bytes in the computer's memory beside the GPU's.
+        host: bytes in the computer's memory beside the GPU's, of all ranks.
         cache_tokens: cells that the KV cache grows to.
         cache_wanted: cells that all running sequences would take at their longest.
-        available: bytes free now.
+        available: bytes free now, on one GPU or in this machine's memory.
+        layout: of the ranks; the phases are those of one.
+        sharing: ranks that share what is available.
     """
 
     parameters: int
@@ -74,6 +79,8 @@ class MemoryPlan:
     cache_tokens: int
     cache_wanted: int
     available: int = field(compare=False)
+    layout: Layout = field(default_factory=Layout)
+    sharing: int = 1
 
     @property
     def peak(self) -> Phase:
@@ -81,9 +88,14 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
+    def needed(self) -> int:
+        """Bytes of all ranks that share one memory, at the peak."""
+        return self.peak.total * self.sharing
+
+    @property
     def fits(self) -> bool:
         """Whether every phase fits into what is free now."""
-        return self.peak.total <= self.available
+        return self.needed <= self.available
 
     def phase(self, name: str) -> Phase | None:
         """A phase by name; None where the run has none of it."""
@@ -105,8 +117,13 @@ def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan
         available: bytes that it may use; None asks the machine.
 
     Raises:
-        UsageError: a model's configuration cannot be read.
+        UsageError: a model's configuration cannot be read, or weights are to be spread.
     """
+    if options.fsdp:
+        raise UsageError(
+            "--fsdp: the memory of weights that are spread over replicas is not planned yet; plan with --no-fsdp to see what "
+            "whole weights would take"
+        )
     device = plan_device(options)
     if available is None:
         available = available_bytes(device)
@@ -123,15 +140,13 @@ class _Planner:
 
     def __init__(self, sizes: RunSizes, available: int) -> None:
         self.sizes, self.available = sizes, available
-        run = sizes.options
-        self.actor = _shape(str(run.ckpt), "ckpt", sizes, sizes.kind, sizes.adapter())
+        self.actor = _shape(str(sizes.options.ckpt), "ckpt", sizes, sizes.kind, sizes.adapter())
         self.longest = sizes.longest_row(self.actor.model.context_length)
         self.roles = {
             role: _shape(role.path, f"{role.name}_ckpt", sizes, role.kind, sizes.adapter() if role.trained else None)
             for role in sizes.roles()
         }
         self.updates = [self._update(self.actor)] + [self._update(self.roles[r]) for r in self.roles if r.trained]
-        self.offloads = run.offload_optimizer and sizes.device.type == "cuda"
 
     def plan(self) -> MemoryPlan:
         """All phases."""
@@ -139,15 +154,18 @@ class _Planner:
         generated = self._rollout() if self.sizes.spec.requires_rollout else None
         cache = 0 if generated is None else generated.cache
         between = 0 if run.drop_rollout_state else cache
+        kept = sum(update.kept for update in self.updates)
         phases = [self._loading()]
         if generated is not None:
             held = generated.peak - generated.cache
-            phases.append(self._phase("rollout", kv_cache=cache, activations=held + self.actor.merged))
+            phases.append(self._phase("rollout", gradients=kept, kv_cache=cache, activations=held + self.actor.merged))
         scoring = [shape.score(self.sizes.scoring_batch(self.longest)) for shape in self.roles.values()]
         if scoring:
-            phases.append(self._phase("score", kv_cache=between, activations=max(scoring), scoring=True))
+            phases.append(
+                self._phase("score", gradients=kept, kv_cache=between, activations=max(scoring), scoring=True)
+            )
         phases += self._training(between)
-        wanted = run.running_sequences * self.longest if generated is not None else 0
+        wanted = self.sizes.running * self.longest if generated is not None else 0
         return MemoryPlan(
             parameters=self.actor.parameters,
             trained=self.actor.trained,
@@ -155,17 +173,24 @@ class _Planner:
             device=str(self.sizes.device),
             phases=tuple(phases),
             logits=self._logits(),
-            host=sum(u.state + u.gradients for u in self.updates) if self.offloads else 0,
+            host=self._host(),
             cache_tokens=0 if generated is None else generated.cache // generated.per_token,
             cache_wanted=wanted,
             available=self.available,
+            layout=self.sizes.layout,
+            sharing=self.sizes.sharing,
         )
+
+    def _host(self) -> int:
+        """What all ranks of this machine keep beside their GPUs; layer inputs of one role at a time."""
+        states = sum(u.state + u.gradients for u in self.updates) if self.sizes.offloads else 0
+        return (states + max(u.elsewhere for u in self.updates)) * self.sizes.layout.world_size
 
     def _loading(self) -> Phase:
         """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
         shapes = [self.actor, *(shape for role, shape in self.roles.items() if not role.only_scores)]
-        converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.weights)]
-        return self._phase("load", activations=max(converted, default=0))
+        converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.whole)]
+        return self._phase("load", activations=max(converted, default=0) // self.sizes.layout.tp_size)
 
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
@@ -174,22 +199,25 @@ class _Planner:
         roles = [shape.weights for role, shape in self.roles.items() if scoring or not role.only_scores]
         states = sum(update.state for update in self.updates)
         if name == "load":
-            states = 0 if self.sizes.dtype == torch.float32 else sum(update.gradients for update in self.updates)
-        states = 0 if self.offloads else states
-        process = _PROCESS if self.sizes.device.type == "cpu" else 0
-        figures = (process, self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
+            states = sum(update.masters for update in self.updates)
+        states = 0 if self.sizes.offloads else states
+        figures = (self._process(), self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
+
+    def _process(self) -> int:
+        if self.sizes.device.type != "cpu":
+            return 0
+        return _PROCESS if self.sizes.layout.world_size == 1 else _PROCESS + RANK
 
     def _training(self, kv_cache: int) -> list[Phase]:
         """Forward, backward and the optimizer's step, each of the role that needs most."""
         phases: list[list[Phase]] = []
-        more = working_bytes(self.sizes.device) if self.sizes.options.adam_8bit else 0
         for update in self.updates:
-            there = 0 if self.offloads else update.gradients
+            there = 0 if self.sizes.offloads else update.gradients
             passes = {
                 "forward": (update.carried if there else 0, update.forward - update.carried),
                 "backward": (there, update.backward - update.gradients),
-                "optimizer": (there, more),
+                "optimizer": (there, update.step),
             }
             phases.append(
                 [
@@ -208,6 +236,8 @@ class _Planner:
             microbatches=microbatches,
             checkpointing=self.sizes.options.activation_checkpointing,
             entropy=self.sizes.entropy,
+            offloading=self.sizes.offloads_activations,
+            device=self.sizes.device,
         )
 
     def _rollout(self) -> RolloutBytes:
@@ -217,8 +247,9 @@ class _Planner:
         one = self.actor.rollout(1, 1, prompt, prompt + 1, None).per_token
         budget = run.kv_cache_tokens
         if budget is None:
-            budget = max(int((self.available - self.actor.weights) * KV_SHARE) // one, 1024)
-        found = self.actor.rollout(run.running_sequences, run.n_samples, prompt, self.longest, budget)
+            free = self.available // self.sizes.sharing - self.actor.weights
+            budget = max(int(free * KV_SHARE) // one, 1024)
+        found = self.actor.rollout(self.sizes.running, run.n_samples, prompt, self.longest, budget)
         if not paged:
             return found
         pool = budget * found.per_token  # pages are allocated as a whole
@@ -230,7 +261,8 @@ class _Planner:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
-        return 2 * 4 * vocab * min(max(CHUNK_ELEMENTS // vocab, 1), sum(self.sizes.scored(lengths)))
+        own = -(-vocab // self.sizes.layout.tp_size)
+        return 2 * 4 * own * min(max(CHUNK_ELEMENTS // own, 1), sum(self.sizes.scored(lengths)))
 
 
 def _differs(file: int, weights: int) -> bool:
@@ -240,7 +272,7 @@ def _differs(file: int, weights: int) -> bool:
 
 def _shape(path: str, name: str, sizes: RunSizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
     """The shape of a checkpoint; advice plans the same run again and again."""
-    return _shape_of(base_of(path), sizes.load_options(flag_of(name)), kind, adapter)
+    return _shape_of(base_of(path), sizes.load_options(flag_of(name)), kind, adapter, sizes.layout)
 
 
 _shape_of = functools.lru_cache(maxsize=8)(ShapeOf)

@@ -56,6 +56,8 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
         yield {"adam_8bit": True}
     if plan_device(options).type == "cuda" and not options.offload_optimizer:
         yield {"offload_optimizer": True}
+    if plan_device(options).type == "cuda" and not options.offload_activations:
+        yield {"offload_activations": True}
     yield from ({"max_new_tokens": value} for value in _halves(options.max_new_tokens, 64))
     if options.dtype != "bfloat16":
         yield {"dtype": "bfloat16"}
@@ -74,6 +76,6 @@ def _spelled(change: Change) -> list[str]:
 def largest_remedy(plan: MemoryPlan) -> str:
     """What is left to do where no option is enough."""
     weights = plan.peak.parts["weights"] + plan.peak.parts["roles"]
-    if weights > plan.available:
+    if weights * plan.sharing > plan.available:
         return "Its weights alone are more than is free: take a smaller model, or a machine with more memory."
     return "No option makes it fit: take a smaller model, or a machine with more memory."

@@ -33,11 +33,11 @@ class Peak:
 def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure the block: resident memory of the process, or what PyTorch has allocated on a GPU."""
     found = Peak()
-    _reset(device)
+    begin_peak(device)
     try:
         yield found
     finally:
-        found.bytes = _peak(device)
+        found.bytes = peak_since(device)
 
 
 def held_memory(device: torch.device) -> int:
@@ -56,7 +56,8 @@ def return_freed_memory(device: torch.device) -> None:
         give_freed_memory_back()
 
 
-def _reset(device: torch.device) -> None:
+def begin_peak(device: torch.device) -> None:
+    """Begin a new peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -64,7 +65,8 @@ def _reset(device: torch.device) -> None:
         _RESET.write_text("5")
 
 
-def _peak(device: torch.device) -> int:
+def peak_since(device: torch.device) -> int:
+    """Most bytes held since the peak began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM") or _most()

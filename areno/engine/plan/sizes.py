@@ -13,6 +13,7 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import PAIR_ALGORITHMS
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
+from areno.engine.parallel.peers import Layout
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -54,6 +55,7 @@ class RunSizes:
         self.dtype = torch.bfloat16 if half else torch.float32
         self.kind: ModelKind = "reward" if self.spec.trains == "reward" else "policy"
         loss: Any = self.spec.make_loss_fn(options)
+        self.layout = Layout(max(options.world_size // max(options.tp_size, 1), 1), max(options.tp_size, 1))
         self.splits_rows = loss is None or declares_reduction(loss)
         self.entropy = loss is not None and reads_entropy(loss)
 
@@ -68,9 +70,30 @@ class RunSizes:
             option=option,
         )
 
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states and gradients are beside the device."""
+        return self.options.offload_optimizer and self.device.type == "cuda"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether inputs of recomputed layers are beside the device."""
+        run = self.options
+        return run.offload_activations and run.activation_checkpointing and self.device.type == "cuda"
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one memory: all of them on a CPU, where a GPU has one."""
+        return self.layout.world_size if self.device.type == "cpu" else 1
+
+    @property
+    def running(self) -> int:
+        """Most sequences at once on one replica."""
+        return max(-(-self.options.running_sequences // self.layout.dp_size), 1)
+
     def optimizer(self) -> OptimizerConfig:
         """As far as it matters for memory."""
-        return OptimizerConfig(adam_8bit=self.options.adam_8bit)
+        return OptimizerConfig(adam_8bit=self.options.adam_8bit, offload=self.offloads)
 
     def adapter(self) -> AdapterOptions | None:
         """What is trained in place of the weights."""
@@ -104,7 +127,7 @@ class RunSizes:
         return run.max_prompt_tokens + run.max_new_tokens
 
     def rows_of_step(self) -> int:
-        """Rows of one optimizer step."""
+        """Rows of one optimizer step, over all replicas."""
         run = self.options
         if run.gradient_accumulation_steps is not None:
             return run.mini_bs * run.gradient_accumulation_steps
@@ -113,9 +136,9 @@ class RunSizes:
         return run.batch_size * (2 if self.spec.name in PAIR_ALGORITHMS else 1)
 
     def microbatch(self, longest: int) -> tuple[list[int], int]:
-        """Tokens of each row of the largest microbatch, and how many microbatches a step of longest rows has."""
-        rows = self.rows_of_step()
+        """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has."""
         together = 2 if self.spec.name in PAIR_ALGORITHMS else 1
+        rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = MAX_TOKENS if self.splits_rows else longest * rows
         lengths = _fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))
         full = max(sum(length == longest for length in lengths) // together * together, together)

@@ -28,13 +28,16 @@ def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
     """
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M of them trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
-    lines = [f"Memory plan in MiB ({size}); each column is the peak of a phase"]
+    each = f" on one of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
+    lines = [f"Memory plan in MiB ({size}); each column is the peak of a phase{each}"]
     lines.append(f"  {'':<20}" + "".join(f"{phase.name:>12}" for phase in plan.phases))
     for part in PARTS:
         figures = [phase.parts[part] for phase in plan.phases]
         if any(figures):
             lines.append(_row(_TITLES[part], figures))
     lines.append(_row("sum", [phase.total for phase in plan.phases]))
+    if plan.sharing > 1:
+        lines.append(_row(f"all {plan.sharing} ranks", [plan.sharing * phase.total for phase in plan.phases]))
     lines += _notes(plan)
     return "\n".join([*lines, _verdict(options, plan)])
 
@@ -45,24 +48,34 @@ def _row(title: str, figures: list[int]) -> str:
 
 def _notes(plan: MemoryPlan) -> list[str]:
     lines = []
+    if plan.layout.world_size > 1:
+        lines.append(f"  Ranks: {_layout(plan)}; {_memories(plan)}.")
     if plan.logits:
         lines.append(f"  Logits in chunks of {plan.logits / _MIB:,.1f} MiB at most, part of the activations.")
     if plan.cache_wanted:
-        note = f"  KV cache of {plan.cache_tokens:,} tokens"
+        note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if plan.layout.dp_size > 1 else ''}"
         if plan.cache_tokens < plan.cache_wanted:
             note += f", less than the {plan.cache_wanted:,} of the worst case; sequences will take turns"
         lines.append(f"{note}.")
     if plan.host:
-        lines.append(
-            f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of optimizer states and gradients."
-        )
+        lines.append(f"  The computer's own memory holds {plan.host / _MIB:,.1f} MiB of what is offloaded.")
     return lines
+
+
+def _layout(plan: MemoryPlan) -> str:
+    replicas, parts = plan.layout.dp_size, plan.layout.tp_size
+    copies = f"{replicas} replicas" if replicas > 1 else "one model"
+    return f"{copies}, each spread over {parts} ranks" if parts > 1 else copies
+
+
+def _memories(plan: MemoryPlan) -> str:
+    return "all share the memory of this machine" if plan.sharing > 1 else "each has a device of its own"
 
 
 def _verdict(options: TrainOptions, plan: MemoryPlan) -> str:
     peak = plan.peak
     figures = (
-        f"{peak.total / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
+        f"{plan.needed / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
     )
     if plan.fits:
         return f"Fits: yes. {figures}."
@@ -85,7 +98,12 @@ def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
         "logits": plan.logits,
         "host": plan.host,
         "kv_cache_tokens": plan.cache_tokens,
-        "peak": {"phase": plan.peak.name, "bytes": plan.peak.total},
+        "ranks": {
+            "world_size": plan.layout.world_size,
+            "tp_size": plan.layout.tp_size,
+            "share_memory": plan.sharing > 1,
+        },
+        "peak": {"phase": plan.peak.name, "bytes": plan.peak.total, "all_ranks": plan.needed},
         "available": plan.available,
         "fits": plan.fits,
         "change": [] if plan.fits else advise(options, plan),

@@ -7,6 +7,8 @@ engine, whatever changes there. What happens inside one operation of PyTorch (sc
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +25,18 @@ from areno.engine.model.loading import LoadOptions, add_adapter, load_shape
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
+from areno.engine.parallel.peers import Alone, Layout, Peers
+from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
+from areno.engine.plan.local_shape import all_logits, keep_one_part
 from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.engine.rollout.sampler import SamplingTable
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_optimizer
+from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
+from areno.engine.train.recompute import recompute_layers
+from areno.engine.train.sharded import ShardedAdamW
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.types import SamplingParams
@@ -50,6 +57,10 @@ class UpdateBytes:
         backward: most that a backward pass holds, gradients included.
         gradients: all gradients.
         state: moments and master weights, whether there yet or not.
+        masters: those of the state that are there before the first step.
+        step: what a step takes besides.
+        elsewhere: layer inputs that wait beside the device.
+        kept: gradients whose memory stays between steps.
     """
 
     forward: int
@@ -57,6 +68,10 @@ class UpdateBytes:
     backward: int
     gradients: int
     state: int
+    masters: int
+    step: int
+    elsewhere: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +99,23 @@ class ShapeOf:
         options: types and attention.
         kind: what it predicts.
         adapter: trained in place of the weights.
+        layout: of the ranks; the shape is one rank's part.
 
     Raises:
-        UsageError: its configuration cannot be read; from the methods: it computes with the values of tensors.
+        UsageError: its configuration cannot be read, or it cannot be spread like this; from
+            the methods: it computes with the values of tensors.
     """
 
     def __init__(
-        self, path: str, options: LoadOptions, kind: ModelKind = "policy", adapter: AdapterOptions | None = None
+        self,
+        path: str,
+        options: LoadOptions,
+        kind: ModelKind = "policy",
+        adapter: AdapterOptions | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.kind: ModelKind = kind
+        self.layout = layout or Layout()
         self._path = path
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         # peft moves what it adds to a layer's device, which tensors of the mode do not let it do: it adds before.
@@ -101,11 +124,18 @@ class ShapeOf:
             self.parameters = sum(p.numel() for p in self.model.module.parameters())
             if adapter is not None:
                 self.model = add_adapter(self.model, kind, adapter, path)
-        if adapter is not None:
-            with self._mode:
+        with self._mode:
+            if adapter is not None:
                 _put_on_cpu(self.model.module)
+            self.trained = sum(p.numel() for _, p in self.model.parameters())
+            self.whole = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
+            if self.layout.tp_size > 1:
+                head_plan = getattr(self.model.module, "_tp_plan", None) or {}
+                distributed_config(
+                    self.model.config, head_plan, self.layout.tp_size, options.option, path
+                )  # says what cannot be
+                keep_one_part(self.model.module, self.layout.tp_size)
         tensors = list(self.model.module.parameters())
-        self.trained = sum(p.numel() for _, p in self.model.parameters())
         own = self.model.adapter
         four_bit = adapter is not None and adapter.load_in_4bit
         self.merged = own.merged_bytes if own is not None and not four_bit else 0
@@ -126,7 +156,7 @@ class ShapeOf:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the checkpoint's weights on disk; 0 where they are not in a folder."""
+        """Size of the checkpoint's weights on disk, of all ranks; 0 where they are not in a folder."""
         return sum(file.stat().st_size for file in Path(self._path).expanduser().glob("*.safetensors"))
 
     @contextmanager
@@ -151,6 +181,8 @@ class ShapeOf:
         microbatches: int,
         checkpointing: bool,
         entropy: bool = False,
+        offloading: bool = False,
+        device: torch.device | None = None,
     ) -> UpdateBytes:
         """Gradients of a step of some equal microbatches.
 
@@ -161,9 +193,13 @@ class ShapeOf:
             microbatches: how many there are; a second one meets the gradients of the first.
             checkpointing: recompute layers in backward.
             entropy: the loss reads the entropy of the policy.
+            offloading: inputs of recomputed layers wait beside the device.
+            device: where the run will be, if not on a CPU.
         """
-        key = (tuple(lengths), tuple(scored), config.adam_8bit, microbatches > 1, checkpointing, entropy)
-        return self._once(key, lambda: self._update(lengths, scored, config, microbatches, checkpointing, entropy))
+        place = device or torch.device("cpu")
+        flags = (microbatches > 1, checkpointing, entropy, offloading)
+        key = (tuple(lengths), tuple(scored), config.adam_8bit, config.offload, *flags, place.type)
+        return self._once(key, lambda: self._update(lengths, scored, config, *flags, place))
 
     def _once(self, key: tuple[Any, ...], trace: Callable[[], T]) -> T:
         """What was traced before is known: searches ask for the same again and again."""
@@ -177,18 +213,23 @@ class ShapeOf:
         lengths: Sequence[int],
         scored: Sequence[int],
         config: OptimizerConfig,
-        microbatches: int,
+        several: bool,
         checkpointing: bool,
         entropy: bool,
+        offloading: bool,
+        device: torch.device,
     ) -> UpdateBytes:
         parameters = self.model.parameters()
         with self._mode:
-            step = TrainStep(self.model, make_optimizer(parameters, config), checkpointing, kind=self.kind)
-            state = step.optimizer.state_bytes()
+            step = TrainStep(self.model, self._optimizer(config), checkpointing, kind=self.kind)
         step.set_training(True)
+        elsewhere: list[int] = []
+        if offloading:
+            recompute_layers(self.model.module, True, functools.partial(_Elsewhere, elsewhere))
         forward = backward = 0
         with self._counting() as live:
-            for _ in range(min(microbatches, 2)):
+            for _ in range(2 if several else 1):
+                elsewhere.clear()
                 live.restart()
                 loss = self._predict(lengths, scored, entropy).sum()
                 forward = max(forward, live.peak)
@@ -196,13 +237,29 @@ class ShapeOf:
                 del loss
                 backward = max(backward, live.peak)
             optimizer = step.optimizer
-            assert isinstance(optimizer, MasterAdamW)
             gradients = sum(g.numel() * g.element_size() for g in optimizer.gradients())
-            step.optimizer.zero_grad()
+            optimizer.zero_grad()
         step.set_training(False)
         for _, p in parameters:
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
-        return UpdateBytes(forward, gradients if microbatches > 1 else 0, backward, gradients, state)
+        masters = optimizer.held_bytes(moments=False)
+        shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.shared_buffer
+        in_place = masters if shared and self.layout.tp_size == 1 and self.model.dtype == torch.float32 else 0
+        return UpdateBytes(
+            *(forward, gradients if several else 0, backward, gradients),
+            state=optimizer.held_bytes() - in_place,
+            masters=masters - in_place,
+            step=optimizer.step_bytes(device),
+            elsewhere=sum(elsewhere),
+            kept=gradients if shared else 0,
+        )
+
+    def _optimizer(self, config: OptimizerConfig) -> Optimizer:
+        """That of a run, with peers that say nothing; here all memory is one, so nothing of it is offloaded."""
+        parameters = self.model.parameters()
+        if self.layout.world_size == 1:
+            return make_optimizer(parameters, dataclasses.replace(config, offload=False))
+        return ShardedAdamW(parameters, config, Peers(self.layout, data=_Silent(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
         """What a loss gets for rows whose last tokens are trained on."""
@@ -276,7 +333,8 @@ class ShapeOf:
         hidden = self.model.body(tokens, plan.position_ids, plan)
         plan.finish()
         logits = self.model.logits(hidden[: len(slots)])  # type: ignore[attr-defined]
-        _sample(logits.index_select(0, torch.zeros(rows, dtype=torch.long)))
+        chosen = all_logits(logits, self.model.config.get_text_config().vocab_size)
+        _sample(chosen.index_select(0, torch.zeros(rows, dtype=torch.long)))
         beside = live.peak - cache.nbytes()
         live.peak = max(live.peak, before)
         return beside
@@ -285,7 +343,26 @@ class ShapeOf:
         padded = round_up(rows, ROW_STEP)
         plan = DecodePlan.of(cache, torch.zeros(padded, dtype=torch.long), round_up(longest, COLUMN_STEP), rows)
         hidden = self.model.body(torch.zeros(padded, dtype=torch.long), plan.position_ids, plan)
-        _sample(self.model.logits(hidden[:rows]))  # type: ignore[attr-defined]
+        logits = self.model.logits(hidden[:rows])  # type: ignore[attr-defined]
+        _sample(all_logits(logits, self.model.config.get_text_config().vocab_size))
+
+
+class _Silent(Alone):
+    """Stands in for other ranks where only their number matters."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _Elsewhere(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd saves in the block takes no memory here; its bytes are added to ``sizes``."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        def keep(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor.shape, tensor.dtype
+
+        super().__init__(keep, lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
 
 def _put_on_cpu(module: torch.nn.Module) -> None:

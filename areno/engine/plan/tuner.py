@@ -1,8 +1,10 @@
-"""``--tune-params``: batch sizes that fit, found before the first step in the process that will train.
+"""``--tune-params``: batch sizes that fit, found before the first step in the processes that will train.
 
 The plan says which sizes may fit, the largest first; those are then tried for real, with sequences as long as the run
 allows, and taken if the measured peak stays below the target. Nothing of a try remains: no weight, moment, random state
 or cached token is other than before. What the user has set is not touched.
+
+With several ranks every one of them tries, with what its replica would get, and the largest of the measured peaks counts.
 """
 
 from __future__ import annotations
@@ -12,14 +14,11 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from areno.config.train_options import TrainOptions
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
-from areno.engine.engine import Engine
+from areno.engine.parallel.group import AnyEngine
+from areno.engine.plan import trial
 from areno.engine.plan.account import MemoryPlan, Phase, make_plan
-from areno.engine.plan.memory import available_bytes
-from areno.engine.plan.meter import held_memory, peak_memory, return_freed_memory
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.errors import EngineError, UsageError
@@ -32,29 +31,34 @@ _MINI_BS = (16, 8, 4, 2, 1)
 _MIB = 2**20
 # A probe generates so many tokens behind a context that fills the rest of the longest sequence.
 _PROBED_TOKENS = 2
+# A try computes gradients and makes no update: what that takes beside them is planned.
+_STEP = ("forward", "backward", "optimizer")
 
 
 def tune_sizes(
-    engine: Engine, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
+    engine: AnyEngine, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
 ) -> TrainOptions:
     """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``, as far as they are not explicit.
 
     Args:
-        engine: with the actor loaded; further models need not be there, the plan counts them.
+        engine: with the actor loaded, in this process or on ranks; further models need not be there, the plan counts them.
         options: of the run, which generates.
         loss_fn: its loss.
         rows: prompts of its data set, more than which no batch holds; None is no limit.
-        capacity: bytes that the process may hold in all; None is what it holds and what is free.
+        capacity: bytes that a process may hold in all; None is what it holds and what is free, shared by ranks on a CPU.
 
     Returns:
         The options with these sizes, and with ``drop_rollout_state`` unless that is explicit.
 
     Raises:
         UsageError: not even the smallest sizes fit; the message says what to lower.
+        EngineError: a rank that shares a model with others ran out of memory, which the others cannot survive.
     """
-    rng = capture_rng()
+    rng, random_of_ranks = capture_rng(), engine.each_rank(trial.random_state)
     try:
-        return _Tuner(engine, options, loss_fn, rows, capacity).run()
+        found = _Tuner(engine, options, loss_fn, rows, capacity).run()
+        engine.each_rank(trial.restore_random, random_of_ranks)
+        return found
     finally:
         restore_rng(rng)
 
@@ -63,23 +67,21 @@ def tune_sizes(
 class _Tuner:
     """One search; see :func:`tune_sizes`."""
 
-    engine: Engine
+    engine: AnyEngine
     options: TrainOptions
     loss_fn: LossFn
     rows: int | None
     capacity: int | None
     limit: int = 0
     held: int = 0
+    states: int = 0
 
     def run(self) -> TrainOptions:
         """Search for the rollout's size, then for those of training."""
         if "drop_rollout_state" not in self.options.explicit:
             self.options = dataclasses.replace(self.options, drop_rollout_state=True)
-        self.engine.config.keep_rollout_state = not self.options.drop_rollout_state
-        if self.options.kv_cache_tokens is None:  # plan with the budget that the engine has taken
-            budget = self.engine.loop.scheduler.budget_tokens
-        else:
-            budget = self.options.kv_cache_tokens
+        given = self.options.kv_cache_tokens
+        budget = self.engine.kv_tokens if given is None else given  # plan with what the engine has taken
         self._measure_start()
         planned = dataclasses.replace(self.options, kv_cache_tokens=budget)
         running = self._running(planned)
@@ -96,15 +98,18 @@ class _Tuner:
 
     def _measure_start(self) -> None:
         """What is held once the optimizer has its states, and what may be held at most."""
-        device = self.engine.config.device
-        self.engine.actor.trained_by().allocate()
-        return_freed_memory(device)
-        self.held = held_memory(device)
-        capacity = self.capacity if self.capacity is not None else self.held + available_bytes(device)
+        ranks = self.engine.each_rank(trial.prepare, not self.options.drop_rollout_state)
+        self.held, self.states = max(rank.held for rank in ranks), ranks[0].states
+        capacity = self.capacity
+        if capacity is None and self._sizes(self.options).sharing > 1:
+            capacity = (sum(rank.held for rank in ranks) + min(rank.available for rank in ranks)) // len(ranks)
+        elif capacity is None:
+            capacity = min(rank.held + rank.available for rank in ranks)
         self.limit = int(capacity * self.options.mem_frac)
+        where = " on each rank" if len(ranks) > 1 else ""
         logger.info(
-            "auto tune may fill %.0f MiB: mem_frac=%g of %.0f MiB; %.0f MiB are held by weights, optimizer and process",
-            *(self.limit / _MIB, self.options.mem_frac, capacity / _MIB, self.held / _MIB),
+            "auto tune may fill %.0f MiB%s: mem_frac=%g of %.0f MiB; %.0f MiB are held by weights, optimizer and process",
+            *(self.limit / _MIB, where, self.options.mem_frac, capacity / _MIB, self.held / _MIB),
         )
 
     # -- candidates ------------------------------------------------------------------------------------------------
@@ -115,7 +120,7 @@ class _Tuner:
             return planned.running_sequences
         longest = self._longest(planned)
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make sequences of {longest} tokens"
-        self._prove(1, planned, "max_running_prompts", "rollout", self._generate, remedy)
+        self._prove(1, planned, "max_running_prompts", ("rollout",), self._generate, remedy)
         for value in self._running_candidates():
             if value == 1 or self._fits(value, planned, "max_running_prompts", ("rollout",), self._generate):
                 return value
@@ -138,14 +143,14 @@ class _Tuner:
     def _mini_bs(self, planned: TrainOptions) -> int:
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:
-            self._prove(self.options.mini_bs, planned, "mini_bs", "backward", self._update, "lower --mini-bs")
+            self._prove(self.options.mini_bs, planned, "mini_bs", _STEP, self._update, "lower --mini-bs")
             return self.options.mini_bs
-        self._prove(1, planned, "mini_bs", "backward", self._update, remedy)
+        self._prove(1, planned, "mini_bs", _STEP, self._update, remedy)
         rows = planned.batch_size * planned.n_samples
         for value in _MINI_BS:
             if value == 1:
                 return 1
-            if value <= rows and self._fits(value, planned, "mini_bs", ("forward", "backward"), self._update):
+            if value <= rows and self._fits(value, planned, "mini_bs", _STEP, self._update):
                 return value
         raise AssertionError("one row was proven to fit")
 
@@ -156,12 +161,12 @@ class _Tuner:
         value: int,
         planned: TrainOptions,
         name: str,
-        phase: str,
-        work: Callable[[TrainOptions], None],
+        phases: tuple[str, ...],
+        work: Callable[[TrainOptions], int | None],
         remedy: str,
     ) -> None:
         """The least that must fit, or there is nothing to choose."""
-        if not self._fits(value, planned, name, (phase,), work):
+        if not self._fits(value, planned, name, phases, work):
             raise UsageError(
                 f"--tune-params: {name}={value} does not fit into --mem-frac {self.options.mem_frac:g} of the memory "
                 f"({self.limit / _MIB:.0f} MiB); {remedy}, or raise --mem-frac"
@@ -173,7 +178,7 @@ class _Tuner:
         planned: TrainOptions,
         name: str,
         phases: tuple[str, ...],
-        work: Callable[[TrainOptions], None],
+        work: Callable[[TrainOptions], int | None],
     ) -> bool:
         """Whether a size fits by the plan, and then by trying."""
         candidate = dataclasses.replace(planned, **{name: value})  # type: ignore[arg-type]
@@ -206,48 +211,60 @@ class _Tuner:
 
     def _own_state(self, phase: Phase) -> int:
         """The actor's part of the optimizer states, which are there."""
-        return min(self.engine.actor.trained_by().state_bytes(), phase.parts["optimizer"])
+        return min(self.states, phase.parts["optimizer"])
 
-    def _measured(self, work: Callable[[TrainOptions], None], candidate: TrainOptions) -> int | None:
-        """Peak bytes of a try; None where it ran out of memory."""
-        device = self.engine.config.device
+    def _measured(self, work: Callable[[TrainOptions], int | None], candidate: TrainOptions) -> int | None:
+        """Peak bytes of a try, on the rank where they are most; None where one ran out of memory."""
         try:
-            with peak_memory(device) as peak:
-                work(candidate)
-        except (torch.cuda.OutOfMemoryError, EngineError) as error:
-            cause = error.__cause__ if isinstance(error, EngineError) else error
-            if not isinstance(cause, torch.cuda.OutOfMemoryError):
-                raise
-            self.engine.loop.restart()
-            return None
+            return work(candidate)
         finally:
-            self.engine.actor.trained_by().zero_grad()
-            self.engine.loop.drop_cache()
-            return_freed_memory(device)
-        return peak.bytes
+            self.engine.each_rank(trial.clean)
 
-    def _generate(self, candidate: TrainOptions) -> None:
-        """Let all sequences be as long as they may become; those of one request share their prefill."""
-        running, longest = candidate.running_sequences, self._longest(candidate)
+    def _generate(self, candidate: TrainOptions) -> int | None:
+        """Let all sequences of every replica be as long as they may become; those of one request share their prefill."""
+        sizes, longest = self._sizes(candidate), self._longest(candidate)
+        replicas = sizes.layout.dp_size
         context = max(longest - _PROBED_TOKENS, 1)
-        contexts = min(max(IDLE_PREFILL // context, 1), running)
+        contexts = min(max(IDLE_PREFILL // context, 1), sizes.running)
         sampling = SamplingParams(max_new_tokens=_PROBED_TOKENS, ignore_eos=True)
-        self.engine.loop.scheduler.max_running = running
-        seeds = [list(range(first, running, contexts)) for first in range(contexts)]
-        requests = [Request([index % 7] + [1] * (context - 1), sampling, own) for index, own in enumerate(seeds)]
-        for future in self.engine.submit(requests):
-            future.result()
+        self.engine.set_max_running(sizes.running * replicas)
+        self.engine.each_rank(trial.begin)
+        seeds = [list(range(first, sizes.running, contexts)) for first in range(contexts)]
+        # Equal requests, as many as replicas, go to one each.
+        requests = [
+            Request([index % 7] + [1] * (context - 1), sampling, own)
+            for index, own in enumerate(seeds)
+            for _ in range(replicas)
+        ]
+        try:
+            for future in self.engine.submit(requests):
+                future.result()
+        except EngineError:
+            if not any(self.engine.each_rank(trial.recover)):
+                raise
+            if sizes.layout.tp_size > 1:
+                raise EngineError(
+                    "--tune-params: a rank ran out of memory, and those that share its model cannot go on without it; lower "
+                    "--mem-frac, or give --max-running-prompts, --batch-size and --mini-bs"
+                ) from None
+            return None
+        return max(self.engine.each_rank(trial.peak))
 
-    def _update(self, candidate: TrainOptions) -> None:
-        """Gradients of two largest microbatches, as a step would compute them; no update."""
-        sizes = RunSizes(candidate, self.engine.config.device)
+    def _update(self, candidate: TrainOptions) -> int | None:
+        """Gradients of two largest microbatches on every replica, as a step would compute them; no update."""
+        sizes = self._sizes(candidate)
         lengths, microbatches = sizes.microbatch(self._longest(candidate))
-        scored = sizes.scored(lengths)
-        rows = [_row(length, own) for length, own in zip(lengths, scored, strict=True)]
-        self.engine.actor.rehearse(rows * min(microbatches, 2), self.loss_fn, len(rows))
+        rows = [_row(length, own) for length, own in zip(lengths, sizes.scored(lengths), strict=True)]
+        rows = rows * min(microbatches, 2)
+        peaks = self.engine.each_rank(trial.rehearse, rows, self.loss_fn, len(lengths))
+        found = [peak for peak in peaks if peak is not None]
+        return max(found) if len(found) == len(peaks) else None
+
+    def _sizes(self, options: TrainOptions) -> RunSizes:
+        return RunSizes(options, self.engine.config.device)
 
     def _longest(self, options: TrainOptions) -> int:
-        return RunSizes(options, self.engine.config.device).longest_row(self.engine.actor.model.context_length)
+        return self._sizes(options).longest_row(self.engine.context_length)
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

@@ -179,13 +179,15 @@ class RolloutLoop:
             self.prefixes.clear()
         self.version = version
 
-    def restart(self) -> None:
-        """Serve again after the loop has died; what was pending has been failed, and what was cached is gone."""
+    def restart(self) -> BaseException | None:
+        """Serve again after the loop has died, and return what of; what was pending has been failed, the cache is gone."""
+        died_of = self._failure
         if self._failure is not None and self._thread is not None:
             self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
             self._failure, self._thread, self._table, self._busy, self._incoming = None, None, None, False, []
         self.drop_cache()
+        return died_of
 
     def close(self) -> None:
         """Stop the thread and give the cache back; pending requests are aborted."""

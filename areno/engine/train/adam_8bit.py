@@ -80,6 +80,26 @@ class Quantised:
         codes = torch.full((blocks, BLOCK), zero, dtype=torch.uint8, device=device)
         return cls(codes, torch.zeros(blocks, device=device), signed)
 
+    @classmethod
+    def of(cls, numbers: Tensor, signed: bool) -> Quantised:
+        """Numbers [N], fp32; those that were read from codes of the same blocks get these codes again."""
+        made, size = cls.zeros(len(numbers), numbers.device, signed), _chunk(numbers.device)
+        for begin in range(0, len(numbers), size):
+            part = numbers[begin : begin + size]
+            blocks = -(-len(part) // BLOCK)
+            padded = nn.functional.pad(part, (0, blocks * BLOCK - len(part)))
+            made.write(begin // BLOCK, begin // BLOCK + blocks, padded.view(blocks, BLOCK))
+        return made
+
+    def numbers(self, count: int) -> Tensor:
+        """The first ``count`` numbers, fp32 [count]."""
+        found, size = torch.empty(count, device=self.codes.device), _chunk(self.codes.device)
+        for begin in range(0, count, size):
+            part = found[begin : begin + size]
+            blocks = -(-len(part) // BLOCK)
+            part.copy_(self.read(begin // BLOCK, begin // BLOCK + blocks).view(-1)[: len(part)])
+        return found
+
     def read(self, first: int, last: int) -> Tensor:
         """Numbers of the blocks from ``first`` to ``last - 1``, fp32 [blocks, 256]."""
         values, _ = _tables(self.signed, self.codes.device)
@@ -105,7 +125,8 @@ class Adam8bit(torch.optim.Optimizer):
     Its tensors may be a model's weights, their fp32 masters, or flat shards of them: nothing depends on their shape.
 
     Args:
-        params: contiguous fp32 tensors.
+        params: contiguous fp32 tensors, or groups of them; ``quantised`` of a group says whether its moments are in 8 bits,
+            where that is not to follow from a tensor's size.
         lr: learning rate; ``param_groups[i]["lr"]`` is that of the next step.
         betas: decay of both moments.
         eps: added to the denominator.
@@ -113,9 +134,15 @@ class Adam8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "quantised": None}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -123,14 +150,14 @@ class Adam8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, self.moments_of(parameter))
+                    self._update(parameter, group, self.moments_of(parameter, group["quantised"]))
 
-    def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def moments_of(self, parameter: nn.Parameter, quantised: bool | None) -> dict[str, Any]:
         """State of a tensor: its step count and both moments, zero before the first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0
-            if parameter.numel() < LEAST_QUANTISED:
+            if not (is_quantised(parameter.numel()) if quantised is None else quantised):
                 state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             else:
                 for name, signed in (("mean", True), ("root", False)):
@@ -178,11 +205,36 @@ class Adam8bit(torch.optim.Optimizer):
             self.state[parameter] = moved
 
 
-def state_bytes(count: int) -> int:
-    """Bytes of both moments of a tensor of ``count`` numbers."""
-    if count < LEAST_QUANTISED:
+def is_quantised(count: int) -> bool:
+    """Whether a tensor of ``count`` numbers has its moments in 8 bits."""
+    return count >= LEAST_QUANTISED
+
+
+def state_bytes(count: int, quantised: bool | None = None) -> int:
+    """Bytes of both moments of a tensor of ``count`` numbers, or of a part of a tensor that is ``quantised`` or not."""
+    if not (is_quantised(count) if quantised is None else quantised):
         return 8 * count
     return -(-count // BLOCK) * 2 * (BLOCK + 4)
+
+
+def moments_in(state: dict[str, Any], count: int) -> tuple[Tensor, Tensor]:
+    """Both moments of a tensor's state, fp32 [count]; of the second one its root, where it is in 8 bits."""
+    if "mean" in state:
+        return state["mean"].reshape(-1), state["square"].reshape(-1)
+    mean = Quantised(state["mean_codes"], state["mean_scales"], True)
+    root = Quantised(state["root_codes"], state["root_scales"], False)
+    return mean.numbers(count), root.numbers(count)
+
+
+def state_of(step: int, mean: Tensor, second: Tensor, quantised: bool) -> dict[str, Any]:
+    """The state of a tensor with these moments, as :func:`moments_in` gives them; of ``mean``'s shape if in fp32."""
+    if not quantised:
+        return {"step": step, "mean": mean, "square": second}
+    found: dict[str, Any] = {"step": step}
+    for name, numbers, signed in (("mean", mean, True), ("root", second, False)):
+        moment = Quantised.of(numbers.reshape(-1), signed)
+        found[f"{name}_codes"], found[f"{name}_scales"] = moment.codes, moment.scales
+    return found
 
 
 def working_bytes(device: torch.device) -> int:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
-from areno.engine.train.optimizer import GradientStats, OptimizerConfig, Paced, make_adam, take_moments
+from areno.engine.train.optimizer import (
+    GradientStats,
+    OptimizerConfig,
+    Paced,
+    make_adam,
+    refuse_other_rule,
+    take_moments,
+)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -87,6 +94,18 @@ class SpreadAdamW(Paced):
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
         return sum(p.numel() for p in self._parameters) * (12 if self._rounded else 8)
 
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's shares, which are the master weights, and of their moments, there yet or not."""
+        return sum(share.numel() for share in self._shares) * (12 if moments else 4)
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of this rank's shares, as far as there are any."""
+        return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+    def step_bytes(self, device: torch.device) -> int:
+        """Nothing worth counting: a step updates the shares where they are."""
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         """The state of a :class:`MasterAdamW` with the same history: whole tensors, on the first rank alone."""
         adam: dict[int, dict[str, Tensor]] = {}
@@ -101,6 +120,8 @@ class SpreadAdamW(Paced):
             "steps": self.steps,
             "constant_rate": self._constant_rate,
             "names": list(self._names),
+            "adam_8bit": False,
+            "sgd": False,
             "adam": adam,
             "masters": masters,
         }
@@ -115,10 +136,11 @@ class SpreadAdamW(Paced):
         """Continue from a state of any layout.
 
         Raises:
-            ValueError: the state belongs to other parameters or another compute type.
+            ValueError: the state belongs to other parameters, another compute type or another rule.
         """
         if state["names"] != self._names or set(state["masters"]) != (set(self._names) if self._rounded else set()):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
+        refuse_other_rule(state, self.config)
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         own: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):

@@ -121,7 +121,19 @@ class Optimizer(Protocol):
         ...
 
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
+        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+        ...
+
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's master weights and moments, whether these are there yet or not; or of masters alone."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Accumulated fp32 gradients that there are."""
+        ...
+
+    def step_bytes(self, device: torch.device) -> int:
+        """About what :meth:`collect` and :meth:`step` take on such a device beside states and gradients."""
         ...
 
     def step(self) -> float:
@@ -142,8 +154,10 @@ def make_optimizer(parameters: Sequence[tuple[str, nn.Parameter]], config: Optim
     return MasterAdamW(parameters, config)
 
 
-def make_adam(tensors: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The update rule over fp32 tensors: whole weights, masters, or flat shards of them."""
+def make_adam(
+    tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """The update rule over fp32 tensors, or groups of them: whole weights, masters, or flat shards of them."""
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
     rates: dict[str, Any] = {
@@ -159,11 +173,11 @@ def make_adam(tensors: Sequence[nn.Parameter], config: OptimizerConfig) -> torch
 
 def take_moments(adam: torch.optim.Optimizer) -> None:
     """Make the moments of every tensor of a rule of :func:`make_adam` now, zero as its first step would find them."""
-    for parameter in (p for group in adam.param_groups for p in group["params"]):
+    for parameter, quantised in ((p, group.get("quantised")) for group in adam.param_groups for p in group["params"]):
         if isinstance(adam, torch.optim.SGD):
             return
         if isinstance(adam, adam_8bit.Adam8bit):
-            adam.moments_of(parameter)
+            adam.moments_of(parameter, quantised)
         elif not adam.state[parameter]:
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             moments = [
@@ -257,10 +271,21 @@ class MasterAdamW(Paced):
         """Take the memory that the first step would take; nothing else changes."""
         take_moments(self._adam)
 
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
+        return self.state_bytes() if moments else self._master_bytes()
+
+    def _master_bytes(self) -> int:
+        pairs = zip(self._parameters, self._masters, strict=True)
+        return sum(4 * master.numel() for p, master in pairs if p is not master)
+
+    def step_bytes(self, device: torch.device) -> int:
+        """About what a step takes on such a device beside states and gradients."""
+        return adam_8bit.working_bytes(device) if self.config.adam_8bit else 0
+
     def state_bytes(self) -> int:
         """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
-        pairs = zip(self._parameters, self._masters, strict=True)
-        masters = sum(4 * master.numel() for p, master in pairs if p is not master)
+        masters = self._master_bytes()
         if self.config.sgd:
             return masters
         if self.config.adam_8bit:
@@ -302,17 +327,24 @@ class MasterAdamW(Paced):
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
         if state["names"] != self._names or set(state["masters"]) != mine:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
-        if state.get("adam_8bit", False) != self.config.adam_8bit:
-            raise ValueError(
-                "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
-            )
-        if state.get("sgd", False) != self.config.sgd:
-            raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
+        refuse_other_rule(state, self.config)
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):
             if name in state["masters"]:
                 master.data.copy_(state["masters"][name])
+
+
+def refuse_other_rule(state: Mapping[str, Any], config: OptimizerConfig) -> None:
+    """Check that a saved state is of the rule that goes on with it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if state.get("adam_8bit", False) != config.adam_8bit:
+        raise ValueError("the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run")
+    if state.get("sgd", False) != config.sgd:
+        raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,22 @@
 """AdamW whose master weights and moments are spread over the replicas (ZeRO, Rajbhandari et al. 2020, stage 1).
 
 Each replica holds the whole weights. All gradients lie in one flat fp32 buffer; its sum over the replicas is taken in
-parts, each replica updates its part, and the updated parts are put together again. A rank of a model that is also spread by
-tensor parallelism does so with its own part of it. Replicas on the CPUs of one machine hold the weights once for all of
-them: each updates its part where all compute with it. What is saved is whole: it has the form of :class:`MasterAdamW`'s
-state and continues in any layout.
+parts, each replica updates its part, and the updated parts are put together again, some numbers at a time. A rank of a model
+that is also spread by tensor parallelism does so with its own part of it. Replicas on the CPUs of one machine hold the weights
+once for all of them: each updates its part where all compute with it. What is saved is whole: it has the form of
+:class:`MasterAdamW`'s state and continues in any layout.
+
+With moments in 8 bits, every parameter begins at a whole block of the flat buffer, and a share is some whole blocks. So the
+blocks are those of one process, and replicas compute what it does. A part of a tensor that tensor parallelism has cut has
+blocks of its own; where they are not blocks of the whole tensor, saving and loading rounds its moments to codes once more.
+
+Master weights, moments and summed gradients may live in the computer's memory instead of the GPU's. They pass through the GPU
+when ranks exchange them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +26,24 @@ from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Common, Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
-from areno.engine.train.optimizer import GradientStats, OptimizerConfig, Paced, make_adam, take_moments
+from areno.engine.train import adam_8bit
+from areno.engine.train.optimizer import (
+    GradientStats,
+    OptimizerConfig,
+    Paced,
+    make_adam,
+    refuse_other_rule,
+    take_moments,
+)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
 # Entries of a gradient that are looked at together, in double: as many as a CPU's cache holds, or a GPU's memory spares.
 _LOOK, _LOOK_ON_GPU = 1 << 18, 1 << 24
+# Numbers that the ranks exchange at once: 64 MiB in fp32, of which a process group may hold two copies more.
+_EXCHANGED = 1 << 24
+_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,11 @@ class _Segment:
     stop: int
     copies: int
     partial: bool
+
+    @property
+    def quantised(self) -> bool:
+        """Whether ``--adam-8bit`` holds its moments in 8 bits: by the size of the whole tensor, alike in every layout."""
+        return adam_8bit.is_quantised(self.parameter.numel())
 
 
 class ShardedAdamW(Paced):
@@ -69,29 +93,50 @@ class ShardedAdamW(Paced):
     ) -> None:
         super().__init__(config)
         self.peers = peers
-        self._segments = list(_segments(parameters, peers.layout.tp_size, partial))
+        block = adam_8bit.BLOCK if config.adam_8bit else _ALIGN
+        self._segments = list(_segments(parameters, peers.layout.tp_size, partial, block))
+        self._starts = [segment.start for segment in self._segments]
         count = self._segments[-1].stop if self._segments else 0
-        self._share = _aligned(-(-count // peers.data.size))
+        self._share = -(-count // (peers.data.size * block)) * block
         self._first = self._share * peers.data.rank
-        device = local(parameters[0][1]).device if parameters else torch.device("cpu")
-        self._sums = peers.data.sums(self._share * peers.data.size, device)
-        self._flat = self._sums.values
+        self._device = local(parameters[0][1]).device if parameters else torch.device("cpu")
+        self._home = torch.device("cpu") if config.offload else self._device
+        # Gradients end to end: in memory that replicas share, or in their own from the first gradient of a step to its sum.
+        self._shared = peers.data.sums(self._share * peers.data.size, self._device)
+        self._flat = None if self._shared is None else self._shared.values
         self._filled: set[str] = set()
+        self._gradient = torch.zeros(0, device=self._home)
         self._common: Common | None = None
         self._share_weights()
         in_place = self._common is not None and self._weight_dtype == torch.float32
         self._master = nn.Parameter(self._own_weights() if in_place else self._own_part(self._read))
-        self._gradient = torch.zeros(0, device=device)
-        self._adam = make_adam([self._master], config)
+        self._pieces = list(self._cut())
+        self._adam = make_adam(self._groups(), config)
         for segment in self._segments:
             self._watch(segment)
 
+    def _cut(self) -> Iterator[tuple[nn.Parameter, bool, slice]]:
+        """What the rule updates: this rank's share, or with 8 bits each parameter's part of it and how it is kept."""
+        if not self.config.adam_8bit:
+            yield self._master, False, slice(0, self._share)
+            return
+        for segment, start, stop in self._owned():
+            place = slice(start - self._first, stop - self._first)
+            yield nn.Parameter(self._master.detach()[place]), segment.quantised, place
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = [
+            {"params": [piece for piece, quantised, _ in self._pieces if quantised == kind], "quantised": kind}
+            for kind in (True, False)
+        ]
+        return groups if self.config.adam_8bit else [{"params": [self._master]}]
+
     def _watch(self, segment: _Segment) -> None:
         """Add every gradient of a parameter to the flat buffer as soon as it is there; the first replaces the last step's."""
-        target = self._flat[segment.start : segment.stop]
 
         def accumulate(parameter: Tensor) -> None:
-            gradient = local_gradient(parameter).reshape(-1)
+            gradient = local_gradient(parameter).reshape(-1).to(self._home)
+            target = self._buffer()[segment.start : segment.stop]
             if segment.name in self._filled:
                 target.add_(gradient)
             else:
@@ -104,11 +149,11 @@ class ShardedAdamW(Paced):
     @torch.no_grad()
     def _share_weights(self) -> None:
         """Let the model compute with weights that all replicas have in common, where that can be."""
-        device, dtype = self._flat.device, self._weight_dtype
+        dtype = self._weight_dtype
         whole = [segment.parameter for segment in self._segments]
-        if device.type != "cpu" or not all(_can_move(parameter, dtype) for parameter in whole):
+        if self._device.type != "cpu" or not all(_can_move(parameter, dtype) for parameter in whole):
             return
-        self._common = common = self.peers.data.common(len(self._flat), dtype)
+        self._common = common = self.peers.data.common(self._share * self.peers.data.size, dtype)
         if common is None:
             return
         self._own_weights().copy_(self._own_part(self._read))
@@ -122,6 +167,12 @@ class ShardedAdamW(Paced):
         assert self._common is not None
         return self._common.tensor(self._first, self._share)
 
+    def _buffer(self) -> Tensor:
+        """The flat gradient [replicas * share]."""
+        if self._flat is None:
+            self._flat = torch.zeros(self._share * self.peers.data.size, device=self._home)
+        return self._flat
+
     @staticmethod
     def _read(segment: _Segment) -> Tensor:
         return local(segment.parameter.detach())
@@ -129,7 +180,7 @@ class ShardedAdamW(Paced):
     @torch.no_grad()
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
         """This rank's share of a flat tensor whose entries ``value`` gives parameter by parameter, in fp32."""
-        part = torch.zeros(self._share, device=self._flat.device)
+        part = torch.zeros(self._share, device=self._home)
         for segment, start, stop in self._owned():
             entries = value(segment).reshape(-1)[start - segment.start : stop - segment.start]
             part[start - self._first : stop - self._first] = entries.to(part)
@@ -137,43 +188,84 @@ class ShardedAdamW(Paced):
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
         """Segments that lie in this rank's share, with the range that does."""
-        for segment in self._segments:
-            start, stop = max(segment.start, self._first), min(segment.stop, self._first + self._share)
+        return self._between(self._first, self._first + self._share)
+
+    def _between(self, first: int, last: int) -> Iterator[tuple[_Segment, int, int]]:
+        """Segments that lie in a range of the flat buffer, with the part of it that does."""
+        for segment in self._segments[max(bisect_right(self._starts, first) - 1, 0) :]:
+            if segment.start >= last:
+                return
+            start, stop = max(segment.start, first), min(segment.stop, last)
             if start < stop:
                 yield segment, start, stop
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Forget accumulated gradients, and free their memory if nobody else reads it."""
+        self._drop_buffer()
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
+
+    def gradients(self) -> list[Tensor]:
+        """The flat gradient, once there is any; its sum over the ranks is taken later."""
+        return [] if self._flat is None else [self._flat]
 
     @torch.no_grad()
     def collect(self) -> GradientStats:
         """Sum the gradient over the ranks, and look at it."""
+        flat = self._buffer()
         for segment in self._segments:
             if segment.name not in self._filled:
-                self._flat[segment.start : segment.stop].zero_()
-        self._sum_partial()
-        self._gradient = self._sums.part()
+                flat[segment.start : segment.stop].zero_()
+        self._sum_partial(flat)
+        self._gradient = self._summed(flat) if self._shared is None else self._shared.part()
+        self._drop_buffer()
         # In double: counts beyond 2^24 must stay exact.
-        found = torch.zeros(4, dtype=torch.float64, device=self._flat.device)
-        look = _LOOK if found.device.type == "cpu" else _LOOK_ON_GPU
+        found = torch.zeros(4, dtype=torch.float64, device=self._home)
+        look = _LOOK if self._home.type == "cpu" else _LOOK_ON_GPU
         for segment, start, stop in self._owned():
             for piece in self._gradient[start - self._first : stop - self._first].split(look):
                 square = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
                 found[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
             found[2] += (stop - start) / segment.copies
         found[3] = float(bool(self._filled))
-        square, nonzero, total, seen = self.peers.tensor.sum(self.peers.data.sum(found)).tolist()
+        totals = self.peers.tensor.sum(self.peers.data.sum(found.to(self._device)))
+        square, nonzero, total, seen = totals.tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
-    def _sum_partial(self) -> None:
+    def _drop_buffer(self) -> None:
+        if self._shared is None:
+            self._flat = None
+
+    def _sum_partial(self, flat: Tensor) -> None:
         """Sum what each rank of a replica has seen a part of, all at once."""
-        parts = [self._flat[segment.start : segment.stop] for segment in self._segments if segment.partial]
+        parts = [flat[segment.start : segment.stop] for segment in self._segments if segment.partial]
         if parts:
-            summed = self.peers.tensor.sum(torch.cat(parts))
+            summed = self.peers.tensor.sum(torch.cat(parts).to(self._device))
             for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
+
+    def _windows(self) -> Iterator[slice]:
+        """Parts of a share that are exchanged one after the other."""
+        step = max(_EXCHANGED // self.peers.data.size, 1)
+        for begin in range(0, self._share, step):
+            yield slice(begin, min(begin + step, self._share))
+
+    def _summed(self, flat: Tensor) -> Tensor:
+        """This rank's share of the sum over the replicas."""
+        if self.peers.data.size == 1:
+            return flat
+        part = torch.empty(self._share, device=self._home)
+        by_rank = flat.view(self.peers.data.size, -1)
+        for window in self._windows():
+            part[window] = self.peers.data.sum_part(by_rank[:, window].reshape(-1).to(self._device)).to(self._home)
+        return part
+
+    def _joined(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Put the ranks' shares together: pieces of the flat buffer on the model's device, with their first entry."""
+        for window in self._windows():
+            found = self.peers.data.join(part[window].to(self._device).contiguous())
+            for rank, piece in enumerate(found.view(self.peers.data.size, -1)):
+                yield rank * self._share + window.start, piece
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -187,16 +279,18 @@ class ShardedAdamW(Paced):
         self.steps += 1
         for group in self._adam.param_groups:
             group["lr"] = rate
-        self._master.grad = self._gradient
+        for piece, _, place in self._pieces:
+            piece.grad = self._gradient[place]
         self._adam.step()
-        self._master.grad = None
+        for piece, _, _ in self._pieces:
+            piece.grad = None
         self._publish()
         return rate
 
     def _publish(self) -> None:
         """Put the masters into the model, on all replicas."""
         if self._common is None:
-            self._put_weights(self.peers.data.join(self._master.detach().to(self._weight_dtype)))
+            self._put_weights()
             return
         if self._weight_dtype != torch.float32:
             self._own_weights().copy_(self._master)
@@ -208,26 +302,42 @@ class ShardedAdamW(Paced):
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        count = sum(segment.parameter.numel() for segment in self._segments)
-        return count * (8 if self._weight_dtype == torch.float32 else 12)
+        counts = [segment.parameter.numel() for segment in self._segments]
+        masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(counts)
+        return masters + sum(adam_8bit.state_bytes(n) if self.config.adam_8bit else 8 * n for n in counts)
+
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
+        masters = 0 if self._common is not None and self._weight_dtype == torch.float32 else 4 * self._share
+        if not moments:
+            return masters
+        kept = [(piece.numel(), quantised) for piece, quantised, _ in self._pieces]
+        return masters + sum(adam_8bit.state_bytes(*one) for one in kept)
+
+    def step_bytes(self, device: torch.device) -> int:
+        """About what a step takes on such a device beside states and gradients: a share, and what is exchanged."""
+        several = self.peers.data.size > 1
+        shared = several and device.type == "cpu"  # memory, in which gradients are summed and weights updated
+        exchanged = _COPIES * 4 * min(_EXCHANGED, self._share * self.peers.data.size)
+        passing = exchanged if several and not (shared and self.peers.layout.tp_size == 1) else 0
+        if self.config.offload:
+            return passing
+        own = 4 * self._share if several and not shared else 0
+        return own + max(passing, adam_8bit.working_bytes(device) if self.config.adam_8bit else 0)
 
     @property
     def _weight_dtype(self) -> torch.dtype:
         return self._segments[0].parameter.dtype if self._segments else torch.float32
 
     @torch.no_grad()
-    def _put_weights(self, flat: Tensor) -> None:
-        for segment in self._segments:
-            target = local(segment.parameter)
-            target.copy_(flat[segment.start : segment.stop].view_as(target))
+    def _put_weights(self) -> None:
+        for first, values in self._joined(self._master.detach().to(self._weight_dtype)):
+            for segment, start, stop in self._between(first, first + len(values)):
+                target = local(segment.parameter).view(-1)
+                target[start - segment.start : stop - segment.start] = values[start - first : stop - first]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a :class:`MasterAdamW` with the same history; whole tensors on every rank."""
-        moments = self._adam.state.get(self._master, {})
-        adam: dict[int, dict[str, Tensor]] = {}
-        for key in _MOMENTS if moments else ():
-            for index, tensor in enumerate(self._wholes(moments[key])):
-                adam.setdefault(index, {"step": torch.tensor(float(moments["step"]))})[key] = tensor
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         masters = dict(zip(names, self._wholes(self._master.detach()), strict=True)) if rounded else {}
@@ -235,49 +345,89 @@ class ShardedAdamW(Paced):
             "steps": self.steps,
             "constant_rate": self._constant_rate,
             "names": names,
-            "adam": adam,
+            "adam_8bit": self.config.adam_8bit,
+            "sgd": False,
+            "adam": self._whole_states(),
             "masters": masters,
         }
+
+    def _whole_states(self) -> dict[int, dict[str, Any]]:
+        """Step count and moments of every parameter, by its number; {} before the first step, on all ranks alike."""
+        if self.steps == 0:
+            return {}
+        flat = self._flat_moments()
+        found: dict[int, dict[str, Any]] = {}
+        for index, (first, second) in enumerate(zip(*map(self._wholes, flat), strict=True)):
+            if self.config.adam_8bit:
+                quantised = self._segments[index].quantised
+                kept = (first, second) if quantised else (first.clone(), second.clone())  # views would keep the buffer
+                found[index] = adam_8bit.state_of(self.steps, *kept, quantised)
+            else:
+                found[index] = {"step": torch.tensor(float(self.steps)), "exp_avg": first, "exp_avg_sq": second}
+        return found
+
+    def _flat_moments(self) -> tuple[Tensor, Tensor]:
+        """This rank's share of both moments, fp32."""
+        if not self.config.adam_8bit:
+            moments = self._adam.state[self._master]
+            return moments["exp_avg"], moments["exp_avg_sq"]
+        flat = (torch.zeros(self._share, device=self._home), torch.zeros(self._share, device=self._home))
+        for piece, _, place in self._pieces:
+            for target, numbers in zip(flat, adam_8bit.moments_in(self._adam.state[piece], piece.numel()), strict=True):
+                target[place] = numbers
+        return flat
 
     @torch.no_grad()
     def _wholes(self, part: Tensor) -> Iterator[Tensor]:
         """Every parameter's values, from the ranks' shares of them."""
-        flat = self.peers.data.join(part.contiguous())
+        flat = torch.empty(self._share * self.peers.data.size, dtype=part.dtype, device=self._home)
+        for first, values in self._joined(part):
+            flat[first : first + len(values)] = values.to(self._home)
         for segment in self._segments:
             own = flat[segment.start : segment.stop].view_as(local(segment.parameter))
-            yield whole_of(own, segment.parameter).detach().cpu()
+            yield whole_of(own.to(self._device), segment.parameter).detach().cpu()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of any layout.
 
         Raises:
-            ValueError: the state belongs to other parameters or another compute type.
+            ValueError: the state belongs to other parameters, another compute type or another rule.
         """
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         if state["names"] != names or set(state["masters"]) != (set(names) if rounded else set()):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
+        refuse_other_rule(state, self.config)
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
-        order = {name: index for index, name in enumerate(names)}
-
-        def saved(key: str) -> Callable[[_Segment], Tensor]:
-            return lambda segment: part_of(
-                state["adam"][order[segment.name]][key].to(self._flat.device), segment.parameter
-            )
-
         self._master.data.copy_(
             self._own_part(lambda segment: part_of(state["masters"][segment.name], segment.parameter))
             if rounded
             else self._own_part(self._read)
         )
+        self._adam.state.clear()
         if state["adam"]:
-            count = next(iter(state["adam"].values()))["step"]
-            own = {"step": count.clone(), **{key: self._own_part(saved(key)) for key in _MOMENTS}}
-            self._adam.load_state_dict({"state": {0: own}, "param_groups": self._adam.state_dict()["param_groups"]})
+            self._take_states(dict(zip(names, (state["adam"][i] for i in range(len(names))), strict=True)))
 
+    def _take_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take this rank's share of moments that were saved by parameter."""
+        flat = tuple(self._own_part(lambda segment, i=i: self._saved(segment, states, i)) for i in range(2))  # type: ignore[misc]
+        count = next(iter(states.values()))["step"]
+        for piece, quantised, place in self._pieces:
+            first, second = (moment[place] for moment in flat)
+            if self.config.adam_8bit:
+                self._adam.state[piece] = adam_8bit.state_of(count, first.clone(), second.clone(), quantised)
+            else:
+                step = count.detach().clone().to(self._home)
+                self._adam.state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
+    def _saved(self, segment: _Segment, states: dict[str, dict[str, Any]], which: int) -> Tensor:
+        """This rank's part of a saved moment."""
+        state = states[segment.name]
+        if self.config.adam_8bit:
+            moment = adam_8bit.moments_in(state, segment.parameter.numel())[which].view(segment.parameter.shape)
+        else:
+            moment = state[_MOMENTS[which]]
+        return part_of(moment.to(self._device), segment.parameter)
 
 
 def _can_move(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
@@ -286,11 +436,12 @@ def _can_move(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 def _segments(
-    parameters: Sequence[tuple[str, nn.Parameter]], tp_size: int, partial: set[str] | frozenset[str]
+    parameters: Sequence[tuple[str, nn.Parameter]], tp_size: int, partial: set[str] | frozenset[str], block: int
 ) -> Iterator[_Segment]:
+    """Places of parameters, each of which begins at a whole block."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()
         copies = tp_size if is_whole(parameter) else 1
         yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1)
-        start = _aligned(stop)
+        start = -(-stop // block) * block

@@ -23,6 +23,7 @@ from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import OUTPUTS, ModelKind
+from areno.engine.train.recompute import InHostMemory, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
@@ -70,6 +71,7 @@ class TrainStep:
         kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
         peers: ranks that share the rows.
         tree: tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`.
+        offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
 
     model: PackedModel
@@ -79,6 +81,7 @@ class TrainStep:
     kind: ModelKind = "policy"
     peers: Peers = field(default_factory=Peers)
     tree: bool = False
+    offload_activations: bool = False
     _skipped: int = 0
 
     def run(
@@ -122,10 +125,13 @@ class TrainStep:
         return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute the gradients of an optimizer step over all rows, and forget them: the memory of one, and no update."""
+        """Compute gradients over rows of this replica's own, and forget them: the memory of a step, and no update.
+
+        Other replicas are not heard: one of them may have failed.
+        """
         self.set_training(True)
         try:
-            self.accumulate(rows, loss_fn, mini_bs)
+            self._accumulate(rows, loss_fn, mini_bs, rows)
         finally:
             self.set_training(False)
             self.optimizer.zero_grad()
@@ -143,11 +149,30 @@ class TrainStep:
         Every rank is given all rows and takes its share of them; the statistics are those of all.
         """
         unit = reduction_of(loss_fn)
-        total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
+        loss_sum, totals = self._accumulate(mine, loss_fn, mini_bs, rows)
+        if self.peers.data.size == 1:
+            return {"loss": loss_sum, **totals.result()}
+        everyone = _Totals()
+        losses = self.peers.data.everyone((loss_sum, totals.sums))
+        for _, sums in losses:
+            everyone.merge(sums)
+        return {"loss": sum(loss for loss, _ in losses), **everyone.result()}
+
+    def _accumulate(
+        self,
+        mine: Sequence[TrainSequence],
+        loss_fn: LossFn,
+        mini_bs: int | MicroBatching,
+        rows: Sequence[TrainSequence],
+    ) -> tuple[float, _Totals]:
+        """The same over this replica's rows alone, out of ``rows`` of all."""
+        unit = reduction_of(loss_fn)
+        total = count_units(rows, unit)
+        together = 2 if unit == "pair" else 1
         totals, loss_sum = _Totals(), 0.0
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
         passes = list(_passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together))
@@ -167,13 +192,7 @@ class TrainStep:
             loss_sum += float(loss.detach()) * weight
         if missing:
             self._keep_up(missing, min(rows, key=lambda row: len(row.tokens)), loss_fn, backward=total > 0)
-        if self.peers.data.size == 1:
-            return {"loss": loss_sum, **totals.result()}
-        everyone = _Totals()
-        losses = self.peers.data.everyone((loss_sum, totals.sums))
-        for _, sums in losses:
-            everyone.merge(sums)
-        return {"loss": sum(loss for loss, _ in losses), **everyone.result()}
+        return loss_sum, totals
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
         """Rows that this replica trains on."""
@@ -248,7 +267,7 @@ class TrainStep:
     def set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
         if self.activation_checkpointing:
-            _recompute_layers(self.model.module, training)
+            recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
         self.model.module.train(training)
 
 
@@ -264,17 +283,6 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
     for name, value in ((name, value) for result in results for name, value in result.items()):
         found.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}
-
-
-def _recompute_layers(module: Any, enabled: bool) -> None:
-    """Switch activation recomputation, under the name that this release of ``transformers`` gives it."""
-    name = (
-        "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
-    )
-    if enabled:
-        getattr(module, f"{name}_enable")({"use_reentrant": False})
-    else:
-        getattr(module, f"{name}_disable")()
 
 
 def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, accumulation: int | None) -> int:

@@ -84,8 +84,11 @@ class Member:
         self.sums = self.group.sums(count, CPU)
         parts = []
         for values in rounds:
-            self.sums.values.copy_(values[self.rank])
-            parts.append(self.sums.part().clone())
+            if self.sums is None:
+                parts.append(self.group.sum_part(values[self.rank]))
+            else:
+                self.sums.values.copy_(values[self.rank])
+                parts.append(self.sums.part().clone())
         return parts
 
     def call(self, method: str, values: list[Tensor]) -> Tensor:

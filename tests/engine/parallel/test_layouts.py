@@ -197,6 +197,38 @@ def test_a_state_moves_between_layouts(chain, checkpoint, truth, tmp_path):
 
 
 @pytest.mark.long
+def test_low_moments_move_between_layouts_with_the_run(checkpoint, tmp_path):
+    """Two updates on replicas, one in one process, one spread over ranks, against four in one process."""
+    settings = OptimizerConfig(**SETTINGS, adam_8bit=True)
+    config = EngineConfig(optimizer=settings, kv_cache_tokens=4096, decode="eager")
+    source = checkpoint
+    for index, (layout, steps) in enumerate([(Layout(2, 1), 2), (None, 1), (Layout(1, 2), 1)]):
+        made = Engine(str(source), config) if layout is None else EngineGroup(str(source), config, layout)
+        try:
+            if index:
+                made.load_state(source)
+            for step in range(steps):
+                lesson(made, "grpo", index + step)
+            source = tmp_path / f"{index}"
+            source.mkdir()
+            made.save_model(source)
+            made.save_state(source)
+        finally:
+            made.close()
+    alone = Engine(str(checkpoint), config)
+    for index, steps in enumerate((2, 1, 1)):
+        for step in range(steps):
+            lesson(alone, "grpo", index + step)
+    alone.save_model(tmp_path / "alone")
+    alone.close()
+    got, expected = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "alone"))
+    start = load_file(checkpoint / "model.safetensors")
+    for name, tensor in expected.items():
+        gap = (got[name] - tensor).norm() / (tensor - start[name]).norm()
+        assert gap < 0.1, f"{name}: {gap}"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1, fsdp=True)], ids=["tp2", "fsdp2"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen3_moe"])
 def test_families_spread_over_two_ranks(family, layout, tmp_path):

@@ -31,6 +31,7 @@ _RUNTIME = {
     "attn_backend",
     "activation_checkpointing",
     "tree_training",
+    "offload_activations",
     "keep_rollout_state",
     "eager_decode",
     "speculate",

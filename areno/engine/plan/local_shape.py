@@ -1,0 +1,72 @@
+"""The part of a model that one rank of tensor parallelism holds, as a shape: tensors cut as ``transformers``' plan cuts them.
+
+The model's own code then runs over that part: heads, the cache's heads and the middle of an MLP follow from the weights. What
+ranks say to each other has the size of what they computed, and needs no place here, but for outputs that are put together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_SPLIT = ("rowwise_split_input", "rowwise_rep")
+
+
+def keep_one_part(module: nn.Module, tp_size: int) -> None:
+    """Replace the tensors that a plan cuts by such of the shape of a part; what is shared stays shared.
+
+    Args:
+        module: a ``transformers`` model; adapters of peft may be in it.
+        tp_size: ranks of a replica.
+    """
+    plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
+    made: dict[int, nn.Parameter] = {}
+    for name, child in module.named_modules():
+        parts = tuple(part for part in name.split(".") if part != "base_layer")
+        style = _style(plan, parts)
+        for own, tensor in list(child._parameters.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                dim = _cut_dim(plan, parts, own, tensor.ndim)
+                made[id(tensor)] = tensor if dim is None else _part(tensor, dim, tp_size)
+            child._parameters[own] = made[id(tensor)]
+        if style in _GATHERED and parts[-1] != "lm_head":
+            child.register_forward_hook(lambda _m, _args, output: torch.cat([output] * tp_size, -1))
+        elif style in _SPLIT:
+            child.register_forward_pre_hook(lambda _m, args: (args[0].chunk(tp_size, -1)[0], *args[1:]))
+
+
+def all_logits(logits: Tensor, vocab: int) -> Tensor:
+    """Logits [N, V] where each rank has computed some columns of them: a sampler sees all, a loss needs but its own."""
+    return logits if logits.shape[-1] >= vocab else logits.new_empty((*logits.shape[:-1], vocab))
+
+
+def _style(plan: dict[tuple[str, ...], str], parts: tuple[str, ...]) -> str:
+    for wanted, style in plan.items():
+        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True)):
+            return style
+    return ""
+
+
+def _cut_dim(plan: dict[tuple[str, ...], str], parts: tuple[str, ...], own: str, ndim: int) -> int | None:
+    """The dimension of a tensor that the ranks share; None for one that each holds whole."""
+    side = next((part for part in parts if part in ("lora_A", "lora_B")), "")
+    owner = parts[: parts.index(side)] if side else parts
+    style = _style(plan, (*owner, own)) or _style(plan, owner)
+    if style.startswith("embedding_"):
+        return 0 if style == "embedding_rowwise" else 1
+    if "colwise" in style:
+        return None if side == "lora_A" else max(ndim - 2, 0)
+    if "rowwise" in style:
+        return None if own == "bias" or ndim == 1 or side == "lora_B" else ndim - 1
+    return None
+
+
+def _part(tensor: nn.Parameter, dim: int, tp_size: int) -> nn.Parameter:
+    shape: list[Any] = list(tensor.shape)
+    shape[dim] = -(-shape[dim] // tp_size)
+    return nn.Parameter(tensor.new_empty(shape), tensor.requires_grad)

@@ -1,0 +1,68 @@
+"""Layers that are computed again in the backward pass, and where their inputs wait for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Keeping = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which what autograd saves is kept in some way; see ``torch.autograd.graph.saved_tensors_hooks``."""
+
+
+class InHostMemory(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd saves in the block waits in the computer's memory: page-locked, where it comes from a GPU.
+
+    Copies are exact, and run in the order of the GPU's other work, so that the next layer may have the memory at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if not tensor.is_floating_point():
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    return tensor.device, copy
+
+
+def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, copy = kept
+    return copy.to(device, non_blocking=True)
+
+
+def recompute_layers(module: Any, enabled: bool, keeping: Keeping | None = None) -> None:
+    """Switch activation recomputation, under the name that this release of ``transformers`` gives it.
+
+    Args:
+        module: a ``transformers`` model.
+        enabled: whether layers keep nothing but their inputs.
+        keeping: how these are kept; None leaves them where they are.
+    """
+    name = (
+        "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"
+    )
+    if not enabled:
+        getattr(module, f"{name}_disable")()
+        return
+    getattr(module, f"{name}_enable")({"use_reentrant": False})
+    if keeping is None:
+        return
+    for child in module.modules():
+        run = getattr(child, "_gradient_checkpointing_func", None)
+        if run is not None:
+            child._gradient_checkpointing_func = functools.partial(_kept, keeping, run)
+
+
+def _kept(keeping: Keeping, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Run a layer under recomputation. What is inside it has hooks of its own, so only its inputs are kept this way."""
+    with keeping():
+        return run(*arguments, **options)

@@ -1,0 +1,75 @@
+"""A rank of an optimizer that is shared out, over made-up tensors and gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from areno.engine.parallel.peers import connect
+from areno.engine.parallel.sharding import whole_of
+from areno.engine.parallel.workers import WorkerGroup
+from areno.engine.train import sharded
+
+# Larger and smaller than what is quantised, and of no whole number of blocks.
+SHAPES = {"first": (70, 100), "norm": (50,), "odd": (4173,), "wide": (128, 96), "bias": (3,), "tall": (96, 130)}
+SPREAD = {"wide": 0, "tall": 1}
+"""Dimension that tensor parallelism cuts."""
+
+
+def weights_and_gradients(steps, dtype=torch.float32):
+    """Weights, and of each step gradients of very different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {name: 10 ** (torch.rand(shape, generator=generator) * 3 - 4) for name, shape in SHAPES.items()}
+
+    def draw(scale):
+        return {name: torch.randn(SHAPES[name], generator=generator) * scale(name) for name in SHAPES}
+
+    weights = {name: tensor.to(dtype) for name, tensor in draw(lambda _: 0.1).items()}
+    return weights, [draw(lambda name: sizes[name]) for _ in range(steps)]
+
+
+class Share:
+    """Holds one rank's place, and steps an optimizer through given gradients."""
+
+    def __init__(self, layout, rank, folder, send) -> None:
+        self.peers = connect(layout, rank, folder, torch.device("cpu"))
+        tp_size = layout.tp_size
+        self.mesh = DeviceMesh("cpu", list(range(tp_size))) if tp_size > 1 else None
+
+    def run(self, config, weights, gradients, state=None, exchanged=1 << 24):
+        """Apply gradients, of which each replica has seen a part; returns weights, state, bytes and statistics."""
+        sharded._EXCHANGED = exchanged
+        parameters = {name: torch.nn.Parameter(self._placed(name, tensor)) for name, tensor in weights.items()}
+        optimizer = sharded.ShardedAdamW(list(parameters.items()), config, self.peers)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        size, stats = self.peers.data.size, None
+        # Halves, and halves of halves: their sum is the gradient, without rounding.
+        part = 0.5 ** min(self.peers.replica + 1, size - 1)
+        for step in gradients:
+            for name, parameter in parameters.items():
+                loss = (parameter * self._placed(name, (step[name] * part).to(parameter.dtype))).sum()
+                (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).backward()
+            stats = optimizer.collect()
+            optimizer.step()
+            optimizer.zero_grad()
+        wholes = {}
+        for name, parameter in parameters.items():
+            own = parameter.detach()
+            wholes[name] = whole_of(own.to_local() if name in SPREAD and self.mesh else own, parameter)
+        held = (optimizer.held_bytes(), optimizer.state_bytes(), optimizer.step_bytes(torch.device("cpu")))
+        return wholes, optimizer.state_dict(), held, stats
+
+    def _placed(self, name, tensor):
+        if self.mesh is None or name not in SPREAD:
+            return tensor.clone()
+        return distribute_tensor(tensor.clone(), self.mesh, [Shard(SPREAD[name])], src_data_rank=None)
+
+
+def start(layout, folder):
+    """Ranks that wait for work."""
+    folder.mkdir()
+    return WorkerGroup([partial(Share, layout, rank, folder) for rank in range(layout.world_size)])

@@ -1,0 +1,130 @@
+"""The memory plan of several ranks, against what real ranks hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from areno.cli.main import main
+from areno.engine.engine import EngineConfig
+from areno.engine.model.loading import LoadOptions, load_causal_lm
+from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.sharding import local
+from areno.engine.plan.account import make_plan
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.types import Request, SamplingParams
+from tests.engine.test_plan import MIB, options, part
+from tests.support.tiny import save_tiny_checkpoint
+
+
+def held(engine):
+    """Bytes of one rank's weights, optimizer states, cache, and of its tensors by name."""
+    optimizer = engine.actor.trained_by()
+    optimizer.allocate()
+    states = [t for entry in optimizer._adam.state.values() for t in entry.values() if torch.is_tensor(t) and t.ndim]
+    module = engine.actor.model.module
+    tensors = {
+        t.data_ptr(): t.numel() * t.element_size() for t in map(local, [*module.parameters(), *module.buffers()])
+    }
+    states_bytes = sum(t.numel() * t.element_size() for t in [*states, optimizer._master])
+    return sum(tensors.values()), states_bytes, engine.loop.cache.nbytes()
+
+
+@pytest.mark.parametrize(
+    ("layout", "low"),
+    [
+        pytest.param(Layout(2, 1), True, id="dp2"),
+        pytest.param(Layout(1, 2), False, id="tp2", marks=pytest.mark.long),
+        pytest.param(Layout(2, 2), False, id="dp2xtp2", marks=pytest.mark.long),
+    ],
+)
+def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path):
+    path = save_tiny_checkpoint(tmp_path / "model", "qwen3", hidden=128, heads=4)
+    run = options(
+        path, world_size=layout.world_size, tp_size=layout.tp_size, adam_8bit=low, max_new_tokens=100, n_samples=2
+    )
+    plan = make_plan(run)
+    config = EngineConfig(optimizer=OptimizerConfig(adam_8bit=low), decode="eager", max_running=8)
+    group = EngineGroup(str(path), config, layout)
+    try:
+        group.set_max_running(run.running_sequences)
+        sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
+        for future in group.submit([Request([i] * 40, sampling, [0, 1]) for i in range(1, 5)]):
+            future.result()
+        found = group.each_rank(held)
+    finally:
+        group.close()
+    assert max(weights for weights, _, _ in found) == pytest.approx(part(plan, "backward", "weights"), rel=0.001)
+    assert max(states for _, states, _ in found) == pytest.approx(part(plan, "backward", "optimizer"), rel=0.001)
+    assert max(cache for _, _, cache in found) == part(plan, "rollout", "kv_cache")
+
+
+def test_replicas_share_states_rows_and_sequences(tiny_checkpoint):
+    one, two = (make_plan(options(tiny_checkpoint, world_size=n, batch_size=16, mini_bs=64)) for n in (1, 2))
+    assert part(two, "backward", "weights") == part(one, "backward", "weights")
+    # Moments and masters of half the weights, where one process has moments of all.
+    assert part(two, "backward", "optimizer") == pytest.approx(0.75 * part(one, "backward", "optimizer"), rel=0.01)
+    assert part(two, "rollout", "kv_cache") < part(one, "rollout", "kv_cache")
+    assert part(two, "forward", "activations") < part(one, "forward", "activations"), "half the rows in a pass"
+    assert two.needed == 2 * two.peak.total
+    assert not make_plan(options(tiny_checkpoint, world_size=2), two.peak.total + MIB).fits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe", "phi3"])
+def test_a_rank_of_tensor_parallelism_holds_a_part(family, tmp_path):
+    path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
+    one, two = (make_plan(options(path, world_size=n, tp_size=n)) for n in (1, 2))
+    module = load_causal_lm(str(path), LoadOptions(dtype=torch.float32)).module
+    whole = sum(p.numel() for name, p in module.named_parameters() if "norm" in name or "mlp.gate.weight" in name)
+    cut = two.parameters - whole
+    tensors = part(one, "load", "weights") - 4 * one.parameters  # tables of positions and the like
+    assert two.parameters == one.parameters
+    assert part(two, "load", "weights") == pytest.approx(4 * (whole + cut / 2) + tensors, rel=0.001)
+    assert part(two, "backward", "gradients") == pytest.approx(4 * (whole + cut / 2), rel=0.001)
+    halves = part(two, "rollout", "kv_cache") / part(one, "rollout", "kv_cache")
+    assert halves == pytest.approx(1.0 if family == "phi3" else 0.5), "phi3 puts its keys together"
+    assert two.logits == pytest.approx(one.logits / 2, rel=0.01)
+
+
+def test_offloaded_activations_are_beside_the_gpu(tiny_checkpoint):
+    run = {"device": "cuda", "dtype": "float32", "mini_bs": 4, "kv_cache_tokens": 4096, "available": 2**40}
+    available = run.pop("available")
+    near, far = (
+        make_plan(options(tiny_checkpoint, offload_activations=offload, **run), available) for offload in (False, True)
+    )
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    inputs = config["num_hidden_layers"] * 4 * 64 * config["hidden_size"] * 4  # layers, rows, tokens, width, bytes
+    assert (near.host, far.host) == (0, inputs)
+    assert part(near, "forward", "activations") - part(far, "forward", "activations") >= inputs / 2
+    ranks = make_plan(options(tiny_checkpoint, offload_activations=True, world_size=2, **run), available)
+    assert ranks.sharing == 1
+    assert ranks.needed == ranks.peak.total
+    assert ranks.host == 2 * inputs, "all ranks of the machine, each with rows of its own"
+
+
+def test_the_command_tells_of_one_rank_and_of_all(tmp_path, tiny_checkpoint, capsys):
+    words = [
+        "plan",
+        "--ckpt",
+        str(tiny_checkpoint),
+        "--device",
+        "cpu",
+        "--world-size",
+        "2",
+        "--kv-cache-tokens",
+        "9000",
+    ]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for line in ("each column is the peak of a phase on one of 2 ranks", "all 2 ranks", "Ranks: 2 replicas; all share"):
+        assert line in text
+    assert main([*words, "--tp-size", "2"]) == 2
+    assert "num_key_value_heads 1, which 2 ranks cannot share" in capsys.readouterr().err
+    words[2] = str(save_tiny_checkpoint(tmp_path / "model", heads=4))
+    assert main([*words, "--tp-size", "2", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == {"world_size": 2, "tp_size": 2, "share_memory": True}
+    assert data["peak"]["all_ranks"] == 2 * data["peak"]["bytes"]

@@ -1,0 +1,118 @@
+"""Inputs of recomputed layers that wait in another memory: the same gradients, and nothing else is moved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+
+from areno.engine.model.loading import prepare
+from areno.engine.train import step as step_module
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.recompute import InHostMemory
+from areno.engine.train.step import TrainStep
+from areno.loss_fns import sft_loss_fn
+from tests.engine.test_model_families import random_rows
+from tests.support.tiny import tiny_module
+
+LAYERS = 4
+
+
+class Watched(InHostMemory):
+    """Notes what passes through; on a CPU the other memory is a copy in the same one."""
+
+    moved: ClassVar[list] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pack_hook, inner = self._noted, self.pack_hook
+        self._inner = inner
+
+    def _noted(self, tensor):
+        kept = self._inner(tensor)
+        Watched.moved.append((tuple(tensor.shape), weakref.ref(tensor.untyped_storage()), kept[1].data_ptr()))
+        assert kept[1].data_ptr() != tensor.data_ptr()
+        return kept
+
+
+def make(family, offload, device="cpu", dtype=torch.float32):
+    model = prepare(tiny_module(family, sharpen=1.0, layers=LAYERS).to(device, dtype), family)
+    optimizer = MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3))
+    return TrainStep(model, optimizer, True, offload_activations=offload)
+
+
+def gradients(step):
+    step.set_training(True)
+    loss = step.accumulate(random_rows(5), sft_loss_fn, 2)["loss"]
+    step.set_training(False)
+    return loss, {name: gradient.clone() for name, gradient in step.optimizer.named_gradients().items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "gpt2", "qwen3_5"])
+def test_gradients_are_the_same_bit_for_bit(family, monkeypatch):
+    monkeypatch.setattr(step_module, "InHostMemory", Watched)
+    Watched.moved = []
+    expected = gradients(make(family, offload=False))
+    assert not Watched.moved
+    got = gradients(make(family, offload=True))
+    assert got[0] == expected[0]
+    assert got[1].keys() == expected[1].keys()
+    assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
+    hidden = {shape for shape, _, _ in Watched.moved}
+    assert len(Watched.moved) == LAYERS * 3, "one tensor per layer and microbatch: 2, 2 and 1 rows"
+    assert all(len(shape) == 3 and shape[0] == 1 and shape[2] == 64 for shape in hidden)
+
+
+def test_the_originals_are_free_once_the_layer_has_run(monkeypatch):
+    monkeypatch.setattr(step_module, "InHostMemory", Watched)
+    alive = {}
+    for offload in (True, False):
+        Watched.moved = []
+        step = make("llama", offload)
+        step.set_training(True)
+        inputs: list = []
+
+        def note(_, args, inputs=inputs):
+            inputs.append(weakref.ref(args[0].untyped_storage()))
+
+        for layer in step.model.module.model.layers:
+            layer.register_forward_pre_hook(note)
+        loss, _ = step._loss(random_rows(2), sft_loss_fn, False)
+        gc.collect()
+        alive[offload] = sum(reference() is not None for reference in inputs)
+        assert len(inputs) == LAYERS
+        loss.backward()
+    assert alive == {True: 0, False: LAYERS}
+
+
+def test_training_goes_on_without_it_after_a_step(monkeypatch):
+    """The switch is thrown for each step anew, and an evaluation between two steps keeps nothing anywhere."""
+    monkeypatch.setattr(step_module, "InHostMemory", Watched)
+    steps = [make("llama", offload) for offload in (True, False)]
+    for seed in range(3):
+        for step in steps:
+            step.run(random_rows(4, seed), sft_loss_fn, 2)
+        Watched.moved = []
+        steps[0].measure(random_rows(4, seed), sft_loss_fn, 2)
+        assert not Watched.moved
+    for (name, a), (_, b) in zip(steps[0].model.parameters(), steps[1].model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside the computer's memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_gradients_are_the_same_and_less_is_held(dtype):
+    found, peaks = [], []
+    for offload in (False, True):
+        step = make("llama", offload, "cuda", dtype)
+        gradients(step)
+        step.optimizer.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        found.append(gradients(step))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
+    assert peaks[1] < peaks[0]
