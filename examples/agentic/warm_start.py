@@ -2,7 +2,7 @@
 
     python examples/agentic/warm_start.py --expert examples/agentic/tictactoe/expert.py --output /tmp/tictactoe-model
 
-The model has 0.4 M parameters and a ChatML template with tools. Nothing is downloaded, and no GPU is needed.
+The model has 0.4 M parameters, more with --width, and a ChatML template with tools. Nothing is downloaded; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", required=True, type=Path, help="folder for everything; the model lands in OUTPUT/model"
     )
+    parser.add_argument(
+        "--width", type=int, default=96, help="size of the hidden states, a multiple of 24 (default: %(default)s)"
+    )
     parser.add_argument("--count", type=int, default=1000, help="conversations to learn from (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="training steps of 32 answers (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fixes weights and conversations (default: %(default)s)")
@@ -73,13 +76,13 @@ def make_tokenizer(corpus: Sequence[str]) -> Any:
     return train_tokenizer(corpus, words=WORDS, vocab_size=1000, special_tokens=special, template=TEMPLATE)
 
 
-def write_start(output: Path, course: Course, count: int, seed: int) -> None:
+def write_start(output: Path, course: Course, width: int, count: int, seed: int) -> None:
     """Write ``random`` (the untrained model), ``rows.jsonl`` and ``loader.py``."""
     played = course.conversations(count, seed)
     plain = make_tokenizer([])
     rows = [row for messages, tools in played for row in demonstration_rows(plain, messages, tools)]
     tokenizer = make_tokenizer([text for row in rows for text in row.values()])
-    save_random_model(output / "random", tokenizer, seed, layers=3, context=2048, rope_theta=1000.0)
+    save_random_model(output / "random", tokenizer, seed, layers=3, width=width, context=2048, rope_theta=1000.0)
     (output / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (output / "loader.py").write_text(LOADER, encoding="utf-8")
 
@@ -87,7 +90,7 @@ def write_start(output: Path, course: Course, count: int, seed: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
     given = parse(argv)
-    write_start(given.output, load_course(given.expert), given.count, given.seed)
+    write_start(given.output, load_course(given.expert), given.width, given.count, given.seed)
     options = {
         **{"--algo": "sft", "--ckpt": given.output / "random", "--dataset-path": given.output / "rows.jsonl"},
         **{"--dataset-loader-fn": given.output / "loader.py", "--run-dir": given.output / "sft"},

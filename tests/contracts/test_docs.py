@@ -40,6 +40,8 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py"),
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),
+    "--decode": "benchmarks/ranks.py",
+    "--width": "examples/agentic/warm_start.py",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
     "--positive-weight": "the algorithm in CONTRIBUTING.md",

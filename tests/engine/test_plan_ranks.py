@@ -29,7 +29,9 @@ def held(engine):
     tensors = {
         t.data_ptr(): t.numel() * t.element_size() for t in map(local, [*module.parameters(), *module.buffers()])
     }
-    states_bytes = sum(t.numel() * t.element_size() for t in [*states, optimizer._master])
+    states_bytes = sum(
+        t.numel() * t.element_size() for t in [*states, *([] if optimizer._common else [optimizer._master])]
+    )
     return sum(tensors.values()), states_bytes, engine.loop.cache.nbytes()
 
 
@@ -65,11 +67,13 @@ def test_weights_states_and_cache_are_those_of_real_ranks(layout, low, tmp_path)
 def test_replicas_share_states_rows_and_sequences(tiny_checkpoint):
     one, two = (make_plan(options(tiny_checkpoint, world_size=n, batch_size=16, mini_bs=64)) for n in (1, 2))
     assert part(two, "backward", "weights") == part(one, "backward", "weights")
-    # Moments and masters of half the weights, where one process has moments of all.
-    assert part(two, "backward", "optimizer") == pytest.approx(0.75 * part(one, "backward", "optimizer"), rel=0.01)
+    # Moments of half the weights; the masters are the weights, which the replicas have in common.
+    assert part(two, "backward", "optimizer") == pytest.approx(0.5 * part(one, "backward", "optimizer"), rel=0.01)
+    assert part(one, "rollout", "gradients") == 0
+    assert part(two, "rollout", "gradients") == part(two, "backward", "gradients"), "their memory stays"
     assert part(two, "rollout", "kv_cache") < part(one, "rollout", "kv_cache")
     assert part(two, "forward", "activations") < part(one, "forward", "activations"), "half the rows in a pass"
-    assert two.needed == 2 * two.peak.total
+    assert two.needed == 2 * two.peak.total - 4 * two.parameters, "weights are there once"
     assert not make_plan(options(tiny_checkpoint, world_size=2), two.peak.total + MIB).fits
 
 
@@ -83,7 +87,8 @@ def test_a_rank_of_tensor_parallelism_holds_a_part(family, tmp_path):
     tensors = part(one, "load", "weights") - 4 * one.parameters  # tables of positions and the like
     assert two.parameters == one.parameters
     assert part(two, "load", "weights") == pytest.approx(4 * (whole + cut / 2) + tensors, rel=0.001)
-    assert part(two, "backward", "gradients") == pytest.approx(4 * (whole + cut / 2), rel=0.001)
+    # In one buffer, where each tensor begins at a multiple of 32 entries.
+    assert part(two, "backward", "gradients") == pytest.approx(4 * (whole + cut / 2), rel=0.005)
     halves = part(two, "rollout", "kv_cache") / part(one, "rollout", "kv_cache")
     assert halves == pytest.approx(1.0 if family == "phi3" else 0.5), "phi3 puts its keys together"
     assert two.logits == pytest.approx(one.logits / 2, rel=0.01)

@@ -104,7 +104,7 @@ def lines_of(trainer: Trainer, messages: Sequence[Message], tools: Sequence[dict
 
 def untrained(folder: Path, found: Course) -> Path:
     """The random model that a warm start begins with."""
-    module(FOLDER / "warm_start.py").write_start(folder, found, 6, 0)
+    module(FOLDER / "warm_start.py").write_start(folder, found, 96, 6, 0)
     return folder / "random"
 
 

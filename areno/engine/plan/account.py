@@ -67,6 +67,7 @@ class MemoryPlan:
         available: bytes free now, on one GPU or in this machine's memory.
         layout: of the ranks; the phases are those of one.
         sharing: ranks that share what is available.
+        common: bytes of each rank that are the same memory for all who share it.
     """
 
     parameters: int
@@ -81,6 +82,7 @@ class MemoryPlan:
     available: int = field(compare=False)
     layout: Layout = field(default_factory=Layout)
     sharing: int = 1
+    common: int = 0
 
     @property
     def peak(self) -> Phase:
@@ -90,7 +92,11 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """Bytes of all ranks that share one memory, at the peak."""
-        return self.peak.total * self.sharing
+        return self.of_all(self.peak)
+
+    def of_all(self, phase: Phase) -> int:
+        """Bytes that the ranks which share one memory take in a phase."""
+        return phase.total * self.sharing - self.common * (self.sharing - 1)
 
     @property
     def fits(self) -> bool:
@@ -179,6 +185,7 @@ class _Planner:
             available=self.available,
             layout=self.sizes.layout,
             sharing=self.sizes.sharing,
+            common=sum(update.common for update in self.updates),
         )
 
     def _host(self) -> int:

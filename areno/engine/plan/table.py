@@ -37,7 +37,7 @@ def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
             lines.append(_row(_TITLES[part], figures))
     lines.append(_row("sum", [phase.total for phase in plan.phases]))
     if plan.sharing > 1:
-        lines.append(_row(f"all {plan.sharing} ranks", [plan.sharing * phase.total for phase in plan.phases]))
+        lines.append(_row(f"all {plan.sharing} ranks", [plan.of_all(phase) for phase in plan.phases]))
     lines += _notes(plan)
     return "\n".join([*lines, _verdict(options, plan)])
 

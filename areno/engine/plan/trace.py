@@ -61,6 +61,7 @@ class UpdateBytes:
         step: what a step takes besides.
         elsewhere: layer inputs that wait beside the device.
         kept: gradients whose memory stays between steps.
+        common: weights that are in memory once for all replicas.
     """
 
     forward: int
@@ -72,6 +73,7 @@ class UpdateBytes:
     step: int
     elsewhere: int = 0
     kept: int = 0
+    common: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ class ShapeOf:
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
         masters = optimizer.held_bytes(moments=False)
         shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.shared_buffer
-        in_place = masters if shared and self.layout.tp_size == 1 and self.model.dtype == torch.float32 else 0
+        common = shared and self.layout.tp_size == 1
+        in_place = masters if common and self.model.dtype == torch.float32 else 0
         return UpdateBytes(
             *(forward, gradients if several else 0, backward, gradients),
             state=optimizer.held_bytes() - in_place,
@@ -252,6 +255,7 @@ class ShapeOf:
             step=optimizer.step_bytes(device),
             elsewhere=sum(elsewhere),
             kept=gradients if shared else 0,
+            common=sum(p.numel() * p.element_size() for _, p in parameters) if common else 0,
         )
 
     def _optimizer(self, config: OptimizerConfig) -> Optimizer:

@@ -60,7 +60,7 @@ class Share:
         for name, parameter in parameters.items():
             own = parameter.detach()
             wholes[name] = whole_of(own.to_local() if name in SPREAD and self.mesh else own, parameter)
-        held = (optimizer.held_bytes(), optimizer.state_bytes(), optimizer.step_bytes(torch.device("cpu")))
+        held = (optimizer.held_bytes(), optimizer.state_bytes(), optimizer.step_bytes(torch.device("cuda")))
         return wholes, optimizer.state_dict(), held, stats
 
     def _placed(self, name, tensor):

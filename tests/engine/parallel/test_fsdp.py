@@ -197,6 +197,8 @@ def test_ranks_with_unequal_work_keep_step(checkpoint, group, one, tmp_path):
     try:
         expected, found = steps(began), steps(group)
         for mine, theirs in zip(found, expected, strict=True):
+            for stats in (mine, theirs):
+                stats.pop("num_micro_batches", None)  # ranks pack their own rows
             assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert found[5]["update_skipped"] == 1.0, "nothing to train on on any rank: no update"
         began.save_model(tmp_path / "one")

@@ -68,12 +68,18 @@ def measure(peers, path, chunk_rows):
     watch = Watch()
     with watch:
         hidden = model.body(ids, plan.position_ids, plan)
-        logprobs, entropy = model.logprobs_and_entropy(hidden, targets, temperatures)
+        logprobs, entropy, bounds = model.logprobs_and_entropy(hidden, targets, temperatures, bounds=True)
         (logprobs * WEIGHTS).sum().backward()
     gradients = {name: whole_of(local_gradient(p), p) for name, p in model.parameters() if "norm" not in name}
     with torch.no_grad(), Watch() as whole:
         logits = model.logits(hidden[-3:])
-    found = {"logprobs": logprobs.detach(), "entropy": entropy, "gradients": gradients, "logits": logits}
+    found = {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy,
+        "bounds": bounds,
+        "gradients": gradients,
+        "logits": logits,
+    }
     return found | {"wide": watch.with_width(VOCAB), "own": watch.with_width(49 - peers.place)}, whole.with_width(VOCAB)
 
 
@@ -85,7 +91,9 @@ def truth(path):
     logprobs = spread.log_prob(targets)
     (logprobs * WEIGHTS).sum().backward()
     gradients = {name: p.grad for name, p in module.named_parameters()}
-    return {"logprobs": logprobs, "entropy": spread.entropy(), "gradients": gradients, "logits": logits[-3:]}
+    bounds = torch.stack([logits.amin(-1), logits.amax(-1)], -1)
+    found = {"logprobs": logprobs, "entropy": spread.entropy(), "bounds": bounds, "gradients": gradients}
+    return found | {"logits": logits[-3:]}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +110,7 @@ def test_slices_give_what_the_whole_vocabulary_gives(name, group, tmp_path):
     expected = truth(tmp_path)
     for chunk_rows in (TOKENS, 5):  # in one piece, and in pieces that backward computes again
         for found, gathered in group.call("apply", measure, str(tmp_path), chunk_rows):
-            for key in ("logprobs", "entropy", "logits"):
+            for key in ("logprobs", "entropy", "bounds", "logits"):
                 torch.testing.assert_close(found[key].double(), expected[key], rtol=1e-5, atol=1e-5)
             assert len(found["gradients"]) > 10
             for parameter, gradient in found["gradients"].items():
