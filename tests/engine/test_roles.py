@@ -334,7 +334,7 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy(engine):
     model.module.lm_head.weight.data[7:] = 0.0
     bias = torch.full((model.vocab_size,), float("-inf"))
     bias[:4] = 0.0
-    model.logits = lambda hidden: hidden @ model.module.lm_head.weight.T * 0.0 + bias  # type: ignore[method-assign]
+    model.own_logits = lambda hidden: hidden @ model.module.lm_head.weight.T * 0.0 + bias  # type: ignore[method-assign]
     batch = pack_rows([TrainSequence([True, False], [1, 2])])
     hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
     OUTPUTS["policy"](model, batch, hidden, True)

@@ -51,8 +51,8 @@ class Example:
 
     statistics: tuple[str, ...] = ()
     measure: str = REWARD
-    start: float = 0.25
-    end: float = 0.5
+    start: float = 0.3
+    end: float = 0.4
     below: bool = False
     changes: tuple[str, ...] = ()
 

@@ -101,6 +101,7 @@ def test_scopes_nest_and_a_denominator_of_an_outer_scope_is_seen():
 
 
 def test_named_trackers_begin_their_names_and_are_one_per_process():
+    tracker_module.export_all()  # what earlier tests of this process have left
     assert tracker_module.get("eval-rollout") is tracker_module.get("eval-rollout")
     tracker_module.get("eval-rollout").scalar(reward=1.0)
     tracker_module.get().scalar(plain=3.0)
