@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
 from areno.engine.train.optimizer import (
+    MOMENTS,
     GradientStats,
     OptimizerConfig,
     Paced,
     make_adam,
-    refuse_other_rule,
-    take_moments,
 )
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class SpreadAdamW(Paced):
@@ -79,16 +76,7 @@ class SpreadAdamW(Paced):
     @torch.no_grad()
     def step(self) -> float:
         """Apply the collected gradient; returns the learning rate that was used."""
-        rate = self.learning_rate
-        self.steps += 1
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
-        return rate
-
-    def allocate(self) -> None:
-        """Take the memory that the first step would take; nothing else changes."""
-        take_moments(self._adam)
+        return self._update()
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
@@ -113,15 +101,11 @@ class SpreadAdamW(Paced):
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
             if moments := self._adam.state.get(share):
                 adam[index] = {"step": moments["step"].detach().clone()}
-                adam[index] |= {key: self._whole(moments[key], parameter) for key in _MOMENTS}
+                adam[index] |= {key: self._whole(moments[key], parameter) for key in MOMENTS}
             if self._rounded:
                 masters[name] = self._whole(share.detach(), parameter)
         return {
-            "steps": self.steps,
-            "constant_rate": self._constant_rate,
-            "names": list(self._names),
-            "adam_8bit": False,
-            "sgd": False,
+            **self._head(self._names),
             "adam": adam,
             "masters": masters,
         }
@@ -138,14 +122,11 @@ class SpreadAdamW(Paced):
         Raises:
             ValueError: the state belongs to other parameters, another compute type or another rule.
         """
-        if state["names"] != self._names or set(state["masters"]) != (set(self._names) if self._rounded else set()):
-            raise ValueError("the saved optimizer belongs to another model or --dtype")
-        refuse_other_rule(state, self.config)
-        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
+        self._take_head(state, self._names, self._names if self._rounded else ())
         own: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
             if self._rounded:
                 share.copy_(part_of(state["masters"][name], parameter))
             if saved := state["adam"].get(index):
-                own[index] = {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in _MOMENTS}
+                own[index] = {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in MOMENTS}
         self._adam.load_state_dict({"state": own, "param_groups": self._adam.state_dict()["param_groups"]})

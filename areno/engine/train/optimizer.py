@@ -11,7 +11,7 @@ computer's memory instead of the GPU's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +59,10 @@ class OptimizerConfig:
     def schedule(self) -> LrSchedule:
         """The rate as a function of the step."""
         return LrSchedule(self.lr, self.min_lr, self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps for every weight, by the names of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +191,13 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
 
 
 class Paced:
-    """What optimizers share: how many steps they have made, and the rate of the next one.
+    """What optimizers share: how many steps they have made, the rate of the next one, and the rule that makes it.
 
     Args:
         config: rates, betas and decay.
     """
+
+    _adam: torch.optim.Optimizer
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -208,6 +214,40 @@ class Paced:
     def learning_rate(self, value: float) -> None:
         """From the next step on, use this rate."""
         self._constant_rate = value
+
+    def allocate(self) -> None:
+        """Take the memory that the first step would take; nothing else changes."""
+        take_moments(self._adam)
+
+    def _update(self) -> float:
+        """Let the rule make a step with the rate of this one; returns the rate."""
+        rate = self.learning_rate
+        self.steps += 1
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        return rate
+
+    def _head(self, names: Sequence[str]) -> dict[str, Any]:
+        """What every saved state begins with."""
+        return {
+            "steps": self.steps,
+            "constant_rate": self._constant_rate,
+            "names": list(names),
+            "adam_8bit": self.config.adam_8bit,
+            "sgd": self.config.sgd,
+        }
+
+    def _take_head(self, state: Mapping[str, Any], names: Sequence[str], masters: Collection[str]) -> None:
+        """Go on from where a saved state was, if it is one of these parameters and of those masters.
+
+        Raises:
+            ValueError: the state belongs to other parameters, another compute type or another rule.
+        """
+        if state["names"] != list(names) or set(state["masters"]) != set(masters):
+            raise ValueError("the saved optimizer belongs to another model or --dtype")
+        refuse_other_rule(state, self.config)
+        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
 
 
 class MasterAdamW(Paced):
@@ -267,10 +307,6 @@ class MasterAdamW(Paced):
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
-    def allocate(self) -> None:
-        """Take the memory that the first step would take; nothing else changes."""
-        take_moments(self._adam)
-
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
         return self.state_bytes() if moments else self._master_bytes()
@@ -295,11 +331,7 @@ class MasterAdamW(Paced):
     @torch.no_grad()
     def step(self) -> float:
         """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
-        rate = self.learning_rate
-        self.steps += 1
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        rate = self._update()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
@@ -309,11 +341,7 @@ class MasterAdamW(Paced):
         """Step count, moments, and master weights where they are not the model's own."""
         masters = zip(self._names, self._parameters, self._masters, strict=True)
         return {
-            "steps": self.steps,
-            "constant_rate": self._constant_rate,
-            "names": list(self._names),
-            "adam_8bit": self.config.adam_8bit,
-            "sgd": self.config.sgd,
+            **self._head(self._names),
             "adam": self._adam.state_dict()["state"],
             "masters": {name: master.detach() for name, p, master in masters if p is not master},
         }
@@ -325,10 +353,7 @@ class MasterAdamW(Paced):
             ValueError: the state belongs to other parameters or another compute type.
         """
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
-        if state["names"] != self._names or set(state["masters"]) != mine:
-            raise ValueError("the saved optimizer belongs to another model or --dtype")
-        refuse_other_rule(state, self.config)
-        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
+        self._take_head(state, self._names, mine)
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):
             if name in state["masters"]:

@@ -28,15 +28,13 @@ from areno.engine.parallel.peers import Common, Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (
+    MOMENTS,
     GradientStats,
     OptimizerConfig,
     Paced,
     make_adam,
-    refuse_other_rule,
-    take_moments,
 )
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
 # Entries of a gradient that are looked at together, in double: as many as a CPU's cache holds, or a GPU's memory spares.
@@ -275,13 +273,9 @@ class ShardedAdamW(Paced):
     @torch.no_grad()
     def step(self) -> float:
         """Apply the collected gradient, and share the new weights; returns the learning rate that was used."""
-        rate = self.learning_rate
-        self.steps += 1
-        for group in self._adam.param_groups:
-            group["lr"] = rate
         for piece, _, place in self._pieces:
             piece.grad = self._gradient[place]
-        self._adam.step()
+        rate = self._update()
         for piece, _, _ in self._pieces:
             piece.grad = None
         self._publish()
@@ -295,10 +289,6 @@ class ShardedAdamW(Paced):
         if self._weight_dtype != torch.float32:
             self._own_weights().copy_(self._master)
         self._common.barrier()
-
-    def allocate(self) -> None:
-        """Take the memory that the first step would take; nothing else changes."""
-        take_moments(self._adam)
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
@@ -342,11 +332,7 @@ class ShardedAdamW(Paced):
         rounded = self._weight_dtype != torch.float32
         masters = dict(zip(names, self._wholes(self._master.detach()), strict=True)) if rounded else {}
         return {
-            "steps": self.steps,
-            "constant_rate": self._constant_rate,
-            "names": names,
-            "adam_8bit": self.config.adam_8bit,
-            "sgd": False,
+            **self._head(names),
             "adam": self._whole_states(),
             "masters": masters,
         }
@@ -395,10 +381,7 @@ class ShardedAdamW(Paced):
         """
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
-        if state["names"] != names or set(state["masters"]) != (set(names) if rounded else set()):
-            raise ValueError("the saved optimizer belongs to another model or --dtype")
-        refuse_other_rule(state, self.config)
-        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
+        self._take_head(state, names, names if rounded else ())
         self._master.data.copy_(
             self._own_part(lambda segment: part_of(state["masters"][segment.name], segment.parameter))
             if rounded
@@ -426,7 +409,7 @@ class ShardedAdamW(Paced):
         if self.config.adam_8bit:
             moment = adam_8bit.moments_in(state, segment.parameter.numel())[which].view(segment.parameter.shape)
         else:
-            moment = state[_MOMENTS[which]]
+            moment = state[MOMENTS[which]]
         return part_of(moment.to(self._device), segment.parameter)
 
 

@@ -31,15 +31,15 @@ from areno.loss_fns import sft_loss_fn, value_loss_fn  # noqa: E402
 from areno.types import ModelRole  # noqa: E402
 from tests.engine.parallel.replica import members  # noqa: E402
 from tests.engine.parallel.test_layouts import (  # noqa: E402
-    LOSSES,
     PROMPTS,
     REQUESTS,
-    STEPS,
     assert_near,
     assert_weights,
+    critic,
     lesson,
     rows,
 )
+from tests.engine.parallel.test_layouts import course as layout_course  # noqa: E402
 from tests.support.tiny import save_tiny_checkpoint, tiny_module  # noqa: E402
 
 # Adam divides by eps where a gradient is all rounding: less of it would blow that up.
@@ -61,34 +61,15 @@ def engine(path, layout=None, **lora):
 def roles(path):
     settings = SETTINGS | {"eps": 1e-3}  # behind a head of zeros, the first gradients are all rounding
     return {
-        "critic": ModelRole("critic", str(path), trainable=True, kind="value", optimizer=settings),
+        "critic": critic(path, settings),
         "ref": ModelRole("ref", str(path), trainable=False, kind="policy"),
     }
 
 
 def course(engine, folder):
-    """Everything that is compared: per algorithm adapters and statistics, then generation, scores and the reference."""
-    found = {"stats": {}, "weights": {}}
-    engine.ensure_roles(roles(engine.path))
-    for name in LOSSES:
-        for step in range(STEPS):
-            stats = lesson(engine, name, step)
-            if name == "ppo":
-                found["stats"]["critic"] = engine.train(rows(6, seed=step), value_loss_fn, 2, role="critic")
-        found["stats"][name] = stats
-        engine.save_model(folder / name)
-        found["weights"][name] = load_file(folder / name / FILE)
-    engine.save_model(folder)
-    engine.save_state(folder)
-    found["weights"]["critic"] = load_file(folder / "critic" / FILE)
-    found["results"] = [future.result() for future in engine.submit(REQUESTS)]
-    first = [result.sequences[0].resp_tokens for result in found["results"]]
-    spoken = [request.prompt_tokens + tokens for request, tokens in zip(REQUESTS, first, strict=True)]
-    found["again"] = engine.score_logprobs("actor", spoken, [1.0] * len(spoken))
-    found["reference"] = engine.score_logprobs("ref", PROMPTS, 1.0)
-    found["logprobs"] = engine.score_logprobs("actor", PROMPTS, 1.0)
-    found["values"] = engine.score_values("critic", PROMPTS)
-    return found
+    """What is compared of any layout, with adapters in place of weights; and the reference."""
+    found = layout_course(engine, folder, roles(engine.path), FILE, [1.0] * len(PROMPTS))
+    return found | {"reference": engine.score_logprobs("ref", PROMPTS, 1.0)}
 
 
 @pytest.fixture(scope="module")

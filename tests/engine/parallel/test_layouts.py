@@ -58,12 +58,14 @@ def lesson(engine, name, step):
     return engine.train(batch, LOSSES[name], mini_bs=2)
 
 
-def course(engine, folder):
-    """Everything that is compared: per algorithm weights and statistics, then generation and scores."""
+def critic(path, settings):
+    return ModelRole("critic", str(path), trainable=True, kind="value", optimizer=settings)
+
+
+def course(engine, folder, roles=None, file="model.safetensors", temperatures=(1.0, 0.5, 1.0, 2.0)):
+    """Everything that is compared: per algorithm what is saved and statistics, then generation and scores."""
     found = {"stats": {}, "weights": {}}
-    engine.ensure_roles(
-        {"critic": ModelRole("critic", str(engine.path), trainable=True, kind="value", optimizer=SETTINGS)}
-    )
+    engine.ensure_roles(roles or {"critic": critic(engine.path, SETTINGS)})
     for name in LOSSES:
         for step in range(STEPS):
             stats = lesson(engine, name, step)
@@ -71,12 +73,12 @@ def course(engine, folder):
                 found["stats"]["critic"] = engine.train(rows(6, seed=step), value_loss_fn, 2, role="critic")
         found["stats"][name] = stats
         engine.save_model(folder / name)
-        found["weights"][name] = load_file(folder / name / "model.safetensors")
+        found["weights"][name] = load_file(folder / name / file)
     engine.save_model(folder)
     engine.save_state(folder)
-    found["weights"]["critic"] = load_file(folder / "critic" / "model.safetensors")
+    found["weights"]["critic"] = load_file(folder / "critic" / file)
     found["results"] = [future.result() for future in engine.submit(REQUESTS)]
-    found["logprobs"] = engine.score_logprobs("actor", PROMPTS, [1.0, 0.5, 1.0, 2.0])
+    found["logprobs"] = engine.score_logprobs("actor", PROMPTS, list(temperatures))
     first = [result.sequences[0].resp_tokens for result in found["results"]]
     spoken = [request.prompt_tokens + tokens for request, tokens in zip(REQUESTS, first, strict=True)]
     found["again"] = engine.score_logprobs("actor", spoken, [1.0] * len(spoken))
