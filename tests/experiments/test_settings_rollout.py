@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,57 +13,12 @@ import torch
 from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trainers.engines import rollout_devices
-from areno.experiments.trajectory import samples_of
 from areno.experiments.workflows.rlvr import RLVRWorkflow
 from tests.config.experiment.samples import rl as example
-from tests.experiments.trainer_stage import HereTrainer, Run, settings_of_kind
+from tests.experiments.trainer_stage import HereTrainer, RolloutRun, Run, settings_of_kind
 
 REWARDS = "tests.experiments.plain_rewards."
 AGENTS = "tests.experiments.settings_agents."
-
-
-class RolloutRun(Run):
-    """With the batches that were trained on."""
-
-    batches: list[Any]
-
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        return [row for batch in self.batches for t in batch.trajectories for row in samples_of(t)]
-
-    def answers(self) -> list[list[int]]:
-        """Sampled tokens of each sample."""
-        return [
-            [token for token, trained in zip(row["input_ids"], row["loss_mask"], strict=True) if trained]
-            for row in self.samples
-        ]
-
-
-@pytest.fixture
-def rl(tiny_checkpoint, tmp_path) -> Callable[..., RolloutRun]:
-    """Runs PPO; settings are dotted names."""
-    numbers = iter(range(1000))
-
-    def run(
-        changes: dict[str, Any] | None = None,
-        watch: Callable[[HereTrainer], None] | None = None,
-        workflow: Any = None,
-        **more: Any,
-    ) -> RolloutRun:
-        root = tmp_path / str(next(numbers))
-        config = settings_of_kind("rl", tiny_checkpoint, root, {"total_train_steps": 1, **(changes or {}), **more})
-        with HereTrainer(config) as trainer:
-            batches: list[Any] = []
-            prepare = trainer.dispatcher.prepare_batch
-            trainer.dispatcher.prepare_batch = lambda *given: batches.append(prepare(*given)) or batches[-1]  # type: ignore[method-assign]
-            if watch is not None:
-                watch(trainer)
-            trainer.train(workflow)
-            found = RolloutRun(trainer)
-            found.batches = batches
-            return found
-
-    return run
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -375,136 +327,6 @@ def test_numbers_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_p
     assert not run("off").column("rollout/agent/tools/avg")
     with pytest.raises(ArenoError, match=r"log_agent_stats_keys 'hammers' is in no trajectory"):
         run("wrong", log_agent_stats=True, log_agent_stats_keys=["hammers"])
-
-
-# -- agents ----------------------------------------------------------------------------------------------------------
-
-AGENT = {
-    "rollout.agent.agent_cls_path": AGENTS + "Talker",
-    "actor.reward_norm": None,
-    "train_dataset.batch_size": 1,
-    "gconfig.n_samples": 1,
-    "gconfig.max_tokens": 512,
-}
-
-
-def agent(**more: Any) -> dict[str, Any]:
-    return AGENT | {f"rollout.agent.{name}": value for name, value in more.items()}
-
-
-def test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation(rl):
-    each = rl(agent(turn_discount=0.5))
-    assert [row["rewards"] for row in each.samples] == [0.25, 0.5, 1.0]
-    assert [row["rewards"] for row in rl(agent()).samples] == [1.0, 1.0, 1.0]
-    one = rl(agent(export_style="concat", chat_template_type="concat"))
-    assert len(one.samples) == 1
-    assert len(one.answers()[0]) == sum(map(len, each.answers()))
-
-
-def test_a_conversation_has_at_most_so_many_tokens(rl):
-    endless = {"gconfig.ignore_eos": True}
-    longest = max(len(row["input_ids"]) for row in rl(agent() | endless).samples)
-    cut = rl(agent(engine_max_tokens=longest - 3) | endless)
-    assert max(len(row["input_ids"]) for row in cut.samples) == longest - 3
-
-
-def test_an_agent_has_so_long(rl):
-    with pytest.raises(RolloutStoppedError, match=r"1 s.*agent\.session_timeout_seconds"):
-        given = {"workflow.kwargs": {"how": "sleeps", "turns": 1}, "workflow.path": "agent"}
-        rl(agent(session_timeout_seconds=1) | given | {"train_dataset.batch_size": 4})
-
-
-def test_rewards_may_come_after_the_agent_has_ended(rl):
-    def run(seconds: float) -> RolloutRun:
-        def late(trainer: HereTrainer) -> None:
-            from tests.experiments.settings_agents import Talker
-
-            trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="late", turns=1))  # type: ignore[method-assign]
-
-        plain = {
-            name: value for name, value in agent(set_reward_finish_timeout=seconds).items() if "cls_path" not in name
-        }
-        return rl(plain, watch=late)
-
-    assert [row["rewards"] for row in run(2.0).samples] == [1.0]
-    with pytest.raises(RolloutStoppedError, match="returned no reward"):
-        run(0.0)
-
-
-def test_agents_run_here_or_in_so_many_processes(rl):
-    given = {"rollout.agent.agent_cls_path": AGENTS + "Process", "gconfig.n_samples": 2}
-    here = rl(agent() | given)
-    assert {row["rewards"] for row in here.samples} == {float(torch.tensor(float(os.getpid())))}
-    for workers in (1, 2):
-        run = rl(agent(mode="subproc", subproc_max_workers=workers) | given)
-        processes = {row["rewards"] for row in run.samples}
-        assert len(processes) == workers
-        assert float(os.getpid()) not in processes
-
-
-@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
-def test_a_parser_that_is_unknown_is_named(rl, name):
-    with pytest.raises(ArenoError, match="nonesuch"):
-        rl(agent(**{name: "nonesuch"}))
-
-
-def test_an_adapter_is_served_under_its_name(rl):
-    pytest.importorskip("peft")
-
-    def named(trainer: HereTrainer) -> None:
-        from tests.experiments.settings_agents import Talker
-
-        trainer.train = lambda *_: HereTrainer.train(trainer, Talker(how="named", turns=1))  # type: ignore[method-assign]
-
-    plain = {name: value for name, value in AGENT.items() if "cls_path" not in name}
-    assert rl({**plain, "actor.use_lora": True, "gconfig.lora_name": "mine"}, watch=named).steps == 1
-    with pytest.raises(RolloutStoppedError):
-        rl({**plain, "actor.use_lora": True}, watch=named)
-
-
-# -- traces ----------------------------------------------------------------------------------------------------------
-
-
-def sessions_of(run: RolloutRun) -> list[Path]:
-    return list(run.folder.rglob("sessions-r*.jsonl"))
-
-
-def test_sessions_are_written_when_asked_for(rl):
-    assert not sessions_of(rl({"perf_tracer.session_tracer.enabled": False}))
-    (path,) = sessions_of(rl({"perf_tracer.session_tracer.enabled": True}))
-    assert len(path.read_text().splitlines()) >= 4
-
-
-@pytest.mark.parametrize(("agent", "answers"), [("Talker", 3), ("Streamer", 1)])
-def test_sessions_of_agents_have_what_the_server_generated_for_them(rl, agent, answers):
-    given = {"rollout.agent.agent_cls_path": AGENTS + agent, "perf_tracer.session_tracer.enabled": True}
-    (path,) = sessions_of(rl(given))
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    done = [one for one in found if one["status"] == "accepted"]
-    assert len(done) >= 4
-    for one in done:
-        spans = one["phases"]["generate"]
-        assert len(spans) == 2 * answers  # of both samples
-        assert one["generate_s"] == pytest.approx(sum(span["end_ts"] - span["start_ts"] for span in spans)) != 0
-        assert all(one["submit_ts"] <= span["start_ts"] <= span["end_ts"] <= one["finalized_ts"] for span in spans)
-
-
-@pytest.mark.parametrize(("threshold", "written"), [(1, True), (1000, False)])
-def test_sessions_are_written_after_so_many(rl, threshold, written):
-    found: list[bool] = []
-
-    def look(trainer: HereTrainer) -> None:
-        update = trainer._update
-
-        def seen(*given: Any) -> Any:
-            found.append(bool(list(trainer.run_dir.path.rglob("sessions-r*.jsonl"))))
-            return update(*given)
-
-        trainer._update = seen  # type: ignore[method-assign]
-
-    given = {"perf_tracer.session_tracer": {"enabled": True, "flush_threshold": threshold}}
-    rl(given, watch=look)
-    assert found == [written]
 
 
 # -- places ----------------------------------------------------------------------------------------------------------

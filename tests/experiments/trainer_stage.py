@@ -15,6 +15,7 @@ from areno.engine.engine import Engine
 from areno.experiments.fleet.delivery import UpdateReport
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
+from areno.experiments.trajectory import samples_of
 from tests.config.experiment.samples import changed
 
 CLASSES = {"rl": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
@@ -108,6 +109,23 @@ class Run:
         """Global steps of the models that were kept."""
         names = (path.name for path in (self.checkpoints / "default").glob("epoch*"))
         return sorted(int(name.rpartition("globalstep")[2]) for name in names)
+
+
+class RolloutRun(Run):
+    """With the batches that were trained on."""
+
+    batches: list[Any]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return [row for batch in self.batches for t in batch.trajectories for row in samples_of(t)]
+
+    def answers(self) -> list[list[int]]:
+        """Sampled tokens of each sample."""
+        return [
+            [token for token, trained in zip(row["input_ids"], row["loss_mask"], strict=True) if trained]
+            for row in self.samples
+        ]
 
 
 def trainer_of(config: Any, rows: Sequence[Any] | None = None) -> Any:

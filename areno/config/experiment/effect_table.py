@@ -130,6 +130,7 @@ _SUPERVISED = "tests/experiments/test_settings_supervised.py::"
 _ENGINES = "tests/experiments/test_settings_engines.py::"
 _UPDATE = "tests/experiments/test_settings_update.py::"
 _ROLLOUT = "tests/experiments/test_settings_rollout.py::"
+_EPISODES = "tests/experiments/test_settings_episodes.py::"
 _PROCESSES = "tests/experiments/test_settings_processes.py::"
 _SERVICES_TEST = "tests/observability/test_services.py::"
 
@@ -271,7 +272,7 @@ EFFECTS: dict[str, str] = {
     "GenerationHyperparameters.stop": _ROLLOUT + "test_texts_that_stop",
     "GenerationHyperparameters.ignore_eos": _ROLLOUT + "test_an_end_of_sequence_may_be_ignored",
     "GenerationHyperparameters.skip_special_tokens": _ROLLOUT + "test_rewards_see_special_tokens_when_asked_for",
-    "GenerationHyperparameters.lora_name": _ROLLOUT + "test_an_adapter_is_served_under_its_name",
+    "GenerationHyperparameters.lora_name": _EPISODES + "test_an_adapter_is_served_under_its_name",
     "InferenceEngineConfig.max_concurrent_rollouts": _ROLLOUT + "test_so_many_episodes_run_and_wait",
     "InferenceEngineConfig.queue_size": _ROLLOUT + "test_so_many_episodes_run_and_wait",
     "InferenceEngineConfig.max_head_offpolicyness": _ROLLOUT + "test_rollout_runs_ahead_as_far_as_it_may",
@@ -294,18 +295,18 @@ EFFECTS: dict[str, str] = {
     "WorkflowConfig.dynamic_filter_fn": _ROLLOUT + "test_the_named_filter_says_which_groups_are_trained_on",
     "PPOActorConfig.log_agent_stats": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
     "PPOActorConfig.log_agent_stats_keys": _ROLLOUT + "test_numbers_of_workflows_are_reported_when_asked_for",
-    "AgentConfig.agent_cls_path": _ROLLOUT + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
-    "AgentConfig.turn_discount": _ROLLOUT + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
-    "AgentConfig.export_style": _ROLLOUT + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
-    "AgentConfig.engine_max_tokens": _ROLLOUT + "test_a_conversation_has_at_most_so_many_tokens",
-    "AgentConfig.session_timeout_seconds": _ROLLOUT + "test_an_agent_has_so_long",
-    "AgentConfig.set_reward_finish_timeout": _ROLLOUT + "test_rewards_may_come_after_the_agent_has_ended",
-    "AgentConfig.mode": _ROLLOUT + "test_agents_run_here_or_in_so_many_processes",
-    "AgentConfig.subproc_max_workers": _ROLLOUT + "test_agents_run_here_or_in_so_many_processes",
-    "AgentConfig.tool_call_parser": _ROLLOUT + "test_a_parser_that_is_unknown_is_named",
-    "AgentConfig.reasoning_parser": _ROLLOUT + "test_a_parser_that_is_unknown_is_named",
-    "SessionTracerConfig.enabled": _ROLLOUT + "test_sessions_are_written_when_asked_for",
-    "SessionTracerConfig.flush_threshold": _ROLLOUT + "test_sessions_are_written_after_so_many",
+    "AgentConfig.agent_cls_path": _EPISODES + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
+    "AgentConfig.turn_discount": _EPISODES + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
+    "AgentConfig.export_style": _EPISODES + "test_an_agent_makes_a_row_of_each_turn_or_of_the_conversation",
+    "AgentConfig.engine_max_tokens": _EPISODES + "test_a_conversation_has_at_most_so_many_tokens",
+    "AgentConfig.session_timeout_seconds": _EPISODES + "test_an_agent_has_so_long",
+    "AgentConfig.set_reward_finish_timeout": _EPISODES + "test_rewards_may_come_after_the_agent_has_ended",
+    "AgentConfig.mode": _EPISODES + "test_agents_run_here_or_in_so_many_processes",
+    "AgentConfig.subproc_max_workers": _EPISODES + "test_agents_run_here_or_in_so_many_processes",
+    "AgentConfig.tool_call_parser": _EPISODES + "test_a_parser_that_is_unknown_is_named",
+    "AgentConfig.reasoning_parser": _EPISODES + "test_a_parser_that_is_unknown_is_named",
+    "SessionTracerConfig.enabled": _EPISODES + "test_sessions_are_written_when_asked_for",
+    "SessionTracerConfig.flush_threshold": _EPISODES + "test_sessions_are_written_after_so_many",
     "SchedulingStrategy.type": _ROLLOUT + "test_rollout_has_devices_of_its_own_unless_it_shares_the_actor_s",
     "InferenceEngineConfig.backend": _PROCESSES
     + "test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer",
