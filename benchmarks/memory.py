@@ -3,18 +3,21 @@
     python benchmarks/memory.py                     # table, then one line of JSON
     python benchmarks/memory.py --save NAME         # also benchmarks/results/NAME.json
     python benchmarks/memory.py --models 210m --sets grpo
-    python benchmarks/memory.py --models 210m --sets grpo --ranks 2 --tp 2
+    python benchmarks/memory.py --models 210m --sets grpo --layouts dp2 tp2
 
 Every combination of a model and a set of options runs in a fresh process through the real engine: load, rollout, scoring
 with a reference, forward, backward, optimizer step. The peak is the high-water mark of the resident set over what the
-process held after its imports, reset before each phase; with
-several ranks it is that of the rank that takes most. Models are random, in fp32 unless the set says otherwise.
+process held after its imports, reset before each phase. With several ranks it is that of all together: memory that they share
+counts once, and what they held before is planned and measured too, as far as it is theirs alone. While ranks of tensor
+parallelism load, pages of the file that the kernel can take back are in it. Models are random, in fp32 unless the set says
+otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -38,42 +41,40 @@ SETS: dict[str, dict[str, Any]] = {
     "sft-long": {"algo": "sft", "batch_size": 4, "mini_bs": 2, "max_prompt_tokens": 128, "max_new_tokens": 128},
     "kl-bf16": {**_RL, "kl_coef": 0.1, "dtype": "bfloat16", "mini_bs": 8},
 }
+LAYOUTS: dict[str, dict[str, Any]] = {"1": {}, "dp2": {"world_size": 2}, "tp2": {"world_size": 2, "tp_size": 2}}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--layouts", nargs="+", default=["1"], choices=LAYOUTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", default="")
     return parser.parse_args()
 
 
 def compare(model: Path, options: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Planned and measured bytes by phase, over what a rank's process takes before it loads anything."""
+    """Planned and measured bytes by phase."""
     import areno  # noqa: F401
     from areno.config.train_options import TrainOptions
-    from areno.engine.plan.account import RANK, make_plan
+    from areno.engine.plan.account import make_plan
 
     run = TrainOptions(ckpt=str(model), device="cpu", **options)
     plan = make_plan(run)
     given = {"ckpt": str(model), "device": "cpu", **options}
     found = run_worker(sys.executable, WORKER, {"options": given, "threads": threads})
-    before = RANK if plan.layout.world_size > 1 else 0
     phases = {}
     for phase in plan.phases:
-        measured = found["peaks"][phase.name]
+        planned, measured = plan.of_all(phase), found["peaks"][phase.name]
         phases[phase.name] = {
-            "planned_mib": round((phase.total - before) / 2**20, 1),
+            "planned_mib": round(planned / 2**20, 1),
             "measured_mib": round(measured / 2**20, 1),
-            "planned_over_measured": round((phase.total - before) / measured, 3),
+            "planned_over_measured": round(planned / measured, 3),
         }
-    print(f"a rank holds {found['private'] / 2**20:.0f} MiB of its own before it loads anything", flush=True)
     return {
         "phases": phases,
-        "private": found["private"],
+        "before": found["before"],
         "parts": {p.name: p.parts for p in plan.phases},
         "run": dataclasses.asdict(run)["algo"],
     }
@@ -88,14 +89,15 @@ def main() -> None:
         for name in args.models:
             model = Path(folder) / name
             parameters = make_checkpoint(model, **MODELS[name])
-            for chosen in args.sets:
-                result = compare(model, SETS[chosen] | {"world_size": args.ranks, "tp_size": args.tp}, args.threads)
-                report["results"][f"{name} {chosen}"] = {"parameters": parameters, **result}
+            for chosen, layout in itertools.product(args.sets, args.layouts):
+                result = compare(model, SETS[chosen] | LAYOUTS[layout], args.threads)
+                title = f"{name} {chosen}" if layout == "1" else f"{name} {chosen} {layout}"
+                report["results"][title] = {"parameters": parameters, **result}
                 for phase, figures in result["phases"].items():
                     ratio = figures["planned_over_measured"]
                     worst = max(worst, ratio, 1 / ratio)
                     print(
-                        f"{name:6} {chosen:10} {phase:10} planned {figures['planned_mib']:8.1f} MiB  "
+                        f"{title:20} {phase:10} planned {figures['planned_mib']:8.1f} MiB  "
                         f"measured {figures['measured_mib']:8.1f} MiB  ratio {ratio:.3f}",
                         flush=True,
                     )

@@ -1,6 +1,7 @@
 """One measurement of ``memory.py``: the engine's real phases, each with its peak over what the imports take. Prints JSON.
 
-With several ranks every figure is that of the rank that takes most; baseline is what a rank holds before it loads anything.
+With several ranks every figure is that of all, and memory that they share counts once. ``before`` is what they hold before they
+load anything, as far as it is no other process's as well.
 """
 
 from __future__ import annotations
@@ -47,6 +48,25 @@ class Baseline:
         return held_memory(torch.device("cpu")), private * 1024
 
 
+def counted_twice() -> int:
+    """Resident bytes of memory that ranks share, less this rank's part of it."""
+    twice, shared = 0, False
+    with open("/proc/self/smaps") as file:
+        for name, *figures in map(str.split, file):
+            if not name.endswith(":"):
+                shared = any("areno-memory" in figure for figure in figures)
+            elif shared and name in ("Rss:", "Pss:"):
+                twice += int(figures[0]) * (1024 if name == "Rss:" else -1024)
+    return twice
+
+
+def peak(engine: Any) -> int:
+    """Bytes that the rank held at most since the peak began, shared ones in part."""
+    from areno.engine.plan import trial
+
+    return trial.peak(engine) - counted_twice()
+
+
 def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str, int]:
     """Forward, backward and the optimizer's step of one rank, with rows of its replica's own."""
     import torch
@@ -54,12 +74,12 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
     from areno.engine.native import are_large, give_freed_memory_back
     from areno.engine.plan.meter import peak_memory
 
-    cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0}
+    cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0, "optimizer": 0}
     step = engine.actor.training
     step.set_training(True)
     for _ in range(passes):
         with peak_memory(cpu) as peak:
-            loss, _ = step._loss(batch, loss_fn, False)
+            loss = step._loss(batch, loss_fn, False)[0]
         peaks["forward"] = max(peaks["forward"], peak.bytes)
         with peak_memory(cpu) as peak:
             loss.backward()
@@ -70,7 +90,8 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
     with peak_memory(cpu) as peak:
         step.apply()
     step.set_training(False)
-    return {**peaks, "optimizer": peak.bytes}
+    peaks["optimizer"] = peak.bytes
+    return {name: found - counted_twice() for name, found in peaks.items()}
 
 
 def allocate(engine: Any) -> None:
@@ -99,10 +120,10 @@ def main() -> None:
     sizes = RunSizes(options, cpu)
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
     torch.randn(64, 64) @ torch.randn(64, 64)
-    baseline, private = held_memory(cpu), 0
+    baseline, before = held_memory(cpu), 0
     if options.world_size > 1:
         ranks = WorkerGroup([Baseline] * options.world_size)
-        baseline, private = map(max, zip(*ranks.call("held"), strict=True))
+        baseline, before = map(sum, zip(*ranks.call("held"), strict=True))
         ranks.close()
     peaks: dict[str, int] = {}
     config = EngineConfig(
@@ -119,8 +140,13 @@ def main() -> None:
     engine = Engine(str(options.ckpt), config) if alone else EngineGroup(str(options.ckpt), config, sizes.layout)
     for role in sizes.roles():
         engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.trained)})
-    peaks["load"] = max(engine.each_rank(trial.peak))
-    engine.each_rank(allocate)
+    peaks["load"] = sum(engine.each_rank(peak))
+    lengths, microbatches = sizes.microbatch(sizes.longest_row(None))
+    batch = rows_of(lengths, sizes.scored(lengths))
+    if alone:
+        engine.each_rank(allocate)
+    else:  # memory in which ranks sum gradients is there from a first update on
+        engine.each_rank(update, batch, 1, loss_fn)
 
     if sizes.spec.requires_rollout:
         prompts = [[(11 * i + j) % 500 for j in range(options.max_prompt_tokens)] for i in range(options.batch_size)]
@@ -129,21 +155,18 @@ def main() -> None:
         engine.each_rank(trial.begin)
         for future in engine.submit([Request(prompt, sampling, seeds) for prompt in prompts]):
             future.result()
-        peaks["rollout"] = max(engine.each_rank(trial.peak))
+        peaks["rollout"] = sum(engine.each_rank(peak))
         engine.end_rollout()
 
-    lengths, microbatches = sizes.microbatch(sizes.longest_row(None))
-    batch = rows_of(lengths, sizes.scored(lengths))
     if sizes.roles():
         engine.each_rank(trial.begin)
         tokens = [row.tokens for row in batch] * sizes.layout.dp_size
         engine.score_logprobs("ref", tokens, micro_bs=options.score_micro_bs)
-        peaks["score"] = max(engine.each_rank(trial.peak))
+        peaks["score"] = sum(engine.each_rank(peak))
     found = engine.each_rank(update, batch, min(microbatches, 2), loss_fn)
-    peaks |= {name: max(one[name] for one in found) for name in found[0]}
+    peaks |= {name: sum(one[name] for one in found) for name in found[0]}
     engine.close()
-    over = {name: value - baseline for name, value in peaks.items()}
-    print(json.dumps({"baseline": baseline, "private": private, "peaks": over}))
+    print(json.dumps({"before": before, "peaks": {name: value - baseline + before for name, value in peaks.items()}}))
 
 
 if __name__ == "__main__":

@@ -234,10 +234,19 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     if not options.dummy:
         module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
         _refuse_random_weights(report, options.option, path)
+        if tp_size > 1:
+            _let_go_of_the_file(module)
         return module
     config = more.pop("config", None)
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+
+
+def _let_go_of_the_file(module: nn.Module) -> None:
+    """Copy each part: ``transformers`` leaves those that are cut as views of the whole file, which stays in memory by it."""
+    for parameter in module.parameters():
+        part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
+        part.data = part.detach().clone()
 
 
 def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ PARTS = ("process", "weights", "roles", "optimizer", "gradients", "kv_cache", "a
 # The model's and the tokenizer's code and tables, and threads, over what importing areno takes; measured.
 _PROCESS = 64 * 2**20
 # What a rank's process takes before that: pages of PyTorch and transformers that it shares with no other; measured.
-RANK = 256 * 2**20
+RANK = 320 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,9 @@ class _Planner:
         """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
         shapes = [self.actor, *(shape for role, shape in self.roles.items() if not role.only_scores)]
         converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.whole)]
-        return self._phase("load", activations=max(converted, default=0) // self.sizes.layout.tp_size)
+        # A rank writes its share of what replicas have in common from weights that are still its own.
+        moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
+        return self._phase("load", activations=max([moved, *(size // self.sizes.layout.tp_size for size in converted)]))
 
     def _phase(
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
@@ -221,10 +223,12 @@ class _Planner:
         phases: list[list[Phase]] = []
         for update in self.updates:
             there = 0 if self.sizes.offloads else update.gradients
+            others = sum(other.kept for other in self.updates if other is not update)
+            carried = max(update.carried if there else 0, update.kept)
             passes = {
-                "forward": (update.carried if there else 0, update.forward - update.carried),
-                "backward": (there, update.backward - update.gradients),
-                "optimizer": (there, update.step),
+                "forward": (others + carried, update.forward - update.carried),
+                "backward": (others + there, update.backward - update.gradients),
+                "optimizer": (others + there, update.step),
             }
             phases.append(
                 [

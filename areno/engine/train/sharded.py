@@ -154,7 +154,7 @@ class ShardedAdamW(Paced):
         self._common = common = self.peers.data.common(self._share * self.peers.data.size, dtype)
         if common is None:
             return
-        self._own_weights().copy_(self._own_part(self._read))
+        self._fill(self._own_weights(), self._read)
         common.barrier()
         for segment in self._segments:
             parameter = segment.parameter
@@ -179,10 +179,14 @@ class ShardedAdamW(Paced):
     def _own_part(self, value: Callable[[_Segment], Tensor]) -> Tensor:
         """This rank's share of a flat tensor whose entries ``value`` gives parameter by parameter, in fp32."""
         part = torch.zeros(self._share, device=self._home)
+        self._fill(part, value)
+        return part
+
+    def _fill(self, part: Tensor, value: Callable[[_Segment], Tensor]) -> None:
+        """Write this rank's share of such a flat tensor [share]."""
         for segment, start, stop in self._owned():
             entries = value(segment).reshape(-1)[start - segment.start : stop - segment.start]
             part[start - self._first : stop - self._first] = entries.to(part)
-        return part
 
     def _owned(self) -> Iterator[tuple[_Segment, int, int]]:
         """Segments that lie in this rank's share, with the range that does."""
