@@ -60,6 +60,7 @@ class Example:
 UPDATE = "ppo_actor/update/"
 STALE = (f"{UPDATE}behave_imp_weight/avg", f"{UPDATE}behave_approx_kl/avg", "ppo_actor/rs_upper")
 EVALUATED = ("evaluator.freq_steps=1",)
+PAIRS: Any = {"start": 0.5, "end": 0.9, "changes": EVALUATED}  # a policy that is its own reference calls no pair right
 TABLE = {
     "ppo": Example(("ppo_critic/critic_loss/avg", "timeperf/critic_train_step")),
     "grpo": Example(("eval-rollout/reward/avg",), changes=("evaluator.freq_steps=2",)),
@@ -82,13 +83,9 @@ TABLE = {
     "agent": Example(),
     "lora": Example(),
     "sft": Example(("sft/ppl/avg",), measure="sft/loss", start=1.0, end=0.8, below=True),
-    "dpo": Example(
-        ("dpo/chosen_reward/avg", "dpo/eval/loss"), measure="dpo/reward_accuracy/avg", end=0.9, changes=EVALUATED
-    ),
-    "ipo": Example(("dpo/reward_margin/avg",), measure="dpo/reward_accuracy/avg", end=0.9, changes=EVALUATED),
-    "reward_model": Example(
-        ("rw/pos_score/avg", "rw/eval/loss"), measure="rw/correct_ratio/avg", end=0.9, changes=EVALUATED
-    ),
+    "dpo": Example(("dpo/chosen_reward/avg", "dpo/eval/loss"), measure="dpo/reward_accuracy/avg", **PAIRS),
+    "ipo": Example(("dpo/reward_margin/avg",), measure="dpo/reward_accuracy/avg", **PAIRS),
+    "reward_model": Example(("rw/pos_score/avg", "rw/eval/loss"), measure="rw/correct_ratio/avg", **PAIRS),
     "gsm8k_grpo": Example(STALE),
 }
 RL = ("rollout/reward/avg", REWARD, "ppo_actor/advantages/avg", f"{UPDATE}actor_loss/avg", f"{UPDATE}grad_norm")
