@@ -19,8 +19,8 @@ from areno.cli.main import main as areno
 from areno.config.hooks import import_user_file, split_spec
 from areno.quickstart.model import save_random_model, train_tokenizer
 
-# Digits and single capital letters stand alone, as cells of boards do; what stands between them may become one token.
-_ALONE = r" ?\d| [A-Z](?![A-Za-z])"
+# Digits and single capital letters stand alone, or one such pair, as cells of boards do; what is between may become one token.
+_ALONE = r" ?[A-Z]?\d| [A-Z](?![A-Za-z])"
 WORDS = rf"{_ALONE}|(?:(?!{_ALONE})[^\n])+|\n"
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system

@@ -1,4 +1,4 @@
-"""Tic-tac-toe is learned: from a model that knows the form of a call to one that plays well on boards it has never seen."""
+"""Tic-tac-toe is learned: from a model that reads a board and calls the tool to one that plays on boards it has never seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.examples import scripted
 from tests.support.cli import areno, environment
 
-STEPS = 100
+STEPS = 50
 
 
 def held_out_reward(checkpoint):
@@ -47,15 +47,17 @@ def run(program, *options):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_held_out_reward_rises_within_five_minutes(seed, tmp_path):
     began = time.monotonic()
-    expert, folder = scripted.FOLDER / "tictactoe" / "expert.py", scripted.FOLDER / "tictactoe"
-    run("warm_start.py", "--expert", expert, "--output", tmp_path, "--steps", 60, "--seed", seed)
+    folder = scripted.FOLDER / "tictactoe"
+    reader = ("--expert", f"{folder / 'expert.py'}:READER", "--count", 6400, "--steps", 200)
+    run("warm_start.py", *reader, "--output", tmp_path, "--seed", seed)
     run("tictactoe/dataset_generator.py", "--output", tmp_path / "boards.jsonl", "--count", 4096, "--seed", seed)
     done = areno(
         *("train", "--algo", "gspo", "--ckpt", tmp_path / "model", "--dataset-path", tmp_path / "boards.jsonl"),
         *("--dataset-loader-fn", folder / "dataset_loader.py", "--reward-fn-path", folder / "reward.py"),
         *("--agent-fn", folder / "run_agent.py", "--run-dir", tmp_path / "run", "--seed", seed),
-        *("--batch-size", 16, "--n-samples", 8, "--mini-bs", 128, "--max-new-tokens", 32, "--max-steps", STEPS),
-        *("--lr", 2e-3, "--min-lr", 0, "--lr-decay-style", "linear", "--lr-decay-steps", STEPS, "--adam-beta2", 0.98),
+        *("--batch-size", 32, "--n-samples", 8, "--mini-bs", 256, "--max-new-tokens", 32, "--max-steps", STEPS),
+        *("--lr", 1e-3, "--min-lr", 0, "--lr-decay-style", "linear", "--lr-decay-steps", STEPS, "--adam-beta2", 0.98),
+        *("--kl-coef", 0.2, "--tree-training"),
         timeout=900,
     )
     seconds = time.monotonic() - began

@@ -1,13 +1,20 @@
-"""A perfect player, whose games make a random model ready for reinforcement learning; see ``../warm_start.py``."""
+"""Players whose answers make a random model ready for reinforcement learning; see ``../warm_start.py``.
+
+`EXPERT` and its variants play perfectly. `READER` does not play: it can tell free squares, and calls the tool with any
+square. What is left to reinforcement learning is to play.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from tictactoe import TicTacToe, TicTacToeInText, best_squares, draw_record
+from tictactoe import TicTacToe, TicTacToeInText, best_squares, draw_record, empty_squares
 
 from areno.api.agentic.demonstrations import Course, Message, calls, says
+from areno.api.agentic.environment import Answer
 
 
 def best_square(game: TicTacToe) -> int:
@@ -25,6 +32,28 @@ def say_best(game: TicTacToe) -> Message:
     return says(f"<move>{best_square(game)}</move>")
 
 
+class Lesson(TicTacToe):
+    """Asks for free squares on seven boards of ten, and for a move on the others."""
+
+    def reset(self, record: Mapping[str, Any]) -> str:
+        """Set the board up."""
+        seen = super().reset(record)
+        self.reads = random.Random(self.seed).random() < 0.7
+        return seen.replace(self.ask, "Which squares are free?") if self.reads else seen
+
+    def step(self, answer: Answer) -> str | None:
+        """A list of squares ends it."""
+        return None if self.reads else super().step(answer)
+
+
+def read_or_call(game: Lesson) -> Message:
+    """The free squares, or a call with any of the nine."""
+    if game.reads:
+        return says("Free: " + " ".join(map(str, empty_squares(game.board))))
+    return calls(("choose_square", {"square": random.Random(f"{game.board}:{game.seed}").randint(1, 9)}))
+
+
 EXPERT = Course(TicTacToe, draw_record, call_best)
 TEXT = Course(TicTacToeInText, draw_record, say_best)
 WHOLE_GAMES = Course(TicTacToe, partial(draw_record, whole_games=True), call_best)
+READER = Course(Lesson, draw_record, read_or_call)

@@ -90,12 +90,12 @@ def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool
 
     Args:
         rng: decides.
-        whole_games: stop after 0 to 3 moves, for games that are played on; else after 4 to 7, for one move.
+        whole_games: stop after 0 to 3 moves, for games that are played on; else after 5 to 8, for one move.
         held_out: draw from the fifth of all boards that training never sees.
     """
     while True:
         board = "." * 9
-        for _ in range(rng.randint(0, 3) if whole_games else rng.randint(4, 7)):
+        for _ in range(rng.randint(0, 3) if whole_games else rng.randint(5, 8)):
             if is_over(board):
                 break
             board = play(board, rng.choice(empty_squares(board)))
@@ -104,8 +104,8 @@ def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool
 
 
 def text_of(board: str) -> str:
-    """The board for a reader: three rows, free squares as their numbers."""
-    cells = [str(index + 1) if mark == "." else mark for index, mark in enumerate(board)]
+    """The board for a reader: three rows; every square has its number, behind the mark of who has taken it."""
+    cells = [f"{mark.strip('.')}{index + 1}" for index, mark in enumerate(board)]
     return "\n".join(" " + " ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
