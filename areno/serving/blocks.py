@@ -7,7 +7,7 @@ read from the chat answer's chunks. A call comes whole, so its block opens and c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -59,9 +59,9 @@ class BlockAnswer(ABC):
         self._answer.opening()
         return list(self.start())
 
-    def push(self, sample: int, token: GeneratedToken) -> list[Event]:
-        """Take a token; the events that it makes."""
-        return self._read(self._answer.push(sample, token))
+    def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:
+        """Take the next tokens; the events that they make."""
+        return self._read(self._answer.push(sample, tokens))
 
     def without_tokens(self) -> list[Event]:
         """The events of an answer for which the context had no room."""

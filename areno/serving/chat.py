@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -235,33 +236,36 @@ class ChatAnswer:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(message, delta, range(0), first=True) for message in self._messages]
 
-    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
-        """Take a token; chunks where it makes something certain, and at the end."""
+    def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
+        """Take the next tokens; a stream's chunks where they make something certain, and at the end."""
         message = self._messages[sample]
-        text = message.sample.take(token)
+        text = message.sample.take(tokens)
         message.text += text
         pieces = message.reader.push(text)
-        if token.finish is not None:
+        ends = message.sample.finish is not None
+        if ends:
             pieces += message.reader.finish()
             self._metrics.malformed_tool_calls.inc(message.reader.malformed)
         deltas = [message.add(piece) for piece in pieces]
+        if ends:
+            self._record(message)
+        if not self._body.stream:
+            return []
         chunks = [self._chunk(message, delta, message.sample.unshown()) for delta in deltas]
-        if token.finish is not None:
-            chunks.append(self._last_chunk(message))
-        return chunks
+        return [*chunks, self._last_chunk(message)] if ends else chunks
 
     def without_tokens(self) -> list[dict[str, Any]]:
         """End every message before its first token, where the context is full; the chunks of a stream."""
         for message in self._messages:
             message.sample.finish = "length"
+            self._record(message)
         return [*self.opening(), *(self._last_chunk(message) for message in self._messages)]
 
     def _last_chunk(self, message: _Message) -> dict[str, Any]:
-        """Keep a message that has come to its end, before the client can go on from it."""
-        self._record(message)
         return self._recorded(self._chunk(message, {}, message.sample.unshown(), finish=message.finish_reason), message)
 
     def _record(self, message: _Message) -> None:
+        """Keep a message that has come to its end, before the client can go on from it."""
         finish, tokens = message.sample.finish, message.sample.tokens
         if self._turn is None or finish is None:
             return

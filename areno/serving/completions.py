@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from areno.serving.errors import ApiError
@@ -111,12 +112,12 @@ class CompletionAnswer:
             for sample in self._samples
         ]
 
-    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
-        """Take a token; a chunk where it makes text final, and at the end."""
+    def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
+        """Take the next tokens; a stream's chunk where they make text final, and at the end."""
         state = self._samples[sample]
-        text = state.take(token)
+        text = state.take(tokens)
         self._content[sample] += text
-        if not text and token.finish is None:
+        if not self._body.stream or (not text and state.finish is None):
             return []
         return [self._frame.chunk([self._choice(state, text, state.unshown())])]
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 TokenEvent = tuple[int, GeneratedToken, float]
 """Index of the sample, over all prompts of the request, its next token, and when that came, by ``time.perf_counter``."""
+
+
+def by_sample(events: Iterable[TokenEvent]) -> Iterable[tuple[int, list[GeneratedToken]]]:
+    """The tokens of each sample, in their order."""
+    found: dict[int, list[GeneratedToken]] = {}
+    for sample, token, _ in events:
+        found.setdefault(sample, []).append(token)
+    return found.items()
 
 
 class Generation:

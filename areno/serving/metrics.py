@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from areno.engine.parallel.group import AnyEngine
+    from areno.serving.generation import TokenEvent
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -88,8 +89,9 @@ class SampleClock:
         self._last = [time.perf_counter()] * samples
         self._begun = [False] * samples
 
-    def token(self, sample: int, now: float) -> None:
-        """A sample got a token, by ``time.perf_counter``."""
-        passed = now - self._last[sample]
-        (self._metrics.per_token if self._begun[sample] else self._metrics.first_token).observe(passed)
-        self._last[sample], self._begun[sample] = now, True
+    def tokens(self, events: Iterable[TokenEvent]) -> None:
+        """Samples got tokens."""
+        for sample, _, now in events:
+            passed = now - self._last[sample]
+            (self._metrics.per_token if self._begun[sample] else self._metrics.first_token).observe(passed)
+            self._last[sample], self._begun[sample] = now, True

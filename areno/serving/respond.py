@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from areno.errors import EngineError
 from areno.observability import tracing
 from areno.serving.errors import ApiError, unexpected
-from areno.serving.generation import Generation
+from areno.serving.generation import Generation, by_sample
 from areno.serving.job import Job
 from areno.serving.metrics import SampleClock
 from areno.serving.service import Service, first_done
@@ -113,10 +113,8 @@ class EventStream(Response):
             async with tracing.atrace_session_phase("generate"), _deadline(self._service):
                 yield _joined(self._answer.opening())
                 async for tokens in self._generation.tokens():
-                    chunks = []
-                    for sample, token, when in tokens:
-                        self._clock.token(sample, when)
-                        chunks += self._answer.push(sample, token)
+                    self._clock.tokens(tokens)
+                    chunks = [chunk for turn in by_sample(tokens) for chunk in self._answer.push(*turn)]
                     if chunks:
                         yield _joined(chunks)
                 _check_complete(self._answer)
@@ -134,9 +132,9 @@ def _joined(chunks: list[dict[str, Any]]) -> bytes:
 async def _collect(service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> dict[str, Any]:
     try:
         async for tokens in generation.tokens():
-            for sample, token, when in tokens:
-                clock.token(sample, when)
-                answer.push(sample, token)
+            clock.tokens(tokens)
+            for sample, taken in by_sample(tokens):
+                answer.push(sample, taken)
     except EngineError as error:
         raise _as_api_error(service, error) from error
     _check_complete(answer)

@@ -28,6 +28,8 @@ class StopCut:
 
     def push(self, piece: str) -> str:
         """Add text; returns what no stop string can take back any more."""
+        if not self._stop:
+            return piece
         if self._done:
             return ""
         self._held += piece
@@ -62,17 +64,24 @@ class SampleText:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._cut = StopCut(stop)
         self._stop_ids = stop_ids
-        self.length = 0  # characters so far, a stop string and what is held back included
+        self._length = 0  # characters so far, a stop string and what is held back included
 
-    def push(self, token: GeneratedToken) -> str:
-        """The text that became final with a token; with the last token, all the rest."""
-        ends = token.finish is not None
-        hidden = token.finish == "stop" and token.token in self._stop_ids
-        piece = "" if hidden else self._detokenizer.push(token.token)
-        piece += self._detokenizer.flush() if ends else ""
-        self.length += len(piece)
-        text = self._cut.push(piece)
-        return text + self._cut.flush() if ends else text
+    def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
+        """The text that became final with further tokens, and where the text of each begins.
+
+        Args:
+            tokens: at least one; the sample's last token brings all the rest.
+        """
+        last, pieces, offsets = tokens[-1], [], []
+        hidden = last.finish == "stop" and last.token in self._stop_ids
+        for token in tokens:
+            offsets.append(self._length)
+            piece = "" if hidden and token is last else self._detokenizer.push(token.token)
+            self._length += len(piece)
+            pieces.append(piece)
+        if last.finish is None:
+            return self._cut.push("".join(pieces)), offsets
+        return self._cut.push("".join([*pieces, self._detokenizer.flush()])) + self._cut.flush(), offsets
 
 
 class TokenTexts:

@@ -44,12 +44,13 @@ class Sample:
     shown: int = 0
     finish: FinishReason | None = None
 
-    def take(self, token: GeneratedToken) -> str:
-        """Add a token; returns the text that became final."""
-        self.tokens.append(token)
-        self.offsets.append(self.text.length)
-        self.finish = token.finish
-        return self.text.push(token)
+    def take(self, tokens: Sequence[GeneratedToken]) -> str:
+        """Add tokens; returns the text that became final."""
+        self.tokens += tokens
+        self.finish = tokens[-1].finish
+        text, offsets = self.text.push(tokens)
+        self.offsets += offsets
+        return text
 
     def unshown(self) -> range:
         """Places of the tokens that no chunk has reported yet; they count as reported then."""
@@ -66,8 +67,8 @@ class Answer(Protocol):
         """Chunks before the first token."""
         ...
 
-    def push(self, sample: int, token: GeneratedToken) -> list[dict[str, Any]]:
-        """Take a token; returns the chunks that it makes."""
+    def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
+        """Take the next tokens of a sample, at least one; returns the chunks that they make for a stream."""
         ...
 
     def closing(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areno.serving.text import SampleText, StopCut, TokenTexts
@@ -54,24 +54,40 @@ def test_text_is_that_of_the_tokenizer_without_special_tokens(tokenizer):
     ids = [*ids[:4], tokenizer.convert_tokens_to_ids("<|user|>"), *ids[4:]]
     for skip in (True, False):
         text = SampleText(tokenizer, (), frozenset({tokenizer.eos_token_id}), skip)
-        shown = [text.push(token(number)) for number in ids] + [text.push(token(tokenizer.eos_token_id, "stop"))]
-        assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip)
-        assert text.length == len("".join(shown))
+        shown, offsets = text.push([*map(token, ids), token(tokenizer.eos_token_id, "stop")])
+        assert shown == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert offsets[-1] == len(shown)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text("aü東🙂 <|user>", max_size=20), st.randoms(use_true_random=False))
+def test_tokens_may_come_one_by_one_or_many_at_once(tokenizer, sentence, random):
+    ids = [*map(token, tokenizer(sentence)["input_ids"]), token(tokenizer.eos_token_id, "stop")]
+    found = []
+    for most in (1, len(ids)):
+        text, shown, offsets, rest = SampleText(tokenizer, (), frozenset({ids[-1].token}), True), "", [], list(ids)
+        while rest:
+            size = random.randint(1, most)
+            new, places = text.push(rest[:size])
+            shown, offsets, rest = shown + new, offsets + places, rest[size:]
+        found.append((shown, offsets))
+    assert found[0] == found[1]
+    assert found[0][0] == sentence.replace("<|user|>", "")
 
 
 def test_an_unfinished_character_comes_out_at_the_end(tokenizer):
     ids = tokenizer("🙂")["input_ids"]
     text = SampleText(tokenizer, (), frozenset(), True)
-    shown = [text.push(token(number)) for number in ids[:-2]] + [text.push(token(ids[-2], "length"))]
+    shown = [text.push([token(number)])[0] for number in ids[:-2]] + [text.push([token(ids[-2], "length")])[0]]
     assert "".join(shown) == tokenizer.decode(ids[:-1])
 
 
 def test_held_back_text_comes_out_at_the_end(tokenizer):
     ids = tokenizer("12 plus")["input_ids"]
     text = SampleText(tokenizer, ["plus 3"], frozenset(), True)
-    shown = [text.push(token(number)) for number in ids[:-1]]
-    assert "".join(shown).strip() == "12"
-    assert text.push(token(ids[-1], "length")).strip() == "plus"
+    shown, _ = text.push([token(number) for number in ids[:-1]])
+    assert shown.strip() == "12"
+    assert text.push([token(ids[-1], "length")])[0].strip() == "plus"
 
 
 def test_bytes_of_tokens_add_up_to_the_text(tokenizer):

@@ -6,8 +6,9 @@ fields. None of that is an edit. What the model can see of a message is compared
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -18,12 +19,14 @@ _FORM = frozenset(
 )
 
 
-def prefix_keys(messages: Sequence[Message]) -> Iterator[int]:
+def prefix_keys(messages: Sequence[Message]) -> list[int]:
     """One key for each beginning of a conversation: equal keys mean equal messages, as far as a hash can tell."""
-    chain = 0
-    for message in messages:
-        chain = hash((chain, _canonical(message)))
-        yield chain
+    return list(itertools.accumulate(messages, next_key, initial=0))[1:]
+
+
+def next_key(before: int, message: Message) -> int:
+    """The key of a conversation with one more message; ``before`` is its key without that."""
+    return hash((before, _canonical(message)))
 
 
 def same_answer(said: Message, returned: Message) -> bool:
@@ -55,10 +58,14 @@ def _canonical(message: Message) -> tuple[Any, ...]:
     text = text_of(message.get("content"))
     if role != "assistant":
         further = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
-        return role, text, json.dumps(further, sort_keys=True, default=str)
+        return role, text, _as_text(further)
     further = {k: v for k, v in message.items() if k not in _FORM and v}
     calls = tuple(_call(call) for call in message.get("tool_calls") or [])
-    return role, text.strip(), calls, json.dumps(further, sort_keys=True, default=str)
+    return role, text.strip(), calls, _as_text(further)
+
+
+def _as_text(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True, default=str) if fields else ""
 
 
 def _call(call: Any) -> tuple[str, str]:

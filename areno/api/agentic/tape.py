@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.api.agentic.continuation import Forked, ForkReason, Past, go_on
-from areno.api.agentic.history import call_ids, prefix_keys, same_answer
+from areno.api.agentic.history import call_ids, next_key, prefix_keys, same_answer
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
 from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
@@ -38,6 +38,7 @@ class Turn:
         prompt_text: the rendered prompt as a whole.
         messages: of the request.
         tools: of the request.
+        keys: of the beginnings of its messages, see :func:`areno.api.agentic.history.prefix_keys`.
         answer: the assistant's message.
         tokens: sampled token ids.
         logprobs: of the sampled tokens under the temperature-scaled policy.
@@ -63,6 +64,7 @@ class Turn:
     prompt_text: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    keys: list[int]
     answer: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -145,7 +147,8 @@ class AgentTape:
 
     def _begin(self, prompt: ChatPrompt) -> Turn:
         fork: ForkReason | None = None
-        for known, length in self._candidates(prompt.messages):
+        keys = prefix_keys(prompt.messages)
+        for known, length in self._candidates(prompt.messages, keys):
             try:
                 added = go_on(self._tokenizer, known.past(), prompt.messages[length:], prompt.render)
             except Forked as forked:
@@ -153,15 +156,14 @@ class AgentTape:
                 continue
             messages = [*known.messages, known.answer, *prompt.messages[length:]]
             parts = (added.tokens, added.added, added.anchor, added.text)
-            return Turn("", known, *parts, messages, prompt.tools, fork=self._edited(prompt.messages, length))
-        fork = fork or self._edited(prompt.messages, 0)
+            return Turn("", known, *parts, messages, prompt.tools, keys, fork=self._edited(messages, keys, length))
+        fork = fork or self._edited(prompt.messages, keys, 0)
         rendered = prompt.render(prompt.messages, True)
         tokens = encode_rendered(self._tokenizer, [rendered])[0]
-        return Turn("", None, tokens, rendered.text, "", rendered.text, prompt.messages, prompt.tools, fork=fork)
+        return Turn("", None, tokens, rendered.text, "", rendered.text, prompt.messages, prompt.tools, keys, fork=fork)
 
-    def _candidates(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[Turn, int]]:
+    def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
         """Answered turns that a request extends the longest, the likeliest first, and how many messages they have."""
-        keys = list(prefix_keys(messages))
         for length in range(len(messages), 0, -1):
             last = messages[length - 1]
             known = self._answered.get(keys[length - 1], []) if last["role"] == "assistant" else []
@@ -172,11 +174,10 @@ class AgentTape:
                 return [(turn, length) for turn in known]
         return []
 
-    def _edited(self, messages: Sequence[Mapping[str, Any]], known: int) -> ForkReason | None:
+    def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
         """Whether a request tells a conversation that began here in a way in which it did not go, behind the known part."""
-        keys = list(prefix_keys(messages))
-        pairs = list(zip(keys, messages, strict=True))
-        said = [key for key, message in pairs[known:] if message["role"] == "assistant"]
+        pairs = zip(keys[known:], messages[known:], strict=True)
+        said = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
         return "edited" if began and not self._told.issuperset(said) else None
 
@@ -231,11 +232,10 @@ class AgentTape:
             self._by_id[turn.id] = turn
             if turn.parent is not None:
                 turn.parent.extended = True
-            keys = list(prefix_keys([*turn.messages, turn.answer]))
-            self._openings.add(keys[_opening(turn.messages)])
-            self._told.update(keys[:-1])
+            self._openings.add(turn.keys[_opening(turn.messages)])
+            self._told.update(turn.keys)
             if turn.tokens:
-                self._answered.setdefault(keys[-1], []).append(turn)
+                self._answered.setdefault(next_key(turn.keys[-1], turn.answer), []).append(turn)
         return turn
 
 
@@ -244,7 +244,7 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
 
 
-_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "fork")
+_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "keys", "fork")
 
 
 class _OpenTurn:
