@@ -20,9 +20,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import ROOT, machine, make_checkpoint
+
+if TYPE_CHECKING:
+    from areno import Trainer
 
 MODELS = {"tiny": {}, "small": {"hidden": 512, "layers": 8, "vocab": 32_000}}
 TEMPLATE = (
@@ -41,9 +44,17 @@ def serving_cpu_s() -> float:
     return sum(time.clock_gettime(clock) for clock in clocks)
 
 
+def python_loop_ms() -> float:
+    """Processor time of a fixed loop: shared machines change their speed by the minute, and everything here with it."""
+    began, total = time.thread_time(), 0
+    for number in range(5_000_000):
+        total += number
+    return 1000 * (time.thread_time() - began)
+
+
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One session and one agent program."""
-    from areno import ArenoConfig, SamplingParams, Trainer  # before torch: areno sets how long idle threads spin
+    """Sessions with an agent program each; medians over them."""
+    from areno import ArenoConfig, Trainer  # before torch: areno sets how long idle threads spin
 
     from transformers import AutoTokenizer  # isort: skip
 
@@ -55,23 +66,30 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = ArenoConfig(runtime=runtime, max_running_prompts=args.conversations)
     with Trainer(1, str(folder), custom_config=config) as trainer:
         trainer.init()
-        sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
-        with trainer.rollout_session(sampling_params=sampling, timeout_s=3600) as session:
-            settings = {"url": session.base_url, "key": session.api_key, **vars(args)}
-            script = ROOT / "benchmarks" / "workers" / "agentic_client.py"
-            load = trainer.backend.engine.load
-            before, cpu, began = load(), serving_cpu_s(), time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, check=True
-            )
-            wall, cpu, after = time.perf_counter() - began, serving_cpu_s() - cpu, load()
-    client = json.loads(done.stdout.splitlines()[-1])
+        runs = [one_session(trainer, args, number) for number in range(args.repeats)]
+    middle = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
+    return {"parameters": parameters, "requests": args.conversations * args.turns, **middle, "runs": runs}
+
+
+def one_session(trainer: Trainer, args: argparse.Namespace, number: int) -> dict[str, Any]:
+    """One session; its conversations are about other numbers than those of the sessions before."""
+    from areno import SamplingParams
+
     requests = args.conversations * args.turns
+    speed = python_loop_ms()
+    sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+    with trainer.rollout_session(sampling_params=sampling, timeout_s=3600) as session:
+        first = number * args.conversations
+        settings = {"url": session.base_url, "key": session.api_key, "first": first, **vars(args)}
+        script = ROOT / "benchmarks" / "workers" / "agentic_client.py"
+        load = trainer.backend.engine.load
+        before, cpu, began = load(), serving_cpu_s(), time.perf_counter()
+        done = subprocess.run([sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, check=True)
+        wall, cpu, after = time.perf_counter() - began, serving_cpu_s() - cpu, load()
+    client = json.loads(done.stdout.splitlines()[-1])
     reused = after.reused_total - before.reused_total
     computed = after.prefilled_total - before.prefilled_total
     return {
-        "parameters": parameters,
-        "requests": requests,
         "generated_tokens": after.generated_total - before.generated_total,
         "wall_s": round(wall, 2),
         "server_cpu_ms_per_request": round(1000 * cpu / requests, 3),
@@ -79,6 +97,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "client_cpu_ms_per_request": round(1000 * client["cpu_s"] / requests, 3),
         "median_request_s": round(statistics.median(client["latencies_s"]), 3),
         "prefix_reuse": round(reused / (reused + computed), 4),
+        "python_loop_ms": round((speed + python_loop_ms()) / 2, 1),
     }
 
 
@@ -88,6 +107,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-tokens", type=int, default=600_000)
     parser.add_argument("--save", default="")
     args = parser.parse_args()

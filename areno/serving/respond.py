@@ -1,7 +1,7 @@
 """Sending an answer, whole or as a stream, to a client that may go away at any moment.
 
 Who goes away cancels the request in the engine at once: one task waits for the end of the connection while another waits
-for tokens, and whichever ends first ends the other.
+for tokens.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ async def respond(service: Service, request: Request, job: Job, answer: Answer) 
     clock = SampleClock(service.metrics, sum(one.n for one in job.requests))
     if job.body.stream:
         return EventStream(service, generation, answer, clock)
+    watching = asyncio.create_task(disconnected(request.receive))
+    watching.add_done_callback(lambda _: generation.cancel())  # which ends the collecting
     try:
         async with tracing.atrace_session_phase("generate"), _deadline(service):
-            whole = await first_done(_collect(service, generation, answer, clock), disconnected(request.receive))
-    finally:
-        generation.cancel()
-    if whole is None:
+            return JSONResponse(await _collect(service, generation, answer, clock))
+    except ApiError:
+        if not watching.done():
+            raise
         service.metrics.disconnects.inc()
         return Response(status_code=_CLIENT_GONE)
-    return JSONResponse(whole)
+    finally:
+        watching.cancel()
 
 
 def respond_at_once(job: Job, chunks: list[dict[str, Any]], answer: Answer) -> Response:

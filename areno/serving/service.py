@@ -6,6 +6,7 @@ All of it lives in the event loop's thread; only :meth:`Service.attach` and :met
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from areno.errors import EngineError
 from areno.serving.errors import ApiError
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
-from areno.serving.heap import keep_heap_out_of_collections
+from areno.serving.heap import seldom_collections
 from areno.serving.metrics import ServingMetrics
 from areno.serving.recording import Recorder
 from areno.serving.text import TokenTexts
@@ -90,6 +91,7 @@ class Service:
         self._requests = 0
         # One thread: templates and tokenizers are not made for several, and none of it may stop the event loop.
         self._preparing = ThreadPoolExecutor(1, "areno-serving-prepare")
+        self._while_serving = contextlib.ExitStack()
         if engine is not None:
             self.attach(engine)
 
@@ -104,7 +106,7 @@ class Service:
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
-        keep_heap_out_of_collections()
+        self._while_serving.enter_context(seldom_collections())
 
     def fail(self, reason: str) -> None:
         """The engine can serve no more."""
@@ -228,6 +230,7 @@ class Service:
 
     def close(self) -> None:
         """Let the helper thread end; the engine is its owner's to close."""
+        self._while_serving.close()
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
 

@@ -26,10 +26,11 @@ async def converse(client: openai.AsyncOpenAI, number: int, settings: dict[str, 
 
 async def run(settings: dict[str, Any]) -> list[float]:
     """All conversations at once."""
+    first = settings["first"]
     async with openai.AsyncOpenAI(
         base_url=settings["url"], api_key=settings["key"], max_retries=0, timeout=3600
     ) as client:
-        lists = await asyncio.gather(*(converse(client, n, settings) for n in range(settings["conversations"])))
+        lists = await asyncio.gather(*(converse(client, first + n, settings) for n in range(settings["conversations"])))
     return [latency for one in lists for latency in one]
 
 
