@@ -203,6 +203,18 @@ def test_an_adapter_that_cannot_be_added_exactly_is_refused(policy, open_fleet):
     trainer.close()
 
 
+def versions_while_learning(trainer, fleet):
+    """Three updates, one by each mode, while requests run; the versions that every answer's tokens came from."""
+    futures = fleet.submit(requests(2, tokens=150))
+    for version, mode in enumerate(MODES, start=1):
+        wait_for_tokens(fleet, 8)
+        learn(trainer, seed=version)
+        fleet.update_weights(trainer, version, mode, verify=True)
+    found = [set(future.result(timeout=120).sequences[0].versions) for future in futures]
+    assert all(versions == found[0] for versions in found)
+    return found[0]
+
+
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,13 +238,7 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
 def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA))
     fleet = open_fleet(config(adapter=LORA), tp_size=2)
-    futures = fleet.submit(requests(2, tokens=150))
-    for version, mode in enumerate(MODES, start=1):
-        wait_for_tokens(fleet, 8)
-        learn(trainer, seed=version)
-        fleet.update_weights(trainer, version, mode, verify=True)
-    for future in futures:
-        assert set(future.result(timeout=120).sequences[0].versions) == {0, 1, 2, 3}
+    assert versions_while_learning(trainer, fleet) == {0, 1, 2, 3}
     for found in replicas_of(fleet, adapter_of):
         assert same(found, adapter_of(trainer))
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
@@ -259,13 +265,7 @@ def test_a_spread_trainer_with_an_adapter_feeds_replicas_without_one(policy, ope
 
 def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, open_fleet):
     fleet = open_fleet(tp_size=2)
-    futures = fleet.submit(requests(2, tokens=150))
-    for version, mode in enumerate(MODES, start=1):
-        wait_for_tokens(fleet, 8)
-        learn(trainer, seed=version)
-        fleet.update_weights(trainer, version, mode, verify=True)
-    for future in futures:
-        assert set(future.result(timeout=120).sequences[0].versions) == {0, 1, 2, 3}
+    assert versions_while_learning(trainer, fleet) == {0, 1, 2, 3}
     for found in replicas_of(fleet):
         assert same(found, parameters_of(trainer))
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
