@@ -1,0 +1,41 @@
+"""The garbage collector looks seldom while servers run, and as before when the last of them has ended."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from areno.serving.heap import seldom_collections
+
+
+@pytest.fixture(autouse=True)
+def thresholds():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_last_server_that_ends_brings_the_thresholds_back():
+    first, second = seldom_collections(), seldom_collections()
+    first.__enter__()
+    assert gc.get_threshold()[0] > 700
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] > 700
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_what_the_program_sets_meanwhile_stays():
+    with seldom_collections():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_collections_that_are_off_stay_off():
+    gc.set_threshold(0)
+    with seldom_collections():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 0
