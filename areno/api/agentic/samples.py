@@ -8,7 +8,6 @@ from typing import Any
 
 from areno.api.agentic.context import AgentContext
 from areno.api.agentic.data import AgentItem, LossMaskPolicy
-from areno.api.agentic.history import prefix_keys
 from areno.api.agentic.records import agent_record, sequence_of
 from areno.api.agentic.rows import TrajectoryRow, branches, build_rows
 from areno.api.agentic.tape import Turn
@@ -105,7 +104,6 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
         prompt_text=rendered.text,
         messages=messages,
         tools=turn.tools,
-        keys=prefix_keys(messages),
         answer={
             "role": "assistant",
             "content": tokenizer.decode(turn.response_tokens, skip_special_tokens=True),

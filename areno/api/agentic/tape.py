@@ -38,7 +38,6 @@ class Turn:
         prompt_text: the rendered prompt as a whole.
         messages: of the request.
         tools: of the request.
-        keys: of the beginnings of its messages, see :func:`areno.api.agentic.history.prefix_keys`.
         answer: the assistant's message.
         tokens: sampled token ids.
         logprobs: of the sampled tokens under the temperature-scaled policy.
@@ -51,6 +50,7 @@ class Turn:
         pieces: what the text was read as.
         closer: marker that ends the reasoning.
         fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
+        keys: of the beginnings of its messages, see :func:`areno.api.agentic.history.prefix_keys`; empty without a tape.
         number: place among the turns of its tape.
         response_id: what the client knows it by, without a prefix.
         reward: what was given for it; None where nothing was.
@@ -64,7 +64,6 @@ class Turn:
     prompt_text: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    keys: list[int]
     answer: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -77,6 +76,7 @@ class Turn:
     pieces: Sequence[Piece] = ()
     closer: str = ""
     fork: ForkReason | None = None
+    keys: Sequence[int] = ()
     number: int = 0
     extended: bool = False
     response_id: str = ""
@@ -156,11 +156,14 @@ class AgentTape:
                 continue
             messages = [*known.messages, known.answer, *prompt.messages[length:]]
             parts = (added.tokens, added.added, added.anchor, added.text)
-            return Turn("", known, *parts, messages, prompt.tools, keys, fork=self._edited(messages, keys, length))
+            fork = self._edited(messages, keys, length)
+            return Turn("", known, *parts, messages, prompt.tools, fork=fork, keys=keys)
         fork = fork or self._edited(prompt.messages, keys, 0)
         rendered = prompt.render(prompt.messages, True)
         tokens = encode_rendered(self._tokenizer, [rendered])[0]
-        return Turn("", None, tokens, rendered.text, "", rendered.text, prompt.messages, prompt.tools, keys, fork=fork)
+        return Turn(
+            "", None, tokens, rendered.text, "", rendered.text, prompt.messages, prompt.tools, fork=fork, keys=keys
+        )
 
     def _candidates(self, messages: Sequence[Mapping[str, Any]], keys: list[int]) -> list[tuple[Turn, int]]:
         """Answered turns that a request extends the longest, the likeliest first, and how many messages they have."""
@@ -244,7 +247,7 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
 
 
-_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "keys", "fork")
+_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "fork", "keys")
 
 
 class _OpenTurn:
