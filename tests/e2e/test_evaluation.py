@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.cli.main import main
-from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
 from tests.support.cli import REWARD, areno, kill, start, task_arguments, wait_for_text, write_task
 
 STEPS = 12
@@ -116,6 +116,18 @@ def test_a_run_whose_newest_checkpoint_is_the_best_one_goes_on_from_there(tmp_pa
     shutil.rmtree(folder.path(2))
     here("train", "--resume", run, "--max-steps", 3)
     assert [record["step"] for record in records(run)] == [0, 0, 1, 2, 2, 3]
+
+
+def test_a_resumed_run_keeps_no_more_checkpoints_than_it_was_told_to(tmp_path, tiny_checkpoint):
+    run = tmp_path / "run"
+    here(*arguments("sft", tiny_checkpoint, tmp_path, run), "--max-steps", 2, "--keep-checkpoints", 1)
+    folder = CheckpointFolder(run / "checkpoints")
+    # As if the run had been killed between the save of the last checkpoint and the deletion of the one before.
+    shutil.copytree(folder.path(2), folder.path(1))
+    write_state(folder.path(1), read_state(folder.path(1)) | {"step": 1})
+    assert folder.steps() == [1, 2]
+    here("train", "--resume", run)
+    assert folder.steps() == [2]
 
 
 def test_other_evaluation_options_start_a_new_best(tmp_path, tiny_checkpoint):

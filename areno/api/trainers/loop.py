@@ -369,6 +369,7 @@ class TrainingLoop(ABC):
             restore_rng(self.state.rng)
             self._saved_step = self.state.step if checkpoint != self.checkpoints.best else 0
             self.logger.info("resumed from %s: %d steps are done", checkpoint, self.state.step)
+            self.checkpoints.prune()
         self.run_dir.truncate_after(self.state.step - 1)
         self._restore_evaluation()
 

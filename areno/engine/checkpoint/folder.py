@@ -93,6 +93,12 @@ class CheckpointFolder:
             elif entry.name.startswith((_PARTIAL, _REPLACED, _TRASH)):
                 shutil.rmtree(entry, ignore_errors=True)
 
+    def prune(self) -> None:
+        """Delete the oldest checkpoints beyond those to keep; a kill right after a save leaves one of them."""
+        if self.keep is not None:
+            for old in self.steps()[: -self.keep]:
+                self.remove(old)
+
     @contextmanager
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
@@ -107,9 +113,7 @@ class CheckpointFolder:
         """
         with self._writing(self.path(step), needed_bytes, copy_of) as folder:
             yield folder
-        if self.keep is not None:
-            for old in self.steps()[: -self.keep]:
-                self.remove(old)
+        self.prune()
 
     @contextmanager
     def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
