@@ -9,6 +9,7 @@ import torch
 
 from areno.engine.kernels import decode_attention
 from areno.engine.model.attention import LayerAttention
+from tests.support.threads import torch_threads
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
@@ -60,10 +61,12 @@ def test_what_lies_behind_a_context_is_never_looked_at():
     assert got.isfinite().all()
 
 
-def test_a_row_depends_on_itself_alone():
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_row_depends_on_itself_alone(threads):
     keys, values = torch.randn(16, 2, 50, 32), torch.randn(16, 2, 50, 32)
     q, positions, layer = torch.randn(16, 4, 32), torch.arange(16) * 3, LayerAttention(0, 0.2)
-    whole = decode_attention.decode_attention(layer, q, keys, values, positions)
+    with torch_threads(threads):
+        whole = decode_attention.decode_attention(layer, q, keys, values, positions)
     for row in range(16):
         one = slice(row, row + 1)
         alone = decode_attention.decode_attention(layer, q[one], keys[one], values[one], positions[one])

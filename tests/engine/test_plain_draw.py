@@ -9,6 +9,7 @@ import torch
 
 from areno.engine.kernels import plain_draw
 from areno.engine.rollout.inverse_cdf import block_size
+from tests.support.threads import torch_threads
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
@@ -57,10 +58,12 @@ def test_greedy_rows_take_the_first_of_the_most_likely():
     assert tokens[greedy].tolist() == [70] * 5
 
 
-def test_a_row_depends_on_itself_alone():
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_row_depends_on_itself_alone(threads):
     logits, temperatures, u = inputs(20, 700)
     greedy = torch.arange(20) % 5 == 0
-    tokens, logprobs = draw(logits, temperatures, greedy, u)
+    with torch_threads(threads):
+        tokens, logprobs = draw(logits, temperatures, greedy, u)
     for row in range(20):
         one = slice(row, row + 1)
         token, logprob = draw(logits[one], temperatures[one], greedy[one], u[one])

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <vector>
 
+#include "share_out.h"
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -19,6 +21,8 @@ using torch::stable::Tensor;
 
 // Sixteen floats; compilers make of them whatever the processor has.
 constexpr int LANES = 16;
+// Heads of the cache that a thread takes at once.
+constexpr int PIECE = 8;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WideBits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t NarrowBits __attribute__((vector_size(2 * LANES)));
@@ -206,7 +210,7 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
   const int64_t* last = static_cast<const int64_t*>(positions.data_ptr());
   T* result = static_cast<T*>(out.data_ptr());
   const Pass<T> score_pass = passes_of<T>(key_table.size).score, blend_pass = passes_of<T>(value_table.size).blend;
-  torch::stable::parallel_for(0, rows * key_table.heads, 1, [&](int64_t begin, int64_t end) {
+  share_out::run(rows * key_table.heads, PIECE, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores, query(key_table.size), sum(value_table.size);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / key_table.heads, k = i % key_table.heads, stop = last[b] + 1;

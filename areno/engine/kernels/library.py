@@ -34,23 +34,25 @@ _TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 class KernelLibrary:
-    """One source and the operator ``areno::NAME`` that it implements.
+    """One source and the operators in the namespace ``areno`` that it implements.
 
     Args:
-        name: of the source, without its ending, and of the operator.
-        schema: of the operator.
+        name: of the source, without its ending.
+        schemas: of the operators.
     """
 
-    def __init__(self, name: str, schema: str) -> None:
+    def __init__(self, name: str, *schemas: str) -> None:
         self.name = name
         self._source = Path(__file__).with_name(f"{name}.cpp")
         self._loaded: set[str] = set()
         self.declared = torch.library.Library("areno", "FRAGMENT")
-        self.declared.define(schema)
+        for schema in schemas:
+            self.declared.define(schema)
 
     def path(self) -> Path:
         """Where the built kernel lies, or will lie."""
-        parts = [self._source.read_text(encoding="utf-8"), *_FAST, torch.__version__, processor()]
+        sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
+        parts = [*(source.read_text(encoding="utf-8") for source in sources), *_FAST, torch.__version__, processor()]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 

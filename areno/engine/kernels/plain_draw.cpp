@@ -14,7 +14,12 @@
 #include <tuple>
 #include <vector>
 
+#include "share_out.h"
+
 namespace {
+
+// Rows that a thread takes at once.
+constexpr int PIECE = 4;
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -97,7 +102,7 @@ std::tuple<Tensor, Tensor> plain_draw(Tensor logits, Tensor temperatures, Tensor
   const double* numbers = static_cast<const double*>(u.data_ptr());
   int64_t* ids = static_cast<int64_t*>(tokens.data_ptr());
   float* found = static_cast<float*>(logprobs.data_ptr());
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  share_out::run(rows, PIECE, 1, [&](int64_t begin, int64_t end) {
     Room room{std::vector<double>((vocab + size - 1) / size), std::vector<double>(size)};
     for (int64_t r = begin; r < end; ++r) {
       const Chosen chosen = choose(x + r * stride, vocab, size, warmth[r], flags[r], numbers[r], room);

@@ -10,9 +10,13 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <vector>
+
+#include "share_out.h"
 
 namespace {
 
@@ -22,8 +26,8 @@ constexpr int LANES = 16;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// Outputs that are summed at once, outputs that a thread takes at once, vectors and rows of a tile.
-constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, VECTORS = 4, ROWS = VECTORS * LANES;
+// Outputs that are summed at once, outputs that a thread takes at once and at its end, vectors and rows of a tile.
+constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, LEAST = 12, VECTORS = 4, ROWS = VECTORS * LANES;
 
 inline Lanes load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
 
@@ -155,41 +159,90 @@ void by_vectors(int64_t rows, F f) {
   }
 }
 
-Tensor row_product(Tensor rows, Tensor weight) {
-  const int64_t m = rows.size(0), size = rows.size(1), n = weight.size(0);
-  STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
-                  "row_product: features must be contiguous, and equally many");
-  Tensor result = torch::stable::new_empty(rows, {m, n});
-  const Matrix<const float> x{static_cast<const float*>(rows.data_ptr()), rows.stride(0)};
-  const Matrix<const float> w{static_cast<const float*>(weight.data_ptr()), weight.stride(0)};
-  const Matrix<float> out{static_cast<float*>(result.data_ptr()), n};
-  const int64_t tiles = (m + ROWS - 1) / ROWS, units = (n + OUTPUTS - 1) / OUTPUTS;
+// One matrix of weights, and what it makes of the rows.
+struct Product {
+  Matrix<const float> weight;
+  int64_t outputs;
+  Matrix<float> out;
 
+  int64_t units() const { return (outputs + OUTPUTS - 1) / OUTPUTS; }
+};
+
+// The units [begin, end) of a product, for all tiles.
+void run(const Product& product, int64_t begin, int64_t end, int64_t size, const std::vector<Tile>& tiles) {
+  const int64_t stop = std::min(end * OUTPUTS, product.outputs);
+  for (int64_t first = begin * OUTPUTS; first < stop; first += CHUNK) {
+    const int64_t width = std::min<int64_t>(CHUNK, stop - first);
+    for (const Tile& tile : tiles)
+      by_vectors(tile.rows, [&](auto steps) {
+        steps.run(tile, {product.weight.row(first), product.weight.stride}, size, width,
+                  {product.out.row(tile.first) + first, product.out.stride});
+      });
+  }
+}
+
+// The rows are turned around once for all products, whose units lie one behind the other: threads get equal parts of them.
+void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const std::vector<Product>& products) {
   static thread_local std::vector<float> room;
-  room.resize(tiles * ROWS * size + LANES);
+  const int64_t count = (m + ROWS - 1) / ROWS;
+  room.resize(count * ROWS * size + LANES);
   float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
-  const auto tile = [&](int64_t t) {
-    return Tile{t * ROWS, std::min<int64_t>(ROWS, m - t * ROWS), turned + t * ROWS * size};
-  };
-  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+  std::vector<Tile> tiles;
+  for (int64_t first = 0; first < m; first += ROWS)
+    tiles.push_back({first, std::min<int64_t>(ROWS, m - first), turned + first * size});
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      by_vectors(tile(t).rows, [&](auto steps) {
-        steps.turn_to({x.row(t * ROWS), x.stride}, tile(t).rows, size, turned + t * ROWS * size);
+      by_vectors(tiles[t].rows, [&](auto steps) {
+        steps.turn_to({x.row(t * ROWS), x.stride}, tiles[t].rows, size, turned + t * ROWS * size);
       });
   });
-  torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {  // in units, so that threads get equal parts
-    const int64_t stop = std::min(end * OUTPUTS, n);
-    for (int64_t first = begin * OUTPUTS; first < stop; first += CHUNK) {
-      const int64_t width = std::min<int64_t>(CHUNK, stop - first);
-      for (int64_t t = 0; t < tiles; ++t)
-        by_vectors(tile(t).rows, [&](auto steps) {
-          steps.run(tile(t), {w.row(first), w.stride}, size, width, {out.row(t * ROWS) + first, n});
-        });
+  int64_t units = 0;
+  for (const Product& product : products) units += product.units();
+  share_out::run(units, CHUNK / OUTPUTS, LEAST / OUTPUTS, [&](int64_t begin, int64_t end) {
+    int64_t before = 0;
+    for (const Product& product : products) {
+      const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, product.units());
+      if (first < last) run(product, first, last, size, tiles);
+      before += product.units();
     }
   });
-  return result;
+}
+
+template <std::size_t N>
+std::array<Tensor, N> multiply(const Tensor& rows, const std::array<Tensor, N>& weights) {
+  const int64_t m = rows.size(0), size = rows.size(1);
+  std::array<Tensor, N> results;
+  std::vector<Product> products;
+  for (std::size_t i = 0; i < N; ++i) {
+    const Tensor& weight = weights[i];
+    STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
+                    "row_product: features must be contiguous, and equally many");
+    const int64_t n = weight.size(0);
+    results[i] = torch::stable::new_empty(rows, {m, n});
+    products.push_back({{static_cast<const float*>(weight.data_ptr()), weight.stride(0)},
+                        n,
+                        {static_cast<float*>(results[i].data_ptr()), n}});
+  }
+  run_all({static_cast<const float*>(rows.data_ptr()), rows.stride(0)}, m, size, products);
+  return results;
+}
+
+Tensor row_product(Tensor rows, Tensor weight) { return multiply<1>(rows, {weight})[0]; }
+
+std::tuple<Tensor, Tensor> row_product_2(Tensor rows, Tensor first, Tensor second) {
+  const auto out = multiply<2>(rows, {first, second});
+  return {out[0], out[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_product_3(Tensor rows, Tensor first, Tensor second, Tensor third) {
+  const auto out = multiply<3>(rows, {first, second, third});
+  return {out[0], out[1], out[2]};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) { m.impl("row_product", TORCH_BOX(&row_product)); }
+STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) {
+  m.impl("row_product", TORCH_BOX(&row_product));
+  m.impl("row_product_2", TORCH_BOX(&row_product_2));
+  m.impl("row_product_3", TORCH_BOX(&row_product_3));
+}

@@ -7,17 +7,32 @@ oneDNN 18.4 (16.7 with its packed copies), MKL 46. A row's result depends on tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from areno.engine.kernels.library import KernelLibrary
 
-KERNEL = KernelLibrary("row_product", "row_product(Tensor rows, Tensor weight) -> Tensor")
+KERNEL = KernelLibrary(
+    "row_product",
+    "row_product(Tensor rows, Tensor weight) -> Tensor",
+    "row_product_2(Tensor rows, Tensor first, Tensor second) -> (Tensor, Tensor)",
+    "row_product_3(Tensor rows, Tensor first, Tensor second, Tensor third) -> (Tensor, Tensor, Tensor)",
+)
 
 
-@torch.library.register_fake("areno::row_product", lib=KERNEL.declared)
 def _shape(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
+
+
+def _shapes(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_shape(rows, weight) for weight in weights)
+
+
+torch.library.register_fake("areno::row_product", _shape, lib=KERNEL.declared)
+torch.library.register_fake("areno::row_product_2", _shapes, lib=KERNEL.declared)
+torch.library.register_fake("areno::row_product_3", _shapes, lib=KERNEL.declared)
 
 
 def row_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -27,3 +42,14 @@ def row_product(rows: Tensor, weight: Tensor) -> Tensor:
         [N, O].
     """
     return torch.ops.areno.row_product(rows, weight)
+
+
+def row_products(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """:func:`row_product` with one to three weights, bit for bit, in one go."""
+    if len(weights) == 1:
+        return (row_product(rows, weights[0]),)
+    return OF_SEVERAL[len(weights)](rows, *weights)
+
+
+# By how many weights they take.
+OF_SEVERAL = {2: torch.ops.areno.row_product_2, 3: torch.ops.areno.row_product_3}

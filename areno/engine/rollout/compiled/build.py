@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
+from areno.engine.rollout.compiled.join import join_products
 from areno.engine.rollout.compiled.spec import KERNELS, LayerShape, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 
@@ -54,8 +55,10 @@ def build(spec: StepSpec, package: Path) -> None:
         kernel.load()
     with TemporaryDirectory(dir=package.parent, prefix=".building-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        program = _export(_empty_model(spec, Path(folder)), spec)
+        join_products(program.graph_module)
         made = torch._inductor.aoti_compile_and_package(
-            _export(_empty_model(spec, Path(folder)), spec),
+            program,
             package_path=str(Path(folder) / package.name),
             inductor_configs=_OPTIONS,
         )

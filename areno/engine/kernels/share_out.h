@@ -1,0 +1,53 @@
+// Work for all threads, of which none waits long for another: each begins with an equal part, in order, and who is done takes
+// from the end of what others have left. Equal parts alone lose what the slowest core lacks.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace share_out {
+
+// Items [begin, end) in pieces of `most`, and of `least` towards the end, where they are what others wait for.
+struct Part {
+  int64_t begin, end, most, least;
+
+  int64_t large() const { return std::max<int64_t>(0, (end - begin) / most - 1); }
+  int64_t pieces() const { return large() + (end - begin - large() * most + least - 1) / least; }
+  int64_t start(int64_t piece) const {
+    const int64_t many = std::min(piece, large());
+    return std::min(end, begin + many * most + (piece - many) * least);
+  }
+};
+
+// Calls f(begin, end) for pieces that make up the items [0, items), from all threads.
+template <typename F>
+void run(int64_t items, int64_t most, int64_t least, const F& f) {
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
+  if (threads <= 1) return f(0, items);
+  const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
+  // One flag for each piece, those of a part in a row of their own.
+  const int64_t room = (part(0).pieces() + items / threads / least + 128) / 64 * 64;
+  static thread_local std::vector<char> memory;
+  memory.assign(room * threads, 0);
+  char* const flags = memory.data();
+  const auto take = [&](int64_t owner, int64_t piece) {
+    if (__atomic_exchange_n(flags + owner * room + piece, 1, __ATOMIC_RELAXED)) return false;
+    f(part(owner).start(piece), part(owner).start(piece + 1));
+    return true;
+  };
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t mine = first; mine < last; ++mine) {
+      for (int64_t piece = 0; piece < part(mine).pieces() && take(mine, piece); ++piece) {
+      }
+      for (int64_t other = (mine + 1) % threads; other != mine; other = (other + 1) % threads)
+        for (int64_t piece = part(other).pieces() - 1; piece >= 0 && take(other, piece); --piece) {
+        }
+    }
+  });
+}
+
+}  // namespace share_out
