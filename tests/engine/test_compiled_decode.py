@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
+from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.compiled import spec, switch
 from areno.engine.rollout.compiled.spec import StepSpec
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
+from areno.engine.rollout.rows import SharedPrefixes
+from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
 from tests.support.tiny import VOCAB, tiny_module
@@ -35,12 +39,12 @@ def make_model(family="llama", seed=0):
 def make_loop():
     loops = []
 
-    def make(model, mode="auto", running=32):
+    def make(model, mode="auto", running=32, budget=8192):
         loop = RolloutLoop(
             model,
             eos_ids=frozenset(),
             make_stop_text=None,
-            budget_tokens=8192,
+            budget_tokens=budget,
             max_running=running,
             layers=prove_decoding(model, "test").layers,
             decode_mode=mode,
@@ -105,6 +109,44 @@ def test_a_step_on_disk_is_used_from_the_first_token_and_changes_no_output(make_
     assert not eager.decode.compiled
     plain = [Request([9, 8, 7], SamplingParams(max_new_tokens=40, greedy=g), [1, 2, 3]) for g in (True, False)]
     assert_same(answers(compiled, plain), answers(eager, plain))
+
+
+@needs_compiler
+def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, built, monkeypatch):
+    """They read the prompt's columns from each other while some leave, are sent back, or begin anew."""
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
+    monkeypatch.setattr(loop_module, "IDLE_PREFILL", 100)
+    monkeypatch.setattr(loop_module, "BUSY_PREFILL", 24)
+    rng, model = random.Random(3), make_model()
+    requests = [
+        Request(
+            [rng.randrange(VOCAB) for _ in range(rng.choice([2, 17, 60]))],
+            SamplingParams(max_new_tokens=rng.randint(5, 60)),
+            [10 * i + s for s in range(rng.choice([1, 4, 6]))],
+        )
+        for i in range(24)
+    ]
+    alone, busy = make_loop(model), make_loop(model, running=14, budget=10 * 128)
+    expected = [answers(alone, [Request(r.prompt_tokens, r.sampling, [seed])]) for r in requests for seed in r.seeds]
+    futures = busy.submit(requests)
+    while busy.counters.generated < 300:
+        time.sleep(0.001)
+    with busy.weights_changing(1):
+        pass  # to the same ones, but everything is prefilled again, with what it has said
+    got = [s for f in futures for s in f.result(timeout=120).sequences]
+    assert [s.resp_tokens for s in got] == [tokens for (tokens,), _ in expected]
+    assert [x for s in got for x in s.resp_logprobs] == pytest.approx([x for _, own in expected for x in own], abs=5e-6)
+    assert busy.decode.compiled
+    assert busy.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_rows_of_one_prefill_name_the_first_of_them(rows):
+    one, other = Prefill(5), Prefill(5)
+    shared = SharedPrefixes([one, other, one, None])
+    leaders, lengths = shared.padded(rows)
+    assert leaders.tolist() == [0, 1, 0, *range(3, rows)]
+    assert lengths.tolist() == [5, 5, 5, *[0] * (rows - 3)]
 
 
 @needs_compiler

@@ -19,6 +19,12 @@ pytestmark = [
 KERNEL = decode_attention.KERNEL
 
 
+def attention(layer, q, keys, values, positions, prefixes=None):
+    """The kernel's, where no row shares anything unless told."""
+    alone = torch.arange(len(q)), torch.zeros(len(q), dtype=torch.int64)
+    return decode_attention.decode_attention(layer, q, keys, values, positions, prefixes or alone)
+
+
 def formula(layer, q, keys, values, positions):
     rows, heads, _ = q.shape
     group = heads // keys.shape[1]
@@ -47,7 +53,7 @@ def test_fp32_is_the_formula(heads, key_heads, size, value_size, window):
     q = torch.randn(heads, rows, size, generator=random).transpose(0, 1)  # as models hand it over
     layer = LayerAttention(layer=0, scale=1.7 * size**-0.5, window=window)
     expected = formula(layer, q, cache, values, positions)
-    got = decode_attention.decode_attention(layer, q, cache, values, positions)
+    got = attention(layer, q, cache, values, positions)
     assert got.shape == (rows, heads, value_size)
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
 
@@ -57,8 +63,24 @@ def test_what_lies_behind_a_context_is_never_looked_at():
     positions = torch.tensor([4, 20])
     for row, position in enumerate(positions.tolist()):
         keys[row, :, position + 1 :] = values[row, :, position + 1 :] = float("nan")
-    got = decode_attention.decode_attention(LayerAttention(0, 0.2), torch.randn(2, 2, 32), keys, values, positions)
+    got = attention(LayerAttention(0, 0.2), torch.randn(2, 2, 32), keys, values, positions)
     assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5, 30])
+def test_columns_that_rows_share_are_read_from_the_leader_bit_for_bit(window, dtype):
+    keys, values = (torch.randn(6, 2, 70, size).to(dtype) for size in (32, 48))
+    leaders, shared = torch.tensor([0, 0, 0, 3, 4, 3]), torch.tensor([20, 20, 20, 33, 0, 33])
+    for row in (1, 2, 5):
+        for table in (keys, values):
+            table[row, :, : shared[row]] = table[leaders[row], :, : shared[row]]
+    q, positions = torch.randn(6, 4, 32).to(dtype), torch.tensor([20, 33, 69, 40, 12, 33])
+    layer = LayerAttention(0, 0.2, window=window)
+    expected = attention(layer, q, keys, values, positions)
+    for row in (1, 2, 5):  # their own copies are not looked at
+        keys[row, :, : shared[row]] = values[row, :, : shared[row]] = float("nan")
+    assert torch.equal(attention(layer, q, keys, values, positions, (leaders, shared)), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -66,17 +88,17 @@ def test_a_row_depends_on_itself_alone(threads):
     keys, values = torch.randn(16, 2, 50, 32), torch.randn(16, 2, 50, 32)
     q, positions, layer = torch.randn(16, 4, 32), torch.arange(16) * 3, LayerAttention(0, 0.2)
     with torch_threads(threads):
-        whole = decode_attention.decode_attention(layer, q, keys, values, positions)
+        whole = attention(layer, q, keys, values, positions)
     for row in range(16):
         one = slice(row, row + 1)
-        alone = decode_attention.decode_attention(layer, q[one], keys[one], values[one], positions[one])
+        alone = attention(layer, q[one], keys[one], values[one], positions[one])
         assert torch.equal(alone[0], whole[row])
 
 
 def test_bf16_is_rounded_once_at_the_end():
     keys, values, q = (torch.randn(*shape).bfloat16() for shape in ((5, 1, 60, 64), (5, 1, 60, 64), (5, 3, 64)))
     positions, layer = torch.tensor([0, 9, 30, 48, 59]), LayerAttention(0, 0.125)
-    got = decode_attention.decode_attention(layer, q, keys, values, positions)
+    got = attention(layer, q, keys, values, positions)
     expected = formula(layer, q, keys, values, positions)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=2**-8)

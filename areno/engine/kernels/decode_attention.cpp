@@ -1,7 +1,7 @@
 // Attention of one new token per row over a KV cache in slots, for CPUs.
 //
 // Each row reads the columns of its own context and no padding, so a batch of short and long contexts costs what they hold.
-// A row's result depends on that row alone. Built by decode_attention.py against PyTorch's stable ABI.
+// Samples of one prompt read its columns from the first of them: once from memory, and then from the cache. A row's result depends on that row alone. Built by decode_attention.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -82,13 +82,14 @@ inline Lanes sums_of(const Lanes* x) {
          __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// Keys or values of one head: n vectors, `stride` elements apart.
+// Keys or values of one head: where its n vectors lie. Nothing that is computed knows which of them lie elsewhere, so no
+// compiler can make sums of it that depend on that.
 template <typename T>
 struct Columns {
-  const T* first;
-  int64_t stride, n, size;
+  const T* const* vectors;
+  int64_t n, size;
 
-  const T* at(int64_t c) const { return first + c * stride; }
+  const T* at(int64_t c) const { return vectors[c]; }
 };
 
 template <typename T>
@@ -195,32 +196,56 @@ struct Table {
         heads(cache.size(1)),
         size(cache.size(3)) {}
 
-  Columns<T> columns(int64_t b, int64_t k, int64_t first, int64_t n) const {
-    return {data + b * row + k * head + first * column, column, n, size};
+  const T* at(int64_t b, int64_t k, int64_t c) const { return data + b * row + k * head + c * column; }
+};
+
+// Columns [first, stop) of a row are to be seen; those before `shared` are the leader's as well.
+struct Seen {
+  int64_t row, leader, shared, first, stop;
+
+  template <typename T>
+  Columns<T> of(const Table<T>& table, int64_t k, std::vector<const T*>& vectors) const {
+    if (int64_t(vectors.size()) < stop - first) vectors.resize(stop - first);
+    for (int64_t c = first; c < stop; ++c) vectors[c - first] = table.at(c < shared ? leader : row, k, c);
+    return {vectors.data(), stop - first, table.size};
   }
 };
 
+// Which columns each row sees.
+struct Contexts {
+  const int64_t *positions, *leaders, *shared;
+  int64_t window;
+
+  Seen of(int64_t b) const {
+    const int64_t stop = positions[b] + 1;
+    return {b, leaders[b], shared[b], window > 0 && stop > window ? stop - window : 0, stop};
+  }
+};
+
+// Rows that share columns follow each other for one head of the cache, so that these are in the nearest one.
 template <typename T>
-void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& positions, float scale,
-            int64_t window, const Tensor& out) {
+void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Contexts& contexts, float scale,
+            const Tensor& out) {
   const Table<T> key_table(keys), value_table(values);
   const int64_t rows = q.size(0), heads = q.size(1), group = heads / key_table.heads;
   const int64_t q_row = q.stride(0), q_head = q.stride(1);
   const T* queries = static_cast<const T*>(q.data_ptr());
-  const int64_t* last = static_cast<const int64_t*>(positions.data_ptr());
   T* result = static_cast<T*>(out.data_ptr());
   const Pass<T> score_pass = passes_of<T>(key_table.size).score, blend_pass = passes_of<T>(value_table.size).blend;
   share_out::run(rows * key_table.heads, PIECE, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores, query(key_table.size), sum(value_table.size);
+    std::vector<const T*> keys_at, values_at;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / key_table.heads, k = i % key_table.heads, stop = last[b] + 1;
-      const int64_t first = window > 0 && stop > window ? stop - window : 0, n = stop - first;
-      if (int64_t(scores.size()) < n) scores.resize(n);
+      const int64_t b = i % rows, k = i / rows;
+      const Seen seen = contexts.of(b);
+      const Columns<T> key_columns = seen.of(key_table, k, keys_at);
+      const Columns<T> value_columns = seen.of(value_table, k, values_at);
+      if (int64_t(scores.size()) < key_columns.n) scores.resize(key_columns.n);
       for (int64_t h = k * group; h < (k + 1) * group; ++h) {
         for (int64_t d = 0; d < key_table.size; ++d) query[d] = widen(queries[b * q_row + h * q_head + d]);
-        score_pass(query.data(), key_table.columns(b, k, first, n), scores.data());
-        const float total = exponentiate(scores.data(), n, scale);
-        blend_pass(scores.data(), value_table.columns(b, k, first, n), sum.data());
+        score_pass(query.data(), key_columns, scores.data());
+        const float total = exponentiate(scores.data(), key_columns.n, scale);
+        blend_pass(scores.data(), value_columns, sum.data());
         for (int64_t d = 0; d < value_table.size; ++d)
           store(sum[d] / total, result[(b * heads + h) * value_table.size + d]);
       }
@@ -228,12 +253,15 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
   });
 }
 
-Tensor decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, double scale, int64_t window) {
+Tensor decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, Tensor leaders, Tensor shared,
+                        double scale, int64_t window) {
   Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), values.size(3)});
+  const auto numbers = [](const Tensor& t) { return static_cast<const int64_t*>(t.data_ptr()); };
+  const Contexts contexts{numbers(positions), numbers(leaders), numbers(shared), window};
   if (q.scalar_type() == ScalarType::Float)
-    attend<float>(q, keys, values, positions, float(scale), window, out);
+    attend<float>(q, keys, values, contexts, float(scale), out);
   else
-    attend<BFloat16>(q, keys, values, positions, float(scale), window, out);
+    attend<BFloat16>(q, keys, values, contexts, float(scale), out);
   return out;
 }
 

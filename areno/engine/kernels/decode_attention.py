@@ -14,12 +14,13 @@ from areno.engine.model.attention import LayerAttention
 
 KERNEL = KernelLibrary(
     "decode_attention",
-    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, float scale, int window) -> Tensor",
+    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, Tensor leaders, Tensor shared, float scale, "
+    "int window) -> Tensor",
 )
 
 
 @torch.library.register_fake("areno::decode_attention", lib=KERNEL.declared)
-def _shape(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
+def _shape(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], values.shape[3])
 
 
@@ -29,7 +30,9 @@ def takes(layer: LayerAttention, q: Tensor) -> bool:
     return plain and q.dtype in (torch.float32, torch.bfloat16)
 
 
-def decode_attention(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def decode_attention(
+    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, prefixes: tuple[Tensor, Tensor]
+) -> Tensor:
     """Attention of one new token per row.
 
     Args:
@@ -37,8 +40,10 @@ def decode_attention(layer: LayerAttention, q: Tensor, keys: Tensor, values: Ten
         q: [B, H, D], features contiguous.
         keys, values: caches [slots, K, columns, D] and [slots, K, columns, Dv]; rows are the first B slots.
         positions: of the new tokens, which are in the cache already [B] int64.
+        prefixes: for each row another one (or itself) and how many of its first columns hold the same [B] int64 each; they
+            are read there, which is faster where many rows name the same.
 
     Returns:
         [B, H, Dv].
     """
-    return torch.ops.areno.decode_attention(q, keys, values, positions, layer.scale, layer.window or 0)
+    return torch.ops.areno.decode_attention(q, keys, values, positions, *prefixes, layer.scale, layer.window or 0)

@@ -13,7 +13,8 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.counter_rng import uniforms
 from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, SlotCache
-from areno.engine.rollout.sampler import Draw, SamplingTable
+from areno.engine.rollout.rows import Rows
+from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.threads import ThreadRule
 
@@ -27,17 +28,17 @@ class DecodeBatch:
         positions: its position.
         counters: index of the token to come, see :mod:`counter_rng`.
         columns: cache columns that hold all of them; a multiple of what attention reads.
-        table: how each is sampled.
+        rows: how each is sampled, and what they share.
     """
 
     tokens: list[int]
     positions: list[int]
     counters: Seq[int]
     columns: int
-    table: SamplingTable
+    rows: Rows
 
     @property
-    def rows(self) -> int:
+    def padded(self) -> int:
         """Rows of the call, padding included; the cache must have as many slots."""
         return round_up(len(self.tokens), ROW_STEP)
 
@@ -65,12 +66,12 @@ class EagerDecode:
     def run(self, batch: DecodeBatch) -> Draw:
         """See :class:`Decoder`."""
         live = len(batch.tokens)
-        padding = [0] * (batch.rows - live)
+        padding = [0] * (batch.padded - live)
         tokens, positions = (self._upload(values + padding) for values in (batch.tokens, batch.positions))
         plan = DecodePlan.of(self.cache, positions, batch.columns, live)
-        self.threads.apply(batch.rows)
+        self.threads.apply(batch.padded)
         hidden = self.model.body(tokens, positions, plan)
-        return batch.table.draw(self.model.logits(hidden[:live]), batch.counters)
+        return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)
@@ -91,7 +92,7 @@ class CompiledDecode:
 
     def run(self, batch: DecodeBatch) -> Draw:
         """See :class:`Decoder`."""
-        live, rows, table = len(batch.tokens), batch.rows, batch.table
+        live, rows, table = len(batch.tokens), batch.padded, batch.rows.table
         padding = rows - live
         if len(self._columns) < batch.columns:
             self._columns = torch.arange(2 * batch.columns)
@@ -103,6 +104,7 @@ class CompiledDecode:
             torch.tensor(batch.positions + [0] * padding),
             torch.tensor(batch.positions + [self.cache.columns - 1] * padding),
             self._columns[: batch.columns],
+            *batch.rows.prefixes.padded(rows),
             *table.padded(rows),
             u,
             *self.cache.leading(rows),

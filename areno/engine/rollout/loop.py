@@ -31,7 +31,8 @@ from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
-from areno.engine.rollout.sampler import Draw, SamplingTable
+from areno.engine.rollout.rows import Rows, name_prefills, sampling_table
+from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
 from areno.engine.rollout.sequence import Group, News, Sequence, StopText, refuse_endless
 from areno.engine.rollout.speculation import Check, draft
@@ -87,7 +88,7 @@ class RolloutLoop:
         self.prefixes = PrefixStore(prefix_tokens)
         self._make_stop_text = make_stop_text
         self._progress = progress
-        self._table: SamplingTable | None = None
+        self._rows: Rows | None = None  # None once the running ones have changed
         self.decode = DecodeSwitch(model, self.cache, layers, decode_mode, builds)
         self.speculate = speculate
         self._threads = self.decode.threads
@@ -151,7 +152,7 @@ class RolloutLoop:
                 raise
             with self._wake:
                 self.scheduler.requeue()
-            self._table = None
+            self._rows = None
             self.decode.refresh()
             self.prefixes.clear()
             self.version = version
@@ -185,7 +186,7 @@ class RolloutLoop:
         if self._failure is not None and self._thread is not None:
             self._thread.join()
             self.scheduler = Scheduler(self.scheduler.budget_tokens, self.scheduler.max_running)
-            self._failure, self._thread, self._table, self._busy, self._incoming = None, None, None, False, []
+            self._failure, self._thread, self._rows, self._busy, self._incoming = None, None, None, False, []
         self.drop_cache()
         return died_of
 
@@ -288,9 +289,9 @@ class RolloutLoop:
         """Prefill what is admitted, then decode one token for every running sequence."""
         self._prefill_some()
         moves = self.scheduler.make_room()
-        if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):
+        if moves or len(self.scheduler.running) != len(self._rows.table.seeds if self._rows else ()):
             self.cache.move(moves)
-            self._table = None
+            self._rows = None
         if self.scheduler.running:
             self._step()
 
@@ -373,17 +374,11 @@ class RolloutLoop:
         """Sample for all members of each context from the hidden state [contexts, C] after it."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
+        name_prefills(shared)
         members = [sequence for members in shared for sequence in members]
-        self._table = None
-        self._take(members, self._table_of(members).draw(logits[self._upload(owner)], [len(s.output) for s in members]))
-
-    def _table_of(self, sequences: list[Sequence]) -> SamplingTable:
-        return SamplingTable(
-            [s.group.sampling for s in sequences],
-            [s.seed for s in sequences],
-            self.model.device,
-            [s.edits for s in sequences],
-        )
+        self._rows = None
+        table = sampling_table(members, self.model.device)
+        self._take(members, table.draw(logits[self._upload(owner)], [len(s.output) for s in members]))
 
     def _step(self) -> None:
         """One token for everything that runs, and more where a draft turns out right."""
@@ -400,15 +395,15 @@ class RolloutLoop:
 
     def _decode(self) -> None:
         running = self.scheduler.running
-        if self._table is None:
-            self._table = self._table_of(running)
+        if self._rows is None:
+            self._rows = Rows.of(running, self.model.device)
         lengths = [s.length for s in running]
         batch = DecodeBatch(
             tokens=[s.last_token for s in running],
             positions=[length - 1 for length in lengths],
             counters=[len(s.output) for s in running],
             columns=round_up(max(lengths), READ_STEP),
-            table=self._table,
+            rows=self._rows,
         )
         self._take(list(running), self.decode.run(batch, self._remaining))
 
@@ -419,8 +414,9 @@ class RolloutLoop:
         self._threads.apply(len(check.tokens))
         hidden = self.model.body(self._upload(check.tokens), check.plan.position_ids, check.plan)
         members = check.members
-        draw = self._table_of(members).draw(self.model.logits(hidden[self._upload(check.cells)]), check.counters)
-        self._table = None
+        table = sampling_table(members, self.model.device)
+        draw = table.draw(self.model.logits(hidden[self._upload(check.cells)]), check.counters)
+        self._rows = None
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted += sum(len(d) for d in drafts)
         self.counters.agreed += sum(map(len, standing)) - len(running)
@@ -471,7 +467,7 @@ class RolloutLoop:
             self._remember(sequence)
         moves: list[Move] = self.scheduler.remove(done)
         self.cache.move(moves)
-        self._table = None
+        self._rows = None
         for sequence in done:
             self._finish(sequence)
 

@@ -46,6 +46,17 @@ class Group:
         return RolloutResult([member.answer() for member in self.members])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """One prefill of a context; samples that name the same one hold the same first columns.
+
+    Attributes:
+        length: tokens of it.
+    """
+
+    length: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample: what it has generated, and which cache slot holds its past (-1: none)."""
@@ -62,6 +73,7 @@ class Sequence:
     cut_mass: float = 0.0
     finish: FinishReason | None = None
     slot: int = -1
+    prefill: Prefill | None = None
     drafts: DraftIndex | None = None
 
     @property

@@ -87,7 +87,7 @@ def _export(model: CausalLM, spec: StepSpec) -> ExportedProgram:
     rows, columns, cached = Dim("rows", min=2), Dim("columns", min=8), Dim("cached", min=16)
     per_row: dict[int, Any] = {0: rows}
     table = [{0: rows, 2: cached} for _ in spec.layers]
-    shapes = (per_row, per_row, per_row, {0: columns}, per_row, per_row, per_row, table, table)
+    shapes = (*[per_row] * 3, {0: columns}, *[per_row] * 5, table, table)
     with torch.no_grad():
         return torch.export.export(
             step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True

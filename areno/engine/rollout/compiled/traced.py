@@ -20,7 +20,17 @@ from areno.engine.rollout.kv_cache import DecodePlan, KVTables
 
 
 class KernelPlan(DecodePlan):
-    """The plan of a step whose attention reads no more than each context."""
+    """The plan of a step whose attention reads no more than each context.
+
+    Args:
+        prefixes: see :func:`decode_attention`; further ones are those of :class:`DecodePlan`.
+    """
+
+    def __init__(
+        self, tables: KVTables, positions: Tensor, write_at: Tensor, columns: Tensor, prefixes: tuple[Tensor, Tensor]
+    ) -> None:
+        super().__init__(tables, positions, write_at, columns)
+        self._prefixes = prefixes
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
@@ -28,7 +38,7 @@ class KernelPlan(DecodePlan):
             return super().attend(layer, q, k, v)
         self.write(layer, k, v)
         keys, values = self.tables.keys[layer.layer], self.tables.values[layer.layer]
-        return decode_attention(layer, q, keys, values, self.position_ids)
+        return decode_attention(layer, q, keys, values, self.position_ids, self._prefixes)
 
 
 class DecodeStep(nn.Module):
@@ -44,7 +54,6 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.module = model.module
         self.model, self.layers = model, list(layers)
-        self.plan = KernelPlan if kernels else DecodePlan
         self._kernels = kernels
 
     def forward(
@@ -53,6 +62,8 @@ class DecodeStep(nn.Module):
         positions: Tensor,
         write_at: Tensor,
         columns: Tensor,
+        leaders: Tensor,
+        shared: Tensor,
         temperatures: Tensor,
         greedy: Tensor,
         u: Tensor,
@@ -66,6 +77,8 @@ class DecodeStep(nn.Module):
             positions: their positions [B].
             write_at: cache columns that take them [B].
             columns: indices of the columns to look at [L].
+            leaders: rows that hold the same first columns [B], and
+            shared: how many of them [B].
             temperatures: of each row [B].
             greedy: rows that take the most likely token [B].
             u: uniform numbers in [0, 1), float64 [B].
@@ -76,7 +89,11 @@ class DecodeStep(nn.Module):
             Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
         """
         tables = KVTables(dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)))
-        plan = self.plan(tables, positions, write_at, columns)
+        plan = (
+            KernelPlan(tables, positions, write_at, columns, (leaders, shared))
+            if self._kernels
+            else DecodePlan(tables, positions, write_at, columns)
+        )
         logits = self.model.logits(self.model.body(tokens, positions, plan))
         if self._kernels and logits.dtype == torch.float32:
             size = inverse_cdf.block_size(logits.shape[1])
@@ -137,6 +154,8 @@ def example_inputs(
         positions,
         positions.clone(),
         torch.arange(columns),
+        torch.arange(rows),
+        torch.zeros(rows, dtype=torch.int64),
         torch.ones(rows),
         torch.arange(rows) % 2 == 1,
         torch.rand(rows, dtype=torch.float64, generator=random),

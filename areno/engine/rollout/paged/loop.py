@@ -38,14 +38,14 @@ class PagedEagerDecode:
     def run(self, batch: DecodeBatch) -> Draw:
         """Feed every row its token, and sample the next."""
         live = len(batch.tokens)
-        padding = batch.rows - live
+        padding = batch.padded - live
         open_cells(self.cache, batch.positions)
         tokens = torch.tensor(batch.tokens + [0] * padding, device=self.model.device)
         positions = torch.tensor(batch.positions + [-1] * padding, device=self.model.device)
         plan = PagedDecodePlan(self.cache, positions, batch.columns)
-        self.threads.apply(batch.rows)
+        self.threads.apply(batch.padded)
         hidden = self.model.body(tokens, plan.position_ids, plan)
-        return batch.table.draw(self.model.logits(hidden[:live]), batch.counters)
+        return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
 
 
 class PagedRolloutLoop(RolloutLoop):
@@ -99,8 +99,8 @@ class PagedRolloutLoop(RolloutLoop):
         self.cache.keep(self.scheduler.held())
         self._prefill_some()
         moves = self.scheduler.make_room()
-        if moves or len(self.scheduler.running) != len(self._table.seeds if self._table else ()):
-            self._table = None
+        if moves or len(self.scheduler.running) != len(self._rows.table.seeds if self._rows else ()):
+            self._rows = None
         self.cache.move(moves)
         self.cache.keep(self.scheduler.held())
         if self.scheduler.running:
