@@ -11,11 +11,10 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
-from areno.cache_folder import cache_folder
+from areno.cache_folder import building_folder, cache_folder
 from areno.engine.kernels.processor import processor
 
 # Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
@@ -61,9 +60,8 @@ class KernelLibrary:
         target = self.path()
         if target.exists():
             return ""
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
-            compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        with building_folder(target) as folder:
+            compiled, linked = folder / "kernel.o", folder / "kernel.so"
             for command in _commands(self._source, compiled, linked):
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areno.cache_folder import building_folder
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
 from areno.engine.rollout.compiled.join import join_products
@@ -49,17 +49,16 @@ def build(spec: StepSpec, package: Path) -> None:
     Raises:
         RuntimeError: the configuration makes another architecture than the spec names, or tracing or compiling failed.
     """
-    package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for kernel in KERNELS:
         kernel.build()  # without it, PyTorch's operators are compiled in
         kernel.load()
-    with TemporaryDirectory(dir=package.parent, prefix=".building-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        program = _export(_empty_model(spec, Path(folder)), spec)
+    with building_folder(package) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        program = _export(_empty_model(spec, folder), spec)
         join_products(program.graph_module)
         made = torch._inductor.aoti_compile_and_package(
             program,
-            package_path=str(Path(folder) / package.name),
+            package_path=str(folder / package.name),
             inductor_configs=_OPTIONS,
         )
         os.replace(made, package)
