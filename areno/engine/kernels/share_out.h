@@ -29,8 +29,8 @@ void run(int64_t items, int64_t most, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (items + least - 1) / least);
   if (threads <= 1) return f(0, items);
   const auto part = [&](int64_t t) { return Part{items * t / threads, items * (t + 1) / threads, most, least}; };
-  // One flag for each piece, those of a part in a row of their own.
-  const int64_t room = (part(0).pieces() + items / threads / least + 128) / 64 * 64;
+  // One flag for each piece, those of a part in cache lines of their own. Parts differ by an item, and so by a piece at most.
+  const int64_t room = (part(0).pieces() + 64) / 64 * 64;
   static thread_local std::vector<char> memory;
   memory.assign(room * threads, 0);
   char* const flags = memory.data();
