@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ settings.register_profile("areno", deadline=None)  # how long an example takes i
 settings.load_profile("areno")
 
 DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent / "shared" / "data"))
+
+
+@pytest.hookimpl(wrapper=True)  # around xdist, which reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """What the tests of a module share is made by one worker, once."""
+    for item in items:
+        info = getattr(item, "_fixtureinfo", None)
+        scopes = {fixtures[-1].scope for fixtures in info.name2fixturedefs.values()} if info else set()
+        if "module" in scopes and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

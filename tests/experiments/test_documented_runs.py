@@ -16,8 +16,6 @@ from areno.observability.statistics import SHORT_NAMES
 from examples.experiments import toy
 from tests.experiments.runs import ROOT, TOY, Run, Task, make_task, settings
 
-pytestmark = pytest.mark.xdist_group("documented_runs")  # what its tests share is made by one worker
-
 AGENT = f"{ROOT}/tests/experiments/agent_of_runs.py:Echo"
 
 QUICKSTART = """

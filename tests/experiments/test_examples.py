@@ -25,8 +25,6 @@ from examples.experiments import toy
 from tests.experiments.trainer_stage import HereTrainer
 from tests.support.tiny import save_tiny_checkpoint
 
-pytestmark = pytest.mark.xdist_group("examples")  # what its tests share is made by one worker
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples/experiments"
 ALGORITHMS = {

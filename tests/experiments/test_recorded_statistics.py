@@ -10,8 +10,6 @@ import pytest
 from areno.observability.statistics import MEANS, documented
 from tests.experiments.trainer_stage import run_kind
 
-pytestmark = pytest.mark.xdist_group("recorded_statistics")  # what its tests share is made by one worker
-
 _DECOUPLED = {
     "actor.use_decoupled_loss": True,
     "actor.prox_logp_method": "metrics",

@@ -24,8 +24,6 @@ from areno.types import Request, SamplingParams, TrainSequence
 from examples.experiments.toy import letter_reward
 from tests.experiments.runs import Task, make_task, settings
 
-pytestmark = pytest.mark.xdist_group("runs")  # what its tests share is made by one worker
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
