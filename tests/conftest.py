@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         info = getattr(item, "_fixtureinfo", None)
         scopes = {fixtures[-1].scope for fixtures in info.name2fixturedefs.values()} if info else set()
         if "module" in scopes and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     yield
 
 

@@ -11,10 +11,7 @@ from areno.engine.kernels import decode_attention
 from areno.engine.model.attention import LayerAttention
 from tests.support.threads import torch_threads
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
-    pytest.mark.xdist_group("decode_attention"),  # built by one worker
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 KERNEL = decode_attention.KERNEL
 

@@ -11,10 +11,7 @@ from areno.engine.kernels import plain_draw
 from areno.engine.rollout.inverse_cdf import block_size
 from tests.support.threads import torch_threads
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
-    pytest.mark.xdist_group("plain_draw"),  # built by one worker
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 KERNEL = plain_draw.KERNEL
 

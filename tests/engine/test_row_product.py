@@ -13,10 +13,7 @@ from areno.engine.model.linear import OneDnnLinear
 from areno.engine.rollout.compiled.join import join_products
 from tests.support.threads import torch_threads
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
-    pytest.mark.xdist_group("row_product"),  # built by one worker
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 KERNEL = row_product.KERNEL
 
@@ -58,8 +55,8 @@ def test_several_products_at_once_are_the_same_bit_for_bit(threads):
     weights = [torch.randn(outputs, 64) for outputs in (130, 5, 700)]
     apart = [row_product.row_product(x, weight) for weight in weights]
     with torch_threads(threads):
-        for count in (1, 2, 3):
-            together = row_product.row_products(x, weights[:count])
+        for count, products in row_product.OF_SEVERAL.items():
+            together = products(x, *weights[:count])
             assert len(together) == count
             assert all(map(torch.equal, together, apart))
 

@@ -1,7 +1,8 @@
 // Attention of one new token per row over a KV cache in slots, for CPUs.
 //
 // Each row reads the columns of its own context and no padding, so a batch of short and long contexts costs what they hold.
-// Samples of one prompt read its columns from the first of them: once from memory, and then from the cache. A row's result depends on that row alone. Built by decode_attention.py against PyTorch's stable ABI.
+// Samples of one prompt read its columns from the first of them: once from memory, and then from the cache. A row's result
+// depends on that row alone. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

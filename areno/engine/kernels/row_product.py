@@ -7,8 +7,6 @@ oneDNN 18.4 (16.7 with its packed copies), MKL 46. A row's result depends on tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -44,12 +42,5 @@ def row_product(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.areno.row_product(rows, weight)
 
 
-def row_products(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """:func:`row_product` with one to three weights, bit for bit, in one go."""
-    if len(weights) == 1:
-        return (row_product(rows, weights[0]),)
-    return OF_SEVERAL[len(weights)](rows, *weights)
-
-
-# By how many weights they take.
+# Several products of the same rows in one go, bit for bit, by how many weights they take.
 OF_SEVERAL = {2: torch.ops.areno.row_product_2, 3: torch.ops.areno.row_product_3}

@@ -288,12 +288,15 @@ class RolloutLoop:
     def _turn(self) -> None:
         """Prefill what is admitted, then decode one token for every running sequence."""
         self._prefill_some()
-        moves = self.scheduler.make_room()
-        if moves or len(self.scheduler.running) != len(self._rows.table.seeds if self._rows else ()):
-            self.cache.move(moves)
-            self._rows = None
+        self._make_room()
         if self.scheduler.running:
             self._step()
+
+    def _make_room(self) -> None:
+        moves = self.scheduler.make_room()
+        self.cache.move(moves)
+        if moves or len(self.scheduler.running) != len(self._rows or ()):
+            self._rows = None
 
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""

@@ -52,6 +52,9 @@ class Rows:
         """Those of some samples."""
         return cls(sampling_table(sequences, device), SharedPrefixes([s.prefill for s in sequences]))
 
+    def __len__(self) -> int:
+        return len(self.table.seeds)
+
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device | str) -> SamplingTable:
     """How some samples, a row each, are sampled."""

@@ -98,10 +98,7 @@ class PagedRolloutLoop(RolloutLoop):
     def _turn(self) -> None:
         self.cache.keep(self.scheduler.held())
         self._prefill_some()
-        moves = self.scheduler.make_room()
-        if moves or len(self.scheduler.running) != len(self._rows.table.seeds if self._rows else ()):
-            self._rows = None
-        self.cache.move(moves)
+        self._make_room()
         self.cache.keep(self.scheduler.held())
         if self.scheduler.running:
             self._step()

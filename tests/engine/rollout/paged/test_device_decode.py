@@ -13,6 +13,7 @@ from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepRow, buc
 from areno.engine.rollout.paged.plans import PagedPrefillPlan
 from areno.errors import EngineError
 from areno.types import SamplingParams
+from tests.support.threads import torch_threads
 from tests.support.tiny import tiny_module
 
 SAMPLING = SamplingParams(temperature=0.8)
@@ -150,9 +151,9 @@ def test_a_failing_capture_is_said_once_and_decoding_goes_on(model, monkeypatch,
 
     monkeypatch.setattr(device, "_record", broken)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for (tokens, logprobs), expected in zip(steps(device, 5), steps(device_of(model), 5), strict=True):
-        assert tokens == expected[0]
-        assert logprobs == pytest.approx(expected[1], abs=2e-6)  # threads share a sum out as they please
+    with torch_threads(1):  # several share a sum out as they please
+        got = steps(device, 5)
+        assert got == steps(device_of(model), 5)
     assert [r.message for r in caplog.records if "not permitted when stream" in r.message] == [
         "decoding runs without CUDA graphs, because capturing failed: operation not permitted when stream is capturing"
     ]
