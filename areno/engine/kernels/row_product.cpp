@@ -18,6 +18,10 @@
 
 #include "share_out.h"
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using torch::stable::Tensor;
@@ -26,12 +30,29 @@ constexpr int LANES = 16;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// Outputs that are summed at once, outputs that a thread takes at once and at its end, vectors and rows of a tile.
-constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, LEAST = 12, VECTORS = 4, ROWS = VECTORS * LANES;
+// Outputs that are summed at once, outputs that a thread takes at once (LANES at its end), vectors and rows of a tile.
+constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 3 * LANES, VECTORS = 4, ROWS = VECTORS * LANES;
+// Bytes of results that no cache keeps until they are read.
+constexpr int64_t LARGE = 4 << 20;
 
 inline Lanes load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
 
 inline void store(Lanes lanes, float* to) { *reinterpret_cast<Anywhere*>(to) = lanes; }
+
+// A whole line of memory, past the caches: it need not be read before it is written. Such stores are done after flush().
+inline void store_past(Lanes lanes, float* to) {
+#ifdef __AVX512F__
+  _mm512_stream_ps(to, reinterpret_cast<__m512>(lanes));
+#else
+  store(lanes, to);
+#endif
+}
+
+inline void flush() {
+#ifdef __AVX512F__
+  _mm_sfence();
+#endif
+}
 
 // Exchange blocks of S lanes between vectors that are S apart; all four sizes together transpose sixteen vectors.
 template <int S>
@@ -71,6 +92,13 @@ struct Matrix {
   T* row(int64_t r) const { return data + r * stride; }
 };
 
+// What products make; `past` the caches where that is possible, and faster.
+struct Output : Matrix<float> {
+  bool past;
+
+  Output from(int64_t row_, int64_t column) const { return {{row(row_) + column, stride}, past}; }
+};
+
 // Up to ROWS rows of x as to[k][V * LANES]; rows that are not there become 0.
 template <int V>
 void turn(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) {
@@ -106,10 +134,35 @@ inline void sum(const float* x, const Matrix<const float>& w, int64_t size, floa
     for (int v = 0; v < V; ++v) store(sums[o][v], to + (o * V + v) * LANES);
 }
 
+// n outputs, CHUNK at most, as sum() leaves them, become rows. A row's outputs are written together: rows may be pages apart,
+// and a visit of each for every few outputs costs more than the sums of these.
+template <int V>
+void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
+  for (int v = 0; v < V; ++v) {
+    Lanes blocks[CHUNK / LANES][LANES];
+    for (int64_t b = 0; b * LANES < n; ++b) {
+      Lanes block[LANES];
+      for (int i = 0; i < LANES; ++i)
+        block[i] = b * LANES + i < n ? load(sums + ((b * LANES + i) * V + v) * LANES) : Lanes{};
+      transpose(block);
+      std::copy(block, block + LANES, blocks[b]);
+    }
+    for (int m = 0; m < LANES && v * LANES + m < rows; ++m) {
+      float* const to = out.row(v * LANES + m);
+      for (int b = 0; b < CHUNK / LANES; ++b) {
+        const int64_t width = n - b * LANES;
+        if (width >= LANES)
+          out.past ? store_past(blocks[b][m], to + b * LANES) : store(blocks[b][m], to + b * LANES);
+        else if (width > 0)
+          std::memcpy(to + b * LANES, &blocks[b][m], sizeof(float) * width);
+      }
+    }
+  }
+}
+
 // n outputs, CHUNK at most, of a tile of rows.
 template <int V>
-void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n, int64_t rows,
-           const Matrix<float>& out) {
+void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n, int64_t rows, const Output& out) {
   alignas(64) float sums[CHUNK * V * LANES];
   for (int64_t o = 0; o < n; o += OUTPUTS) {
     const Matrix<const float> mine{w.row(o), w.stride};
@@ -123,16 +176,7 @@ void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n
       default: sum<V, OUTPUTS>(x, mine, size, to);
     }
   }
-  for (int64_t first = 0; first < n; first += LANES) {
-    const int64_t width = std::min<int64_t>(LANES, n - first);
-    for (int v = 0; v < V; ++v) {
-      Lanes block[LANES];
-      for (int i = 0; i < LANES; ++i) block[i] = i < width ? load(sums + ((first + i) * V + v) * LANES) : Lanes{};
-      transpose(block);
-      for (int m = 0; m < LANES && v * LANES + m < rows; ++m)
-        std::memcpy(out.row(v * LANES + m) + first, &block[m], sizeof(float) * width);
-    }
-  }
+  turn_back<V>(sums, n, rows, out);
 }
 
 struct Tile {
@@ -143,7 +187,7 @@ struct Tile {
 template <int V>
 struct Steps {
   static void turn_to(const Matrix<const float>& x, int64_t rows, int64_t size, float* to) { turn<V>(x, rows, size, to); }
-  static void run(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Matrix<float>& out) {
+  static void run(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
     chunk<V>(tile.turned, w, size, n, tile.rows, out);
   }
 };
@@ -163,22 +207,22 @@ void by_vectors(int64_t rows, F f) {
 struct Product {
   Matrix<const float> weight;
   int64_t outputs;
-  Matrix<float> out;
+  Output out;
 
-  int64_t units() const { return (outputs + OUTPUTS - 1) / OUTPUTS; }
+  int64_t units() const { return (outputs + LANES - 1) / LANES; }
 };
 
 // The units [begin, end) of a product, for all tiles.
 void run(const Product& product, int64_t begin, int64_t end, int64_t size, const std::vector<Tile>& tiles) {
-  const int64_t stop = std::min(end * OUTPUTS, product.outputs);
-  for (int64_t first = begin * OUTPUTS; first < stop; first += CHUNK) {
+  const int64_t stop = std::min(end * LANES, product.outputs);
+  for (int64_t first = begin * LANES; first < stop; first += CHUNK) {
     const int64_t width = std::min<int64_t>(CHUNK, stop - first);
+    const Matrix<const float> weight{product.weight.row(first), product.weight.stride};
     for (const Tile& tile : tiles)
-      by_vectors(tile.rows, [&](auto steps) {
-        steps.run(tile, {product.weight.row(first), product.weight.stride}, size, width,
-                  {product.out.row(tile.first) + first, product.out.stride});
-      });
+      by_vectors(tile.rows,
+                 [&](auto steps) { steps.run(tile, weight, size, width, product.out.from(tile.first, first)); });
   }
+  if (product.out.past) flush();
 }
 
 // The rows are turned around once for all products, whose units lie one behind the other: threads get equal parts of them.
@@ -198,7 +242,7 @@ void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const std::v
   });
   int64_t units = 0;
   for (const Product& product : products) units += product.units();
-  share_out::run(units, CHUNK / OUTPUTS, LEAST / OUTPUTS, [&](int64_t begin, int64_t end) {
+  share_out::run(units, CHUNK / LANES, 1, [&](int64_t begin, int64_t end) {
     int64_t before = 0;
     for (const Product& product : products) {
       const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, product.units());
@@ -219,9 +263,11 @@ std::array<Tensor, N> multiply(const Tensor& rows, const std::array<Tensor, N>& 
                     "row_product: features must be contiguous, and equally many");
     const int64_t n = weight.size(0);
     results[i] = torch::stable::new_empty(rows, {m, n});
-    products.push_back({{static_cast<const float*>(weight.data_ptr()), weight.stride(0)},
-                        n,
-                        {static_cast<float*>(results[i].data_ptr()), n}});
+    float* const out = static_cast<float*>(results[i].data_ptr());
+    const bool whole_lines = n % LANES == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
+    const bool past = whole_lines && m * n * static_cast<int64_t>(sizeof(float)) >= LARGE;
+    products.push_back(
+        {{static_cast<const float*>(weight.data_ptr()), weight.stride(0)}, n, {{out, n}, past}});
   }
   run_all({static_cast<const float*>(rows.data_ptr()), rows.stride(0)}, m, size, products);
   return results;
