@@ -61,6 +61,18 @@ def test_several_products_at_once_are_the_same_bit_for_bit(threads):
             assert all(map(torch.equal, together, apart))
 
 
+@pytest.mark.parametrize("outputs", [16_384, 16_390])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_results_too_large_for_caches_are_those_of_small_pieces(outputs, threads):
+    x, weight, other = torch.randn(70, 24), torch.randn(outputs, 24), torch.randn(40, 24)
+    assert 70 * outputs * x.element_size() > 4 << 20  # past the caches, where rows are whole lines
+    pieces = torch.cat([row_product.row_product(x, part) for part in weight.split(1000)], dim=1)
+    with torch_threads(threads):
+        assert torch.equal(row_product.row_product(x, weight), pieces)
+        assert torch.equal(row_product.OF_SEVERAL[2](x, other, weight)[1], pieces)
+    torch.testing.assert_close(pieces, x @ weight.T)
+
+
 class Attention(nn.Module):
     """Three products of one input, two of another, and one alone."""
 

@@ -96,7 +96,7 @@ struct Matrix {
 struct Output : Matrix<float> {
   bool past;
 
-  Output from(int64_t row_, int64_t column) const { return {{row(row_) + column, stride}, past}; }
+  Output from(int64_t r, int64_t column) const { return {{row(r) + column, stride}, past}; }
 };
 
 // Up to ROWS rows of x as to[k][V * LANES]; rows that are not there become 0.
