@@ -141,7 +141,7 @@ void turn_back(const float* sums, int64_t n, int64_t rows, const Output& out) {
   for (int v = 0; v < V; ++v) {
     Lanes blocks[CHUNK / LANES][LANES];
     for (int64_t b = 0; b * LANES < n; ++b) {
-      Lanes block[LANES];
+      Lanes block[LANES];  // of its own, for registers to hold
       for (int i = 0; i < LANES; ++i)
         block[i] = b * LANES + i < n ? load(sums + ((b * LANES + i) * V + v) * LANES) : Lanes{};
       transpose(block);
