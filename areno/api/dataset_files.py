@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areno.config.splits import TRAIN, saved_splits, split_files
 from areno.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _ROWS_PER_CHUNK = 20_000
 _SHOWN_CHARS = 80
 _INTEGER = re.compile(r"-?(0|[1-9]\d{0,17})")
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_TRAIN_NAME = re.compile(r"train(ing)?([-_.]|$)", re.IGNORECASE)
-_HELD_OUT_NAME = re.compile(r"(test|valid|validation|val|dev|eval)([-_.]|$)", re.IGNORECASE)
 
 
 def read_file(path: Path, option: str) -> Dataset:
@@ -41,43 +40,21 @@ def read_file(path: Path, option: str) -> Dataset:
     return _to_dataset(reader(path), path)
 
 
-def read_folder(folder: Path, option: str) -> Dataset:
-    """Read a folder that ``option`` named: a ``save_to_disk`` one (its train split), or data files of one kind, by name.
-
-    Files named after the train split are taken alone where there are some; files named after held-out splits never.
+def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
+    """Read one split of a folder that ``option`` named: a ``save_to_disk`` one, or data files of one kind, by name.
 
     Raises:
         DataError: a file is malformed, or files do not have the same columns.
-        UsageError: the folder holds no data files, or several kinds.
+        UsageError: the folder holds no data of the split, or files of several kinds.
     """
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return _read_saved(folder, option)
-    files = _training_files(folder, option)
+    if saved_splits(folder) is not None:
+        return _read_saved(folder, option, split)
+    files = split_files(folder, split, option)
     tables = [READERS[file.suffix.lower()](file) for file in files]
     return _to_dataset(_concatenate(tables, [str(file) for file in files]), folder)
 
 
-def _training_files(folder: Path, option: str) -> list[Path]:
-    files = sorted(
-        file
-        for file in folder.iterdir()
-        if file.suffix.lower() in READERS and file.is_file() and not file.name.startswith(".")
-    )
-    files = [file for file in files if _TRAIN_NAME.match(file.name)] or [
-        file for file in files if not _HELD_OUT_NAME.match(file.name)
-    ]
-    if not files:
-        raise UsageError(
-            f"{option} {folder}: no training data in this folder; it takes data files ({_suffixes()}) that are "
-            "not named after a test or validation split, or what `save_to_disk` wrote"
-        )
-    kinds = sorted({file.suffix.lower() for file in files})
-    if len(kinds) > 1:
-        raise UsageError(f"{option} {folder}: files of several kinds ({', '.join(kinds)}); name one file instead")
-    return files
-
-
-def _read_saved(folder: Path, option: str) -> Dataset:
+def _read_saved(folder: Path, option: str, split: str) -> Dataset:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -88,11 +65,11 @@ def _read_saved(folder: Path, option: str) -> Dataset:
         ) from error
     if not isinstance(loaded, DatasetDict):
         return loaded
-    if "train" not in loaded:
+    if split not in loaded:
         raise UsageError(
-            f"{option} {folder}: no `train` split; give the folder of one split: {', '.join(sorted(loaded))}"
+            f"{option} {folder}: no `{split}` split; give the folder of one split: {', '.join(sorted(loaded))}"
         )
-    return loaded["train"]
+    return loaded[split]
 
 
 def _read_json(path: Path) -> pa.Table:

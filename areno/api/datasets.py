@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areno.api.dataset_files import read_file, read_folder
 from areno.config.paths import looks_like_path
+from areno.config.splits import TRAIN
 from areno.errors import ArenoError, DataError, UsageError
 from areno.rewards.worker import describe_error, source_file
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 _ENCODE_ROWS = 1024
 
 
-def load_rows(dataset_path: str, *, option: str = "--dataset-path") -> Dataset:
+def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str = TRAIN) -> Dataset:
     """Load rows from a data file, a folder, or a hub reference ``repo[:config[:split]]``.
 
     Args:
         dataset_path: JSON, JSONL, Parquet, CSV, TSV or Arrow file; a folder of such files or of ``save_to_disk``; or a
-            hub reference, whose split is ``train`` unless given.
+            hub reference.
         option: flag that named it, for error messages.
+        split: of a folder that has some, and of a hub reference that names none itself.
 
     Raises:
         DataError: a file is malformed.
@@ -39,7 +41,7 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path") -> Dataset:
     """
     path = Path(dataset_path).expanduser()
     if path.is_dir():
-        return read_folder(path, option)
+        return read_folder(path, option, split)
     if path.is_file():
         return read_file(path, option)
     if _can_only_be_a_path(dataset_path):
@@ -52,12 +54,16 @@ def load_rows(dataset_path: str, *, option: str = "--dataset-path") -> Dataset:
         raise UsageError(
             f"{option} {dataset_path}: a hub reference has the form repo, repo:config or repo:config:split"
         )
-    name, config, split = (*parts, None, None)[:3]
-    return _load_from_hub(f"{option} {dataset_path}", str(name), config, split or "train")
+    name, config, own = (*parts, None, None)[:3]
+    return _load_from_hub(f"{option} {dataset_path}", str(name), config, own or split)
 
 
 def load_training_dataset(
-    dataset_path: str, loader_fn: Callable[..., Any] | None = None, *, option: str = "--dataset-path"
+    dataset_path: str,
+    loader_fn: Callable[..., Any] | None = None,
+    *,
+    option: str = "--dataset-path",
+    split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
     """Load the rows that a trainer reads, through the user's loader if there is one.
 
@@ -65,6 +71,7 @@ def load_training_dataset(
         dataset_path: as in :func:`load_rows`; a loader may give it a meaning of its own.
         loader_fn: called with the path and the keywords ``default_loader``, ``load_dataset`` and ``load_from_disk``.
         option: flag that named the path, for error messages.
+        split: as in :func:`load_rows`; a loader gets it with ``default_loader``.
 
     Returns:
         A list or ``datasets.Dataset`` of mappings, at least one.
@@ -73,9 +80,8 @@ def load_training_dataset(
         DataError: a file is malformed.
         UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
     """
-    rows = (
-        load_rows(dataset_path, option=option) if loader_fn is None else _call_loader(dataset_path, loader_fn, option)
-    )
+    default_loader = partial(load_rows, option=option, split=split)
+    rows = default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)
     origin = f"{option} {dataset_path}" if loader_fn is None else "--dataset-loader-fn"
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UsageError(f"{origin}: got {type(rows).__name__}; it must support len() and rows[i], for example a list")
@@ -317,13 +323,13 @@ def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Dat
         ) from error
 
 
-def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], option: str) -> Any:
+def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loader: Callable[..., Any]) -> Any:
     from datasets import load_dataset, load_from_disk
 
     try:
         return loader_fn(
             dataset_path,
-            default_loader=partial(load_rows, option=option),
+            default_loader=default_loader,
             load_dataset=load_dataset,
             load_from_disk=load_from_disk,
         )

@@ -24,6 +24,7 @@ from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import load_hook
 from areno.config.prepare import LOADER_KEYWORDS
+from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
 from areno.config.validate import EVAL_LOADER_HOOK
 from areno.engine.checkpoint.folder import CheckpointFolder
@@ -101,14 +102,24 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
     path, own = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
         return None
-    if own is None and path == options.dataset_path:
-        logger.warning("--eval-dataset-path is --dataset-path: the evaluation measures rows that are trained on")
+    if own is None and _trained_on(options, path, loader_fn is not None):
+        logger.warning(
+            "--eval-dataset-path names rows of --dataset-path: the evaluation measures rows that are trained on"
+        )
     rng = capture_rng()
     if own is not None:
         loader_fn = load_hook(own, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
-    rows = _first(load_training_dataset(path, loader_fn, option="--eval-dataset-path"), options.eval_max_rows)
+    rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", split=TEST)
+    rows = _first(rows, options.eval_max_rows)
     restore_rng(rng)
     return rows
+
+
+def _trained_on(options: TrainOptions, held_out: str, has_loader: bool) -> bool:
+    trained = str(options.dataset_path)
+    if has_loader:
+        return held_out == trained
+    return bool(rows_named(trained, TRAIN) & rows_named(held_out, TEST))
 
 
 def _first(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -138,7 +149,7 @@ def run_evaluation(
     Raises:
         ArenoError: data, model or rewards cannot be used.
     """
-    rows = _first(load_training_dataset(str(options.dataset_path), loader_fn), options.eval_max_rows)
+    rows = _first(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)
     with _trainer(options, trains="nothing") as trainer:
         trainer.init()

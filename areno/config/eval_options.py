@@ -17,6 +17,7 @@ from areno.config.paths import unwritable
 from areno.config.resume import checkpoints, is_run
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
+from areno.config.splits import TEST
 from areno.config.train_options import TrainOptions
 from areno.config.update_options import UpdateOptions
 from areno.config.validate import decoding_problems, shared_problems, value_problem
@@ -176,7 +177,7 @@ def _problems(options: EvalOptions) -> Iterator[str]:
             yield f"{flag_of(name)} {getattr(options, name)} has no effect {because}"
     train = options.as_train_options()
     yield from decoding_problems(train)
-    yield from shared_problems(train)
+    yield from shared_problems(train, TEST)
     if options.output is not None:
         yield _output_problem(options.output)
 

@@ -21,6 +21,7 @@ from areno.config.packages import missing_lora_packages, missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
+from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
@@ -91,10 +92,15 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
     yield from _output_paths(options)
 
 
-def shared_problems(options: TrainOptions) -> Iterator[str]:
-    """Say what is wrong with combinations and input paths, as far as training and ``areno eval`` check them alike."""
+def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
+    """Say what is wrong with combinations and input paths, as far as training and ``areno eval`` check them alike.
+
+    Args:
+        options: of the run.
+        split: what is read of ``--dataset-path``.
+    """
     yield from _combinations(options)
-    yield from _paths(options)
+    yield from _paths(options, split)
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:
@@ -289,22 +295,27 @@ def _agents(options: TrainOptions) -> Iterator[str]:
         )
 
 
-def _paths(options: TrainOptions) -> Iterator[str]:
+def _paths(options: TrainOptions, split: str) -> Iterator[str]:
     for name in ("ckpt", "ref_ckpt", "critic_ckpt", "reward_ckpt"):
         if place := getattr(options, name):
             yield ckpt_problem(place, flag_of(name))
     loader = options.dataset_loader_fn
     if options.dataset_path:
-        yield dataset_problem(options.dataset_path, has_loader=bool(loader))
+        yield _rows_problem(options.dataset_path, bool(loader), "--dataset-path", split)
     if options.eval_dataset_path:
         held_out_loader = bool(options.eval_dataset_loader_fn or loader)
-        yield dataset_problem(options.eval_dataset_path, has_loader=held_out_loader, option="--eval-dataset-path")
+        yield _rows_problem(options.eval_dataset_path, held_out_loader, "--eval-dataset-path", TEST)
     if loader is not None:
         yield hook_file_problem(loader, **LOADER_HOOK)
     if options.eval_dataset_loader_fn is not None:
         yield hook_file_problem(options.eval_dataset_loader_fn, **EVAL_LOADER_HOOK)
     if options.reward_fn_path is not None:
         yield hook_file_problem(options.reward_fn_path, **REWARD_HOOK)
+
+
+def _rows_problem(place: str, has_loader: bool, option: str, split: str) -> str:
+    problem = dataset_problem(place, has_loader=has_loader, option=option)
+    return problem or ("" if has_loader else split_problem(place, split, option))
 
 
 def _output_paths(options: TrainOptions) -> Iterator[str]:

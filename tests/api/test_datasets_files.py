@@ -178,12 +178,36 @@ def test_folder_never_mixes_held_out_files_into_training(tmp_path):
     assert load_rows(str(tmp_path))["n"][:] == [1, 2]
     for file in tmp_path.glob("train*"):
         file.unlink()
-    with pytest.raises(UsageError, match="no training data"):
+    with pytest.raises(UsageError, match="no files of the split train; it has test; name one file"):
         load_rows(str(tmp_path))
 
 
+def test_folder_gives_the_split_that_is_asked_for(tmp_path):
+    for number, name in enumerate(("extra", "train-0", "train-1", "TEST_a", "val.part", "test_prefs")):
+        _write_jsonl(tmp_path / f"{name}.jsonl", [{"n": number}])
+
+    def rows(split):
+        return sorted(load_rows(str(tmp_path), split=split)["n"][:])
+
+    assert rows("train") == [1, 2]
+    assert rows("test") == [3, 5]
+    assert rows("validation") == rows("dev") == [4]
+    assert rows("test_prefs") == [5]
+    with pytest.raises(UsageError, match="no files of the split extra2; it has test, train, validation"):
+        rows("extra2")
+    (tmp_path / "val.part.jsonl").unlink()
+    with pytest.raises(UsageError, match="no files of the split validation"):
+        rows("validation")
+
+
+def test_folder_whose_files_name_no_split_is_one_data_set(tmp_path):
+    for number in (1, 2):
+        _write_jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
+    assert load_rows(str(tmp_path), split="test")["n"][:] == load_rows(str(tmp_path))["n"][:] == [1, 2]
+
+
 def test_folders_that_cannot_be_used_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="no training data"):
+    with pytest.raises(UsageError, match="it has no data files"):
         load_rows(str(tmp_path))
     _write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     _write_jsonl(tmp_path / "b.jsonl", [{"n": "two"}])

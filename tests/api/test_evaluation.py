@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
 from areno.api.evaluation import evaluate_prompts, evaluation_sampling, pass_at_k, reported_ks
+from areno.api.run import load_held_out
 from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.engine.checkpoint.folder import CheckpointFolder
@@ -363,7 +364,7 @@ def test_wrong_held_out_rows_are_named_with_their_option_and_before_the_first_st
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "notes.txt").write_text("nothing")
     assert main([*map(str, arguments), "--eval-dataset-path", str(tmp_path / "held")]) == 2
-    assert f"--eval-dataset-path {tmp_path / 'held'}: no training data" in capsys.readouterr().err
+    assert f"--eval-dataset-path {tmp_path / 'held'}: no files of the split test" in capsys.readouterr().err
     assert not (run / "metrics.jsonl").exists()
 
 
@@ -447,3 +448,16 @@ def test_an_evaluation_without_its_best_metric_is_an_error(own, tmp_path, tiny_c
         train("sft", tiny_checkpoint, tmp_path, "--algo", f"{own}:NAMELESS")
     message = "evaluate() of Nameless gave no 'accuracy', its best_metric; got ['eval_time_s', 'score']"
     assert message in capsys.readouterr().err
+
+
+def test_held_out_rows_are_those_of_the_test_split(tmp_path, caplog):
+    write = {"train": [{"prompt": "a"}] * 3, "test": [{"prompt": "b"}] * 2}
+    for split, rows in write.items():
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = TrainOptions(ckpt="model", dataset_path=str(tmp_path), eval_dataset_path=str(tmp_path))
+    assert list(load_held_out(options, None)) == write["test"]
+    assert not caplog.records
+    assert (
+        list(load_held_out(replace(options, eval_dataset_path=str(tmp_path / "train.jsonl")), None)) == write["train"]
+    )
+    assert "measures rows that are trained on" in caplog.text

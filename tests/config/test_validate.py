@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from areno.config.eval_options import parse_eval
 from areno.config.parser import parse_train
 from areno.config.paths import ckpt_problem, dataset_problem, looks_like_path, unwritable
 from areno.config.resume import apply_resume
@@ -228,3 +229,26 @@ def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, ar
 )
 def test_combinations_that_work_are_let_through(workspace, arguments):
     check(*arguments)
+
+
+def test_held_out_rows_come_from_a_test_split(workspace):
+    """Of a folder; before anything is loaded."""
+    (workspace / "data").mkdir()
+    for split in ("train", "test"):
+        (workspace / "data" / f"{split}.jsonl").write_text('{"prompt": "1+1?"}\n')
+    given = [
+        "--ckpt",
+        "model",
+        "--dataset-path",
+        "data",
+        "--reward-fn-path",
+        "reward.py",
+        "--eval-dataset-path",
+        "data",
+    ]
+    validate(parse_train(given))
+    (workspace / "data" / "test.jsonl").unlink()
+    with pytest.raises(UsageError, match="--eval-dataset-path data: no files of the split test; it has train"):
+        validate(parse_train(given))
+    with pytest.raises(UsageError, match="--dataset-path data: no files of the split test"):
+        parse_eval(given[:6])

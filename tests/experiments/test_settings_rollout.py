@@ -114,6 +114,7 @@ def test_rewards_see_special_tokens_when_asked_for(rl):
 def test_an_evaluation_samples_by_its_own_settings(rl, tmp_path):
     given = {
         "valid_dataset.path": "${train_dataset.path}",
+        "valid_dataset.split": "train",
         "valid_dataset.type": "rl",
         "evaluator.freq_steps": 1,
         "eval_gconfig": {"max_new_tokens": 3, "ignore_eos": True, "n_samples": 1, "max_tokens": 128},

@@ -157,6 +157,7 @@ def test_async_saving_writes_beside_training(tiny_checkpoint, tmp_path):
 def valid(**evaluator: Any) -> dict[str, Any]:
     return {
         "valid_dataset.path": "${train_dataset.path}",
+        "valid_dataset.split": "train",
         "valid_dataset.type": "sft",
         **{f"evaluator.{name}": value for name, value in evaluator.items()},
     }

@@ -14,6 +14,7 @@ _OWN = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "tem
 _OWN |= {"scheduling_strategy", "scheduling_spec"}
 _TRAINED = {"critic": {"optimizer", "mb_spec"}, "ref": {"mb_spec"}}
 LOADER = "loader"
+"""Key of ``dataset_kwargs`` that names the user's own loader."""
 
 
 def idle_settings(config: BaseExperimentConfig) -> Iterator[str]:
@@ -50,12 +51,6 @@ def _tokenizers(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _rows(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("train_dataset", "valid_dataset"):
-        section = getattr(config, name)
-        copied = name == "valid_dataset" and section is not None and section.split == config.train_dataset.split
-        if section is not None and not copied and LOADER not in section.dataset_kwargs:
-            because = f"without a loader that takes it; name it in {name}.dataset_kwargs.{LOADER}, or leave it out"
-            yield from (f"{name}.{key} {text}" for key, text in idle(section, ("split",), because))
     if config.valid_dataset is not None:
         because = "because an evaluation takes all rows together; leave it out"
         own = [

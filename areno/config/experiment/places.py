@@ -8,10 +8,14 @@ from pathlib import Path
 
 from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
-from areno.config.experiment.run_sections import TrainDatasetConfig
-from areno.config.experiment.settings import walk
+from areno.config.experiment.idle_checks import LOADER
+from areno.config.experiment.settings import settings_of, walk
 from areno.config.parser import Problems
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
+from areno.config.splits import has_splits, own_split, rows_named, split_problem
+
+DATASETS = ("train_dataset", "valid_dataset")
+"""Sections that name rows."""
 
 
 def check_places(config: BaseExperimentConfig) -> None:
@@ -21,7 +25,11 @@ def check_places(config: BaseExperimentConfig) -> None:
         UsageError: every problem, with its setting, value and remedy; numbered if there are several.
     """
     problems = Problems()
-    for text in (*_models(config), *_data(config), unwritable(Path(config.cluster.fileroot), "cluster.fileroot")):
+    for text in (
+        *_models(config),
+        *data_problems(config),
+        unwritable(Path(config.cluster.fileroot), "cluster.fileroot"),
+    ):
         problems.add(text)
     problems.raise_if_any()
 
@@ -49,7 +57,57 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
     return f"{path}.model_type {engine.model_type!r}: {engine.path} is a {found} model; correct it, or leave it out"
 
 
-def _data(config: BaseExperimentConfig) -> Iterator[str]:
-    for path, entry, value in walk(config):
-        if entry.shape == "section" and isinstance(value, TrainDatasetConfig):
-            yield dataset_problem(value.path, has_loader=False, option=f"{path}.path")
+def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
+    """Say which data sections name nothing that can be read, and whether an evaluation would take training rows."""
+    found = False
+    for name in names:
+        section = getattr(config, name)
+        if section is None or LOADER in section.dataset_kwargs:
+            continue
+        problem = dataset_problem(section.path, has_loader=False, option=f"{name}.path")
+        problem = problem or split_problem(section.path, section.split, f"{name}.path") or _split(config, name)
+        found |= bool(problem)
+        yield problem
+    train, valid = config.train_dataset, config.valid_dataset
+    if (
+        not found
+        and valid is not None
+        and names == DATASETS
+        and valid.split != train.split
+        and held_out_is_trained(config)
+    ):
+        yield (
+            f"valid_dataset.path {valid.path}: these are the rows that are trained on, because they do not depend on "
+            f"valid_dataset.split {valid.split}; name held-out rows, or set valid_dataset.split={train.split} to measure "
+            "training rows on purpose"
+        )
+
+
+def _split(config: BaseExperimentConfig, name: str) -> str:
+    """Say that a split has no effect: one file has none, and a hub reference may name its own."""
+    section = getattr(config, name)
+    if has_splits(section.path) or section.split in (
+        settings_of(type(section))["split"].default,
+        config.train_dataset.split,
+    ):
+        return ""
+    own = own_split(section.path)
+    if own == section.split:
+        return ""
+    why = f"the path names the split {own}" if own else f"{section.path} has no splits"
+    return f"{name}.split {section.split} has no effect: {why}; leave it out"
+
+
+def held_out_is_trained(config: BaseExperimentConfig) -> bool:
+    """Whether ``valid_dataset`` names rows that ``train_dataset`` names too."""
+    if config.valid_dataset is None:
+        return False
+    named = []
+    for section in (config.train_dataset, config.valid_dataset):
+        loaded = section.dataset_kwargs
+        named.append(
+            frozenset({f"{section.path} {section.split} {loaded}"})
+            if LOADER in loaded
+            else rows_named(section.path, section.split)
+        )
+    return bool(named[0] & named[1])

@@ -23,9 +23,11 @@ import torch
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
+from areno.config.experiment.places import DATASETS, data_problems, held_out_is_trained
 from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import conf_as_dict, config_text
 from areno.config.experiment.update_sections import MicroBatchSpec
+from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
@@ -42,7 +44,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     this_machine,
 )
-from areno.experiments.trainers.rows import RowSource
+from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, open_services
@@ -101,8 +103,9 @@ class ExperimentTrainer(ABC):
                 frequency(config.recover, always_last=frequency(config.recover).enabled),
             )
             self._point = self.recovery.load()
+            found = self._read_rows(train_dataset, valid_dataset)
             self.engine: AnyEngine = self._make_engine(self._point)
-            self.rows, self.valid_rows = self.make_rows(train_dataset, valid_dataset)
+            self.rows, self.valid_rows = self.make_rows(*found)
             self._make_keepers()
         except BaseException:
             self.close()
@@ -111,9 +114,7 @@ class ExperimentTrainer(ABC):
     # -- what a trainer supplies -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def make_rows(
-        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
-    ) -> tuple[RowSource, Sequence[Any] | None]:
+    def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """The rows to train on, and those to evaluate on."""
 
     @abstractmethod
@@ -145,6 +146,26 @@ class ExperimentTrainer(ABC):
         seed = derive_seed(self.config.seed, 0, 0) % 2**32
         random.seed(seed)
         torch.manual_seed(seed)
+
+    def _read_rows(
+        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
+    ) -> tuple[Sequence[Any], Sequence[Any] | None]:
+        """The rows that were not given; read before a model is loaded, because data is wrong more often.
+
+        Raises:
+            UsageError: a section names no rows, or the rows to evaluate on are those to train on.
+        """
+        config, given = self.config, {"train_dataset": train, "valid_dataset": valid}
+        problems = Problems()
+        for text in data_problems(config, tuple(name for name in DATASETS if given[name] is None)):
+            problems.add(text)
+        problems.raise_if_any()
+        if train is None and valid is None and held_out_is_trained(config):
+            _log.warning("valid_dataset names rows of train_dataset: the evaluation measures rows that are trained on")
+        train = load_dataset(config.train_dataset, "train_dataset") if train is None else train
+        if valid is None and config.valid_dataset is not None:
+            valid = load_dataset(config.valid_dataset, "valid_dataset")
+        return train, valid
 
     def _make_engine(self, point: RecoveryPoint | None) -> AnyEngine:
         """The engine, with the weights of a restart point where there is one."""

@@ -41,7 +41,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     this_machine,
 )
-from areno.experiments.trainers.rows import RowSource, load_dataset, without_long
+from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
     CRITIC,
@@ -117,17 +117,14 @@ class PPOTrainer(ExperimentTrainer):
 
     # -- making ----------------------------------------------------------------------------------------------------
 
-    def make_rows(
-        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
-    ) -> tuple[RowSource, Sequence[Any] | None]:
+    def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """Prompts; those that are longer than ``max_length`` are left out."""
         config, section = self.config, self.config.train_dataset
 
         def length(row: Any) -> int:
             return len(input_ids_of(extract_prompt(row), self.engine.tokenizer, False))
 
-        rows = train if train is not None else load_dataset(section, "train_dataset")
-        rows, left_out = without_long(rows, length, section.max_length)
+        rows, left_out = without_long(train, length, section.max_length)
         if left_out:
             _log.info(
                 "%d of %d prompts are longer than %s tokens and left out",
@@ -135,8 +132,6 @@ class PPOTrainer(ExperimentTrainer):
                 left_out + len(rows),
                 section.max_length,
             )
-        if valid is None and config.valid_dataset is not None:
-            valid = load_dataset(config.valid_dataset, "valid_dataset")
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, config.valid_dataset.max_length)
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.api.datasets import epoch_order, load_training_dataset
+from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.config.hooks import named_object
 from areno.errors import DataError, UsageError
-
-LOADER = "loader"
-"""Key of ``dataset_kwargs`` that names the user's own loader."""
 
 
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
     """Rows of a ``train_dataset`` or ``valid_dataset`` section.
 
     A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``; without it the
-    path is a file, a folder or a hub reference.
+    path is a file, or a folder or a hub reference of which ``split`` is taken.
 
     Raises:
         UsageError: there are no rows, or the loader is not what it should be.
@@ -30,7 +28,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
             raise UsageError(
                 f"{name}.dataset_kwargs {', '.join(more)}: there is no loader to take them; give {LOADER} too"
             )
-        return load_training_dataset(section.path, option=f"{name}.path")
+        return load_training_dataset(section.path, option=f"{name}.path", split=section.split)
     function = named_object(loader, option=f"{name}.dataset_kwargs.{LOADER}")
     rows = function(section.path, split=section.split, **more)
     if not hasattr(rows, "__len__") or not len(rows):

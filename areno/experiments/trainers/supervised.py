@@ -15,7 +15,7 @@ from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.experiments.frequency import StepInfo
 from areno.experiments.trainers.base import ExperimentTrainer, in_scope
 from areno.experiments.trainers.engines import micro_batching
-from areno.experiments.trainers.rows import RowSource, load_dataset
+from areno.experiments.trainers.rows import RowSource
 from areno.experiments.trainers.update import REF
 from areno.loss_fns.named import language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
 from areno.loss_fns.shaping import sizes
@@ -41,20 +41,17 @@ class SupervisedTrainer(ExperimentTrainer):
         self.ensure_roles()
         self.run()
 
-    def make_rows(
-        self, train: Sequence[Any] | None, valid: Sequence[Any] | None
-    ) -> tuple[RowSource, Sequence[Any] | None]:
+    def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """Training rows, or pairs of them; those that are longer than ``max_length`` are left out."""
         config, section = self.config, self.config.train_dataset
         found = self._encoded(train, section, "train_dataset")
         held_out = None
-        if valid is not None or config.valid_dataset is not None:
+        if valid is not None:
             held_out = self._encoded(valid, config.valid_dataset or section, "valid_dataset")
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
         return RowSource(found, batch_size=section.batch_size, seed=config.seed, **names), held_out
 
-    def _encoded(self, rows: Sequence[Any] | None, section: TrainDatasetConfig, name: str) -> Sequence[Any]:
-        rows = rows if rows is not None else load_dataset(section, name)
+    def _encoded(self, rows: Sequence[Any], section: TrainDatasetConfig, name: str) -> Sequence[Any]:
         found, left_out = self.encode(rows, section.max_length or _ANY_LENGTH, f"{name} {section.path}")
         if left_out:
             _log.info("%s: %d of %d rows are too long or have no answer, and are left out", name, left_out, len(rows))

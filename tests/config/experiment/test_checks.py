@@ -360,11 +360,6 @@ def test_a_model_has_one_tokenizer():
     assert accepted({"tokenizer_path": "${actor.path}"}).rollout.tokenizer_path == "some/model"
 
 
-def test_a_split_is_for_a_loader():
-    assert "train_dataset.split main has no effect without a loader" in refused({"train_dataset.split": "main"})
-    accepted({"train_dataset.split": "main", "train_dataset.dataset_kwargs.loader": "rows.py:load"})
-
-
 def test_an_evaluation_takes_all_rows():
     assert "valid_dataset.batch_size 3 has no effect" in refused(VALID | {"valid_dataset.batch_size": 3})
     accepted(VALID | {"valid_dataset.batch_size": 8})  # as for training, in files that repeat one section
