@@ -259,7 +259,7 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
         if not isinstance(value, Mapping):
             raise UsageError(f"{path} {value!r}: expected a mapping, such as {{key: value}}")
         return {str(key): item for key, item in value.items()}
-    return _plain(value, entry, path)
+    return value if entry.shape == "raw" else _plain(value, entry, path)
 
 
 def _article(entry: Setting) -> str:

@@ -19,6 +19,7 @@ from areno.config.experiment.experiments import (
     RWConfig,
 )
 from areno.config.experiment.idle_checks import idle_settings
+from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
@@ -211,8 +212,8 @@ def _groups(config: PPOConfig) -> Iterator[str]:
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
-    agent, path = config.rollout.agent, config.workflow.path
-    if agent.agent_cls_path and path not in ("agent", settings_of(type(config.workflow))["path"].default):
+    agent, path = config.rollout.agent, getattr(config.workflow, "path", "")  # a subclass may have its own `workflow`
+    if agent.agent_cls_path and path not in ("", "agent", settings_of(WorkflowConfig)["path"].default):
         yield (
             f"rollout.agent.agent_cls_path {agent.agent_cls_path!r} and workflow.path {path!r} both say what makes a "
             "trajectory; leave one of the two out"

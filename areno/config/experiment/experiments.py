@@ -101,6 +101,22 @@ class PPOConfig(BaseExperimentConfig):
     reward: RewardConfig = section(RewardConfig, help="The reward function, and its deadline.")
     workflow: WorkflowConfig = section(WorkflowConfig, help="How a prompt becomes a trajectory.")
 
+    @property
+    def workflow_section(self) -> WorkflowConfig:
+        """``workflow``; where a subclass has a field of its own under that name, the defaults, with its text as the path."""
+        own: Any = self.workflow
+        if isinstance(own, WorkflowConfig):
+            return own
+        return WorkflowConfig(path=own) if own and isinstance(own, str) else WorkflowConfig()
+
+    @property
+    def reward_section(self) -> RewardConfig:
+        """``reward``; where a subclass has a field of its own under that name, the defaults, with its text as the function."""
+        own: Any = self.reward
+        if isinstance(own, RewardConfig):
+            return own
+        return RewardConfig(fn=own) if isinstance(own, str) else RewardConfig()
+
     @classmethod
     def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Without a reference there is no KL to it: an unset ``actor.kl_ctl`` is 0."""

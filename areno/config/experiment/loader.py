@@ -219,7 +219,7 @@ def _unknown(path: str, config_cls: type[BaseExperimentConfig]) -> str:
     while shape and shape not in known:
         shape, _, last = shape.rpartition(".")
         if shape in known and (
-            known[shape].shape in ("dict", "list") or (known[shape].shape == "sections" and last == "0")
+            known[shape].shape in ("dict", "list", "raw") or (known[shape].shape == "sections" and last == "0")
         ):
             return ""
     return "" if shape else unknown_key(path, config_cls)

@@ -22,8 +22,9 @@ from areno.errors import UsageError
 _KEY = "areno.setting"
 _SCALARS = (int, float, str, bool)
 
-Shape = Literal["scalar", "list", "dict", "section", "sections"]
-"""What a setting holds: one value, several, a free mapping, the fields of a class, or several of those."""
+Shape = Literal["scalar", "list", "dict", "raw", "section", "sections"]
+"""What a setting holds: one value, several, a free mapping, anything that YAML can hold, the fields of a class, or several
+of those."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ class Setting:
     @property
     def type_text(self) -> str:
         """The type in words, as ``list of int or null``."""
-        names = {str: "text", int: "int", float: "float", bool: "bool", dict: "mapping"}
+        names = {str: "text", int: "int", float: "float", bool: "bool", dict: "mapping", object: "any value"}
         one = names.get(self.kind, self.kind.__name__)
         text = f"list of {one}" if self.shape in ("list", "sections") else one
         return text + (" or null" if self.nullable else "")
@@ -184,8 +185,10 @@ def _take_apart(hint: Any, where: str) -> tuple[Shape, type, bool]:
         return "section", typing.cast(type, hint), nullable
     if hint in _SCALARS:
         return "scalar", hint, nullable
+    if hint in (Any, list) or origin in (list, types.UnionType, typing.Union):  # of a user's own class
+        return "raw", object, nullable or hint is Any
     raise UsageError(
-        f"{where} has type {hint}; use int, float, str, bool, list of these, dict, or a dataclass, each also | None"
+        f"{where} has type {hint}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
     )
 
 

@@ -253,7 +253,8 @@ class PPOTrainer(ExperimentTrainer):
         agent = config.rollout.agent
         named = given
         if given is None:
-            named, kwargs = config.workflow.path, {**config.workflow.kwargs, **(kwargs or {})}
+            section = config.workflow_section
+            named, kwargs = section.path, {**section.kwargs, **(kwargs or {})}
             if agent.agent_cls_path:
                 named, kwargs = agent.agent_cls_path, kwargs or None
         if isinstance(named, str) and named in _WORKFLOWS:
@@ -276,7 +277,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _built_in(self, gconfig: Any) -> dict[str, Any]:
         """Arguments of the workflows that come with areno."""
-        reward = self.config.reward
+        reward = self.config.reward_section
         if not reward.fn:
             raise UsageError("reward.fn is missing: name the reward function as file.py:NAME or module.NAME")
         call = AsyncReward(
@@ -289,7 +290,8 @@ class PPOTrainer(ExperimentTrainer):
 
     def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
         """The user's filter, and the success band."""
-        accept = resolve_function(given or self.config.workflow.dynamic_filter_fn or None, "workflow.dynamic_filter_fn")
+        named = given or self.config.workflow_section.dynamic_filter_fn or None
+        accept = resolve_function(named, "workflow.dynamic_filter_fn")
         low, high = self.config.success_rate_lb, self.config.success_rate_ub
         if low is None and high is None:
             return accept

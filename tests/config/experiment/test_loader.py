@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from areno.config.experiment import (
     GRPOConfig,
     NormConfig,
     OptimizerConfig,
+    PPOConfig,
     RWConfig,
     SFTConfig,
     conf_as_dict,
@@ -351,6 +353,31 @@ def test_a_user_s_class_adds_fields(tmp_path):
     assert (config.max_turns, config.turns.depth, config.words) == (3, 4, ["b"])
     assert "max_turns is too large" in problem(tmp_path, "max_turns=300", cls=OwnConfig)
     assert "did you mean max_turns?" in problem(tmp_path, "max_turn=300", cls=OwnConfig)
+
+
+@dataclass
+class ProgramConfig(PPOConfig):
+    """As programs of published experiments declare theirs: names of sections for fields of their own."""
+
+    workflow: str = field(default="my.Workflow", metadata={"help": "Class of the workflow."})  # type: ignore[assignment]
+    eval_workflow: str | None = None
+    reward: str = "my.reward"  # type: ignore[assignment]
+    turns: _Turns | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    names: list = field(default_factory=list)
+    scale: int | float = 1
+    anything: Any = None
+
+
+def test_a_user_s_class_gives_names_of_sections_to_fields_of_its_own(tmp_path):
+    words = ["workflow=other.Workflow", "turns.depth=3", "tools=[{name: a}]", "scale=0.5", "anything={x: [1]}"]
+    config = load(tmp_path, *words, cls=ProgramConfig)
+    assert (config.workflow, config.workflow_section.path) == ("other.Workflow", "other.Workflow")
+    assert (config.reward, config.reward_section.fn) == ("my.reward", "my.reward")
+    assert (config.turns.depth, config.tools, config.scale, config.anything) == (3, [{"name": "a"}], 0.5, {"x": [1]})
+    assert settled(config) == config
+    assert load(tmp_path, "rollout.agent.agent_cls_path=agent.py:Agent", cls=ProgramConfig).workflow == "my.Workflow"
+    assert "did you mean workflow?" in problem(tmp_path, "workflw=x", cls=ProgramConfig)
 
 
 def test_help_names_every_setting(capsys):
