@@ -1,5 +1,6 @@
 """The math-verify reward: symbolic equality, the last box, and no answer that stops a run."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from areno.errors import RewardError
+from areno.rewards import math as math_reward
 from areno.rewards.math import math_verify_reward
 
 
@@ -35,6 +37,61 @@ def test_equal_answers_earn_one(completion, answer):
 )
 def test_other_answers_earn_zero(completion):
     assert math_verify_reward(completion, "72") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("result", "answer"),
+    [
+        *(("72", text) for text in ("72.", "72 dollars", "the answer is 72", "Answer: 72", "It costs $72.", "#### 72")),
+        *(("72", text) for text in ("$72$ square meters", "72 cm^2", "8*9 = 72, so the answer is 72 pens.")),
+        ("72", "The answer is \\boxed{72 dollars}."),
+        ("72.", "72"),
+        ("72 dollars", "72"),
+        ("1/2", "1/2 cup"),
+        ("7", "7 years old"),
+        ("-3", "-3 degrees"),
+        ("1000", "1,000 dollars"),
+        ("1000", "1 000"),
+        ("1.5", "1 1/2 cups"),
+        ("0.00001", "1e-05"),
+        ("3\\sqrt{2}", "3\\sqrt{2} meters"),
+        ("3, 5", "3 and 5 apples"),
+        ("73, 72", "72 or 73"),
+        ("5", "v_{initial} = 5"),
+        ("\\text{yes}", "Yes"),
+    ],
+)
+def test_words_around_a_result_do_not_change_it(result, answer):
+    assert math_verify_reward(f"so \\boxed{{{result}}}.", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "answer"),
+    [
+        *((text, "72 dollars") for text in ("720", "7.2", "-72", "72 or 73", "72 dollars or 73 dollars", "72 73")),
+        *((text, "72") for text in ("720 dollars", "not 72", "at least 72")),
+        *(
+            ("72", text)
+            for text in ("-72 dollars", "72 or 73", "72 dollars or 73 dollars", "at least 72", "72x apples")
+        ),
+        ("3", "3\\sqrt{2} meters"),
+        ("3", "5 apples and 3 pears"),
+        ("1", "1 1/2 cups"),
+        ("0", "1 000"),
+        ("4", "July 4th, 2024"),
+        ("London", "Paris"),
+    ],
+)
+def test_words_make_no_wrong_result_right(result, answer):
+    assert math_verify_reward(f"so \\boxed{{{result}}}.", answer) == 0.0
+
+
+def test_a_reference_without_a_single_result_is_warned_about_once(caplog):
+    math_reward._text_was_seen.clear()
+    with caplog.at_level(logging.WARNING, "areno.rewards.math"):
+        for answer in ("72 dollars", "5 apples and 3 pears", "a few pears"):
+            math_verify_reward("\\boxed{3}", answer)
+    assert ["5 apples and 3 pears" in message for message in caplog.messages] == [True]
 
 
 def test_tower_of_powers_is_wrong_and_does_not_hang():

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_MARK = "####"  # GSM8K writes its final answers behind it
-
 
 def math_reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """1.0 if the completion's last boxed answer equals the row's ``solutions`` or ``answer``, else 0.0."""
     from areno.rewards.math import math_verify_reward
 
-    answer = data.get("solutions", data.get("answer"))
-    if isinstance(answer, str) and _MARK in answer:
-        answer = answer.rpartition(_MARK)[2].strip().replace(",", "")
-    return math_verify_reward(completions, answer)
+    return math_verify_reward(completions, data.get("solutions", data.get("answer")))
