@@ -98,7 +98,8 @@ class BatchDispatcher:
         self._ahead = min(queue_size or _QUEUE_PER_ROLLOUT * staleness.max_concurrent, staleness.pending_limit)
         size = staleness.batch_size
         self._watchdog = Watchdog(
-            max_errors_in_a_row or max(2 * size, 8), max_rejections_in_a_row or max(16 * size, 128)
+            max(2 * size, 8) if max_errors_in_a_row is None else max_errors_in_a_row,
+            max(16 * size, 128) if max_rejections_in_a_row is None else max_rejections_in_a_row,
         )
         self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
         self._check, self._dump, self._listener = check_trajectory_format, dump, listener

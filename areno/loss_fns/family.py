@@ -138,7 +138,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What the loss and its statistics are made of, per token [A]; tensors are 0 outside the response mask."""
+    """What the loss and its statistics are made of, per token [A]; tensors are 0 outside the response mask.
+
+    Per sequence, ``ratio`` and ``advantage`` are means over the tokens that ``weights`` keep.
+    """
 
     mask: Tensor
     new: Tensor
@@ -155,7 +158,7 @@ def policy_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = (1 / N) sum over response tokens of w_t l_t, N = number of response tokens of the optimizer step, left out or not.
 
-    With rho = pi / pi_p per token, or exp(mean of its logarithm) per sequence, l_t is
+    With rho = pi / pi_p per token, or exp(mean of its logarithm over the tokens that are kept) per sequence, l_t is
 
     - clip: -min(rho A, clip(rho, 1 - eps_clip, 1 + eps_clip_higher) A), at most -c_clip A where A < 0
       (Schulman et al. 2017, arXiv:1707.06347; DAPO arXiv:2503.14476; GSPO arXiv:2507.18071),
@@ -218,8 +221,10 @@ def _terms(pack: DataPack, logprobs: Tensor, knobs: PolicyLoss, version: int | N
         weights = BehaviourWeights(weights.weight, weights.keep & stays, weights.outside)
     log_ratio, advantage = new - proximal, advantages_of(pack)
     if knobs.importance_sampling_level == "sequence":
-        ids = pack["packed_seq_ids"]
-        log_ratio, advantage = (torch.where(mask, sequence_means(x, pack)[ids], 0.0) for x in (log_ratio, advantage))
+        ids, kept = pack["packed_seq_ids"], weights.keep
+        log_ratio, advantage = (
+            torch.where(mask, sequence_means(x, pack, kept)[ids], 0.0) for x in (log_ratio, advantage)
+        )
     return _Terms(mask, new, behaviour, proximal, weights, ratio_of(log_ratio), advantage)
 
 
@@ -246,17 +251,16 @@ def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:
 
 def _surrogate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
     """Loss of each token before any weight [A], and the statistics of its kind."""
-    ratio, advantage, mask, clip = terms.ratio, terms.advantage, terms.mask, knobs.clip
+    ratio, advantage, clip = terms.ratio, terms.advantage, knobs.clip
     if knobs.use_sapo_loss:
         return _soft_gate(terms, knobs)
     if knobs.use_cispo_loss:
         bounded = ratio.detach().clamp(clip.low, clip.high)
-        clipped = mask & (bounded != ratio.detach())
-        return -bounded * advantage * terms.new, _clip_statistics(terms, clipped, torch.zeros_like(mask))
+        clipped = bounded != ratio.detach()
+        return -bounded * advantage * terms.new, _clip_statistics(terms, clipped, torch.zeros_like(clipped))
     clipped = clip.is_high(ratio, advantage) | clip.is_low(ratio, advantage)
-    dual = clip.is_dual(ratio, advantage)
-    metrics = _clip_statistics(terms, clipped & mask, dual & mask)
-    return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, mask)
+    metrics = _clip_statistics(terms, clipped, clip.is_dual(ratio, advantage))
+    return clip.objective(ratio, advantage), metrics | clip.fractions(ratio, advantage, terms.weights.keep)
 
 
 def _soft_gate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]]:
@@ -272,9 +276,11 @@ def _soft_gate(terms: _Terms, knobs: PolicyLoss) -> tuple[Tensor, dict[str, Any]
 
 
 def _clip_statistics(terms: _Terms, clipped: Tensor, dual: Tensor) -> dict[str, Any]:
+    kept = terms.weights.keep
+    clipped = clipped & kept
     return {
-        "clip_ratio": masked_range(clipped.float(), terms.mask),
-        "dual_clip_ratio": masked_range(dual.float(), terms.mask),
+        "clip_ratio": masked_range(clipped.float(), kept),
+        "dual_clip_ratio": masked_range(dual.float(), kept),
         "clipped_tokens": Count(clipped.sum()),
         "clipped_new_logp": masked_range(terms.new, clipped),
         "clipped_old_logp": masked_range(terms.behaviour, clipped),

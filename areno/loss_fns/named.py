@@ -6,7 +6,7 @@ Each is told with its mean, least and greatest value over the units of the loss;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from areno.loss_fns.reward_model import score_pairs
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.stats import Count, masked_range
 from areno.loss_fns.value import value_tokens
-from areno.types import TrainSequence
 
 # exp(100) only means that a sequence is impossible; larger ones would not add up.
 MAX_LOG_PPL = 100.0
@@ -101,20 +100,3 @@ def preference_loss_fn(
     names |= {name: name for name in ("loss", "reward_margin", "chosen_reward", "rejected_reward")}
     losses = pairs["loss"]
     return losses.sum() / max(len(losses), 1), _ranges(pairs, names)
-
-
-def usable_pairs(rows: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Rows of the pairs that can be compared: both sides have a token that counts.
-
-    Args:
-        rows: chosen and rejected in turn.
-
-    Raises:
-        ValueError: the number of rows is odd.
-    """
-    if len(rows) % 2:
-        raise ValueError(
-            f"pairs need an even number of rows, got {len(rows)}; rows alternate between chosen and rejected"
-        )
-    pairs = zip(rows[0::2], rows[1::2], strict=True)
-    return [row for pair in pairs if all(any(side.trainable()) for side in pair) for row in pair]

@@ -123,13 +123,14 @@ def over_sequences(values: Tensor) -> Mean:
     return Mean(values.sum(), torch.tensor(len(values)))
 
 
-def sequence_means(values: Tensor, pack: DataPack) -> Tensor:
-    """Mean over each sequence's response tokens [packed_num_sequences], of values [A] that are 0 elsewhere.
+def sequence_means(values: Tensor, pack: DataPack, mask: Tensor | None = None) -> Tensor:
+    """Mean of values [A] over each sequence's tokens under ``mask``, its response tokens where that is None.
 
-    A sequence without response tokens has 0.
+    One for each [packed_num_sequences]; a sequence without such tokens has 0.
     """
-    lengths = sequence_sums(pack["packed_response_mask"].to(values.dtype), pack)
-    return sequence_sums(values, pack) / lengths.clamp(min=1.0)
+    mask = pack["packed_response_mask"] if mask is None else mask
+    lengths = sequence_sums(mask.to(values.dtype), pack)
+    return sequence_sums(torch.where(mask, values, 0.0), pack) / lengths.clamp(min=1.0)
 
 
 def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[str, Any]]:

@@ -85,7 +85,7 @@ class BehaviourWeights:
     Attributes:
         weight: importance weight [A], detached; 0 where a token is left out.
         keep: bool [A], response tokens that are let through.
-        outside: bool [A], response tokens outside the bounds, left out or clamped.
+        outside: bool [A], response tokens that the bounds change: left out, or with a weight that is clamped.
     """
 
     weight: Tensor
@@ -125,8 +125,9 @@ def behaviour_weights(
     if sampling.action == "mask":
         keep = mask & ~outside
         return BehaviourWeights(torch.where(keep, weight, 0.0), keep, outside)
-    weight = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
-    return BehaviourWeights(torch.where(mask, weight, 0.0), mask, outside)
+    # The weight is the geometric mean, which may lie within bounds that the tokens' sum or maximum leaves.
+    clamped = torch.where(outside, weight.clamp(max(lower, 0.0), sampling.upper), weight)
+    return BehaviourWeights(torch.where(mask, clamped, 0.0), mask, outside & (clamped != weight))
 
 
 def _aggregated(values: Tensor, agg: str, pack: DataPack) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.loss_fns.pack import DataPack, in_float, reduces_over
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.stats import Count, masked_mean
 
 
 @reduces_over("token")
@@ -20,9 +20,12 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str
         logprobs: current log-probs [A].
 
     Returns:
-        Loss and the statistics sft_loss, sft_logprob_mean.
+        Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens.
     """
     mask = data_pack["packed_response_mask"]
     loss = -torch.where(mask, in_float(logprobs), 0.0).sum() / mask.sum().clamp(min=1)
-    logprob = masked_mean(logprobs, mask)
-    return loss, {"sft_loss": masked_mean(-logprobs, mask), "sft_logprob_mean": logprob}
+    return loss, {
+        "sft_loss": masked_mean(-logprobs, mask),
+        "sft_logprob_mean": masked_mean(logprobs, mask),
+        "sft_target_tokens": Count(mask.sum()),
+    }

@@ -89,8 +89,8 @@ _UPDATE: _Rows = (
     ("old_logp", "and when it was sampled"),
     ("entropy", "of the policy's distribution at each trained token, in nats"),
     ("actor_loss", "the policy loss; shows no trend, and is no measure of success"),
-    ("clip_ratio", "share of trained tokens that the clip range leaves without gradient; usually below 0.1"),
-    ("dual_clip_ratio", "share of trained tokens at the dual-clip bound"),
+    ("clip_ratio", "share of kept trained tokens that the clip range leaves without gradient; usually below 0.1"),
+    ("dual_clip_ratio", "share of kept trained tokens at the dual-clip bound"),
     ("behave_imp_weight", "ratio of the proximal policy to the one that sampled, per token"),
     ("behave_approx_kl", "log-prob under the proximal policy minus that when sampled"),
     ("clipped_new_logp", "new_logp of the clipped tokens"),
@@ -104,8 +104,8 @@ _UPDATE: _Rows = (
 )
 _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
-    ("clipped_tokens", "tokens that the clip range leaves without gradient"),
-    ("rs_filtered_fraction", "share of trained tokens that rejection sampling takes out"),
+    ("clipped_tokens", "kept trained tokens that the clip range leaves without gradient"),
+    ("rs_filtered_fraction", "share of trained tokens that rejection sampling takes out, or whose weight it clamps"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate that was used"),
     ("update_successful", "1, or 0 where the gradient was not finite and the weights were left alone"),

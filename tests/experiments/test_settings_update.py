@@ -60,6 +60,11 @@ LOSSES: list[tuple[dict[str, Any], dict[str, Any], PolicyLoss]] = [
     ({"actor.use_decoupled_loss": True}, DECOUPLED | judged(upper=1.2), rejecting(upper=1.2)),
     (DECOUPLED, judged(upper=1.2), rejecting(upper=1.2)),
     (DECOUPLED, judged(lower=0.9), rejecting(lower=0.9)),
+    (
+        DECOUPLED | judged(metric="kl_k1"),
+        judged(metric="kl_k1", lower=0.0),
+        rejecting(metric="kl_k1", lower=0.0),
+    ),
     (DECOUPLED | judged(upper=1.2), judged(action="clamp"), rejecting(upper=1.2, action="clamp")),
     (DECOUPLED | judged(upper=1.2), judged(level="sequence"), rejecting(upper=1.2, level="sequence")),
     (

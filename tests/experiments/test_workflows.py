@@ -73,6 +73,11 @@ def test_reward_functions_may_be_closures_names_files_or_coroutines(tmp_path: Pa
     assert call(AsyncReward(functools.partial(first_digit), max_workers=2), answer="7") == 302.7
 
 
+def test_a_reward_function_without_a_worker_is_refused():
+    with pytest.raises(UsageError, match="max_workers must be at least 1, got 0"):
+        AsyncReward(first_digit, max_workers=0)
+
+
 def test_an_exception_in_a_reward_function_is_an_error_and_not_zero():
     with pytest.raises(
         RewardError, match=r"test_workflows\.broken failed: ValueError: cannot read 7 \(.*test_workflows\.py:"

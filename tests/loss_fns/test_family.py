@@ -125,6 +125,40 @@ def test_clipped_tokens_are_counted_with_their_log_probs():
     assert (gradient != 0).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("left_out_by", ["rejection_sampling", "m2_threshold"])
+def test_a_token_that_is_left_out_takes_no_part_in_its_sequence(left_out_by):
+    batch = make_batch([4], mask_share=1.0)
+    old = batch.pack["packed_logprobs"] = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    batch.pack["packed_prox_logprobs"] = old + torch.tensor([0.0, 0.0, 0.0, 3.0])
+    batch.pack["packed_advantages"] = torch.tensor([1.0, 1.0, 1.0, -2.0], dtype=torch.float64)
+    batch.pack["packed_keep"] = torch.tensor([True, True, True, False])
+    batch.logprobs = batch.pack["packed_prox_logprobs"] + torch.tensor([0.0, 0.1, -0.1, 0.8])
+    chosen = {"rejection_sampling": RejectionSampling()} if left_out_by == "rejection_sampling" else {left_out_by: 1.0}
+    loss, gradient, metrics = run(
+        batch, PolicyLoss(importance_sampling_level="sequence", use_decoupled_loss=True, **chosen)
+    )
+    # Ratio and advantage are those of the first three tokens, 1 and 1; the fourth still counts in the denominator.
+    assert loss == pytest.approx(-3 / 4)
+    assert gradient.tolist() == pytest.approx([-0.25, -0.25, -0.25, 0.0])
+    assert value_of(metrics["clip_ratio"]) == 0
+
+
+def test_clip_statistics_are_of_the_tokens_that_rejection_sampling_keeps():
+    batch = make_batch([4], mask_share=1.0)
+    old = batch.pack["packed_logprobs"] = torch.full((4,), -1.0, dtype=torch.float64)
+    batch.pack["packed_prox_logprobs"] = old + torch.tensor([0.0, 0.0, 3.0, 3.0])
+    batch.pack["packed_advantages"] = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    # Kept: one over the top and one within. Left out: one over the top, and one that a dual clip would hold.
+    batch.logprobs = batch.pack["packed_prox_logprobs"] + torch.tensor([0.5, 0.1, 0.5, 1.5])
+    knobs = {"use_decoupled_loss": True, "rejection_sampling": RejectionSampling()}
+    _, _, metrics = run(batch, PolicyLoss(c_clip=3.0, **knobs))
+    names = ("clip_ratio", "dual_clip_ratio", "clipped_tokens", "clip_fraction", "clip_fraction_high")
+    assert [value_of(metrics[name]) for name in names] == [0.5, 0.0, 1.0, 0.5, 0.5]
+    assert value_of(metrics["clipped_new_logp"]) == pytest.approx(-0.5)
+    _, _, metrics = run(batch, PolicyLoss(use_cispo_loss=True, **knobs))
+    assert [value_of(metrics[name]) for name in names[:3]] == [0.5, 0.0, 1.0]
+
+
 def test_the_stale_tokens_are_measured_where_they_are_let_through():
     batch = make_batch([3], mask_share=1.0)
     batch.pack["packed_prox_logprobs"] = batch.pack["packed_logprobs"] + torch.tensor([0.0, 0.1, 3.0])

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.loss_fns import critic_loss_fn, language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
-from areno.loss_fns.named import usable_pairs
-from areno.types import TrainSequence
 from tests.loss_fns import written_out
 from tests.loss_fns.packs import QUICK, batches, make_batch, value_of
 from tests.loss_fns.written_out import mean
@@ -102,11 +100,3 @@ def test_long_answers_are_summed_without_losing_the_difference_of_their_sums():
     delta = math.fsum(differences[:tokens]) - math.fsum(differences[tokens:])
     _, metrics = preference_loss_fn(batch.pack, batch.logprobs, 1.0)
     assert value_of(metrics["reward_margin"]) == pytest.approx(delta, rel=1e-6)
-
-
-def test_pairs_with_an_empty_side_are_left_out():
-    full, empty = TrainSequence([True, False], [1, 2]), TrainSequence([True, True], [1, 2])
-    rows = [full, full, full, empty, empty, full, full, full]
-    assert usable_pairs(rows) == [full, full, full, full]
-    with pytest.raises(ValueError, match="even number of rows, got 1"):
-        usable_pairs([full])

@@ -54,7 +54,7 @@ def expected(sampling, rows):
         else:
             limited = [min(max(w, max(lower, 0.0)), sampling.upper) for w in weights]
             pairs = zip(weights, limited, inside, strict=True)
-            result.append([(w if ok else bounded, True, not ok) for w, bounded, ok in pairs])
+            result.append([(w if ok else bounded, True, not ok and bounded != w) for w, bounded, ok in pairs])
     return result
 
 
@@ -127,9 +127,18 @@ def test_a_clamped_sequence_keeps_its_tokens_and_one_within_the_bounds_its_weigh
     clamp = RejectionSampling(level="sequence", action="clamp", agg="max", upper=1.5)
     pack, prox, behave = two_tokens(0.5, -0.3)
     found = behaviour_weights(clamp, pack, prox, behave)
-    # The largest ratio, 1.65, is outside, the geometric mean, 1.105, is not above the bound.
-    assert found.outside.tolist() == [True, True]
+    # The largest ratio, 1.65, is outside, the geometric mean, 1.105, is not above the bound, so nothing is clamped.
+    assert found.outside.tolist() == [False, False]
     assert found.weight.tolist() == pytest.approx([math.exp(0.1)] * 2)
+    assert found.keep.tolist() == [True, True]
+
+
+@pytest.mark.parametrize(("agg", "differences", "changed"), [("sum", (0.3, 0.3), False), ("sum", (0.9, 0.9), True)])
+def test_a_sequence_counts_as_filtered_where_clamping_changes_its_weight(agg, differences, changed):
+    clamp = RejectionSampling(level="sequence", action="clamp", agg=agg, upper=1.5)
+    found = behaviour_weights(clamp, *two_tokens(*differences))
+    assert found.outside.tolist() == [changed, changed]
+    assert found.weight.tolist() == pytest.approx([min(math.exp(sum(differences) / 2), 1.5)] * 2)
 
 
 def m2po(rows, threshold):

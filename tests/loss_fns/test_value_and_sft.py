@@ -76,3 +76,4 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_targets(batch):
     assert float(loss) == pytest.approx(-mean, **EXACT)
     assert value_of(metrics["sft_loss"]) == pytest.approx(-mean, **EXACT)
     assert value_of(metrics["sft_logprob_mean"]) == pytest.approx(mean, **EXACT)
+    assert value_of(metrics["sft_target_tokens"]) == sum(map(len, batch.rows))

@@ -54,16 +54,19 @@ def policy(rows, knobs, version):
         behaviour = [[(math.exp(t["prox_logprobs"] - t["logprobs"]), True, False) for t in row] for row in rows]
     total = 0.0
     for row, weights in zip(rows, behaviour, strict=True):
-        moved = mean([t["x"] - t["prox_logprobs"] for t in row])
-        average = mean([t["advantages"] for t in row])
-        for token, (weight, keep, _) in zip(row, weights, strict=True):
+        stays = [
+            keep and (knobs.m2_threshold is None or t["keep"]) for t, (_, keep, _) in zip(row, weights, strict=True)
+        ]
+        kept = [token for token, stay in zip(row, stays, strict=True) if stay]
+        moved = mean([t["x"] - t["prox_logprobs"] for t in kept])
+        average = mean([t["advantages"] for t in kept])
+        for token, (weight, _, _), stay in zip(row, weights, stays, strict=True):
             ratio, advantage = ratio_of(token["x"] - token["prox_logprobs"]), token["advantages"]
             frozen = ratio_of(token["x0"] - token["prox_logprobs"])
             if knobs.importance_sampling_level == "sequence":
                 ratio, advantage = ratio_of(moved), average
-                frozen = ratio_of(mean([t["x0"] - t["prox_logprobs"] for t in row]))
-            stays = keep and (knobs.m2_threshold is None or token["keep"])
-            if stays:
+                frozen = ratio_of(mean([t["x0"] - t["prox_logprobs"] for t in kept]))
+            if stay:
                 factor = weight if knobs.use_decoupled_loss else 1.0
                 total += factor * surrogate(ratio, frozen, advantage, token, knobs)
     return total / max(sum(map(len, rows)), 1)

@@ -68,8 +68,6 @@ class SFTTrainer(TrainingLoop):
         lifecycle.train_start(logger, epoch, step, rows=len(batch))
         stats = self.train(batch)
         lifecycle.train_end(logger, epoch, step, rows=len(batch))
-        targets = sum(sum(row.trainable()) for row in batch)
-        stats["sft_target_tokens"] = float(targets)
         stats["tokens_per_second"] = sum(len(row.tokens) for row in batch) / max(stats["step_train_time_s"], 1e-9)
         return StepOutcome(rows=batch, stats=stats, timings={"train": stats["step_train_time_s"]})
 

@@ -62,8 +62,9 @@ def _rejection(given: RejectionSamplingConfig | None) -> RejectionSampling | Non
     if given is None:
         return None
     names: dict[str, Any] = {name: getattr(given, name) for name in ("level", "action", "metric", "agg", "upper")}
-    # A clamp without a lower bound has 0 in the configuration, where no ratio lies below.
-    return RejectionSampling(**names, lower=given.lower or None)
+    # A clamp without a lower bound has 0 in the configuration, where no ratio lies below; a k1 of 0 is a bound.
+    unbounded = given.metric == "ratio" and given.lower == 0
+    return RejectionSampling(**names, lower=None if unbounded else given.lower)
 
 
 def shaping_of(actor: PPOActorConfig) -> RewardShaping:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.hooks import named_object
-from areno.errors import RewardError
+from areno.errors import RewardError, UsageError
 from areno.experiments.workflows.sending import name_of, pickled
 from areno.observability import tracing
 from areno.rewards import RewardRunner
@@ -42,7 +42,7 @@ class AsyncReward:
         max_retries: how often a lost call is repeated.
 
     Raises:
-        UsageError: the function is not to be found, or cannot be sent to another process.
+        UsageError: the function is not to be found, or cannot be sent to another process; or there are no workers.
     """
 
     def __init__(
@@ -53,6 +53,9 @@ class AsyncReward:
         max_workers: int | None = None,
         max_retries: int = 3,
     ) -> None:
+        workers = max((os.cpu_count() or 1) // 2, 1) if max_workers is None else max_workers
+        if workers < 1:
+            raise UsageError(f"max_workers must be at least 1, got {workers}; None takes half of the CPUs")
         sent: bytes | str
         if isinstance(reward_fn, str):
             named_object(reward_fn, option="reward_fn")  # say now what is wrong with it
@@ -64,7 +67,6 @@ class AsyncReward:
         self._file = Path(self._folder.name) / "reward.py"
         self._file.write_text(_FILE.format(sent=sent), encoding="utf-8")
         self._timeout_s, self._retries = timeout_seconds, max_retries
-        workers = max_workers or max((os.cpu_count() or 1) // 2, 1)
         self._idle: queue.SimpleQueue[RewardRunner | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._idle.put(None)  # a process is started when it is first needed
