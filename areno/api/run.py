@@ -26,7 +26,7 @@ from areno.config.hooks import load_hook
 from areno.config.prepare import LOADER_KEYWORDS
 from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
-from areno.config.validate import EVAL_LOADER_HOOK
+from areno.config.validate import EVAL_LOADER_HOOK, check_length
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.observability.display import Progress
@@ -64,11 +64,14 @@ def run_training(
         began = time.perf_counter()
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         held_out = load_held_out(options, loader_fn)
+        if not options.tune_params:  # which may choose another batch size
+            check_length(options, len(dataset))
         trainer = _trainer(options, get_algorithm(options.algo).trains)
         try:
             trainer.init()
             if options.tune_params:
                 options = _tuned(options, trainer, len(dataset))
+                check_length(options, len(dataset))
             torch.manual_seed(options.seed)  # dropout draws from it
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows = held_out

@@ -87,6 +87,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
             yield from _rollout_combinations(options, spec)
             yield from decoding_problems(options)
             yield from _updates(options)
+            yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
             yield from _agents(options)
     yield from shared_problems(options)
     yield from _output_paths(options)
@@ -241,6 +242,28 @@ def _updates(options: TrainOptions) -> Iterator[str]:
                 f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, known)}; choose "
                 f"{', '.join(known)}, or give a function of your own as file.py:function"
             )
+
+
+def check_length(options: TrainOptions, rows: int) -> None:
+    """Check that a run over so many data rows is long enough to train what it saves.
+
+    Raises:
+        UsageError: all its steps belong to the critic's warm-up.
+    """
+    steps = -(-rows // options.batch_size) * options.epochs
+    length = f"--epochs {options.epochs} over {rows} rows in batches of {options.batch_size} (--batch-size)"
+    if text := _warm_up(options, get_algorithm(options.algo), steps, length):
+        raise UsageError(text)
+
+
+def _warm_up(options: TrainOptions, spec: AlgorithmSpec, steps: int | None, length: str) -> str:
+    warm_up = options.critic_warmup_steps
+    if steps is None or steps > warm_up or not (spec.name == "ppo" or "critic_warmup_steps" in spec.uses):
+        return ""
+    return (
+        f"--critic-warmup-steps {warm_up} trains the critic alone for the first {warm_up} steps, and {length} ends the run "
+        f"by then, so the policy would never be trained; give a run of more than {warm_up} steps, or fewer warm-up steps"
+    )
 
 
 def _combinations(options: TrainOptions) -> Iterator[str]:

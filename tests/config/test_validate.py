@@ -161,6 +161,12 @@ def test_options_of_other_algorithms_are_named_with_theirs(workspace):
         check(*SFT, "--ref-ckpt", "x")
 
 
+def test_a_run_that_trains_the_policy_once_is_long_enough(workspace):
+    check(*PPO, "--max-steps", "21")
+    check(*PPO, "--max-steps", "1", "--critic-warmup-steps", "0")
+    check(*GSPO, "--max-steps", "1")
+
+
 PPO = [*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py"]
 DPO = [*BASE, "--algo", "dpo"]
 
@@ -170,6 +176,11 @@ DPO = [*BASE, "--algo", "dpo"]
     [
         ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; give --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
+        (
+            [*PPO, "--max-steps", "20"],
+            r"--critic-warmup-steps 20 trains the critic alone .* and --max-steps 20 ends the run by then, so the policy "
+            r"would never be trained; give a run of more than 20 steps",
+        ),
         (
             [*PPO, "--no-use-kl-loss", "--kl-loss-coef", "0.1"],
             r"--kl-loss-coef 0.1 has no effect with --no-use-kl-loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import string
 import time
@@ -297,13 +298,24 @@ def test_a_killed_and_resumed_run_ends_bit_for_bit_the_same(tmp_path, tiny_check
 
 
 def test_a_run_resumed_in_the_warm_up_ends_it_where_an_uninterrupted_one_does(tmp_path, tiny_checkpoint):
-    task = write_task(tmp_path / "task")
-    for name, steps in (("whole", 5), ("halves", 2)):
-        arguments = task_arguments("ppo", tiny_checkpoint, task, tmp_path / name)
-        assert main([str(part) for part in (*arguments, *SHORT, "--max-steps", steps)]) == 0
-    assert main(["train", "--resume", str(tmp_path / "halves"), "--max-steps", "5"]) == 0
+    arguments = task_arguments("ppo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "whole")
+    assert main([str(part) for part in (*arguments, *SHORT, "--max-steps", 5, "--keep-checkpoints", 3)]) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    for later in ("step_000004", "step_000005"):
+        shutil.rmtree(tmp_path / "halves" / "checkpoints" / later)
+    assert main(["train", "--resume", str(tmp_path / "halves")]) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves", 5)
     assert [record["train/actor_train_skipped"] for record in metrics(tmp_path / "halves")] == [1, 1, 1, 0, 0]
+
+
+def test_a_run_that_ends_within_the_warm_up_is_refused_before_the_model_is_loaded(tmp_path, tiny_checkpoint, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_checkpoint, damaged)
+    (damaged / "model.safetensors").write_bytes(b"nothing that could be loaded")
+    arguments = task_arguments("ppo", damaged, write_task(tmp_path / "task"), tmp_path / "run")
+    options = ("--epochs", 1, "--batch-size", 4)
+    assert main([str(part) for part in (*arguments, *options)]) == 2
+    assert "--epochs 1 over 60 rows in batches of 4 (--batch-size) ends the run by then" in capsys.readouterr().err
 
 
 def test_every_step_is_logged_and_recorded_warm_up_included(tmp_path, tiny_checkpoint):

@@ -164,7 +164,9 @@ class PPOActorConfig(TrainEngineConfig):
         None, help="Bounds on the importance weight of the decoupled loss; null leaves the weight as it is."
     )
     importance_sampling_level: str = setting(
-        "token", choices=("token", "sequence"), help="sequence takes the geometric mean of a sequence's ratios (GSPO)."
+        "token",
+        choices=("token", "sequence"),
+        help="sequence takes the geometric mean of a sequence's ratios (GSPO, whose paper has eps_clip 0.0003).",
     )
     prox_logp_method: str = setting(
         "recompute",
