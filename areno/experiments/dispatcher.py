@@ -93,10 +93,9 @@ class BatchDispatcher:
             )
         if queue_size is not None and queue_size < 1:
             raise UsageError(f"rollout.queue_size must be at least 1, got {queue_size}")
-        self.client, self.staleness = client, staleness
+        self.client, self.staleness, size = client, staleness, staleness.batch_size
         self._seed, self._dynamic, self._max_staleness, self._on_stale = seed, dynamic_bs, max_staleness, on_stale
         self._ahead = min(queue_size or _QUEUE_PER_ROLLOUT * staleness.max_concurrent, staleness.pending_limit)
-        size = staleness.batch_size
         self._watchdog = Watchdog(
             max(2 * size, 8) if max_errors_in_a_row is None else max_errors_in_a_row,
             max(16 * size, 128) if max_rejections_in_a_row is None else max_rejections_in_a_row,
