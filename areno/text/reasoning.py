@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import ContentDelta, longest_marker_start
 
 _WHITE_SPACE = " \t\r\n"
@@ -92,7 +93,9 @@ class _MarkerStream:
 
     parser: ReasoningParser
     where: str = field(init=False)
-    _buffer: str = ""
+    _source: GrowingText = field(default_factory=GrowingText)
+    _at: int = 0  # what is before was handed out or left out
+    _seen: int = 0  # what is before was looked at
     _started: bool = False  # something of the reasoning was handed out
 
     def __post_init__(self) -> None:
@@ -105,42 +108,56 @@ class _MarkerStream:
         return self._walk("", final=True)
 
     def _walk(self, text_piece: str, final: bool) -> list[ReasoningOrContent]:
-        self._buffer += text_piece
+        self._source.append(text_piece)
+        text = self._source.text
         out: list[ReasoningOrContent] = []
         if self.where == "start":
-            self._start(final)
+            self._start(text, final)
         if self.where == "reasoning":
-            self._reasoning(out, final)
+            self._reasoning(text, out, final)
         if self.where == "gap":
-            self._buffer = self._buffer.lstrip(_WHITE_SPACE)
-            self.where = "content" if self._buffer else "gap"
-        if self.where == "content" and self._buffer:
-            out.append(ContentDelta(self._buffer))
-            self._buffer = ""
+            self._at = _after_blank(text, self._at)
+            self.where = "content" if self._at < len(text) else "gap"
+        if self.where == "content" and self._at < len(text):
+            out.append(ContentDelta(text[self._at :]))
+            self._at = len(text)
         return out
 
-    def _start(self, final: bool) -> None:
-        opener, body = self.parser.opener, self._buffer.lstrip(_WHITE_SPACE)
-        if body.startswith(opener):
-            self._buffer = body[len(opener) :]
+    def _start(self, text: str, final: bool) -> None:
+        opener = self.parser.opener
+        self._seen = _after_blank(text, self._seen)
+        begun = text[self._seen : self._seen + len(opener)]
+        if begun == opener:
+            self._at = self._seen = self._seen + len(opener)
             self.where = "reasoning"
-        elif final or not opener.startswith(body):
+        elif final or not opener.startswith(begun):
             self.where = "reasoning" if self.parser.starts_inside else "content"
 
-    def _reasoning(self, out: list[ReasoningOrContent], final: bool) -> None:
+    def _reasoning(self, text: str, out: list[ReasoningOrContent], final: bool) -> None:
+        closer = self.parser.closer
+        close = self._source.find(closer, self._at)
+        keep = 0 if final else longest_marker_start(text, (closer,), self._at)
+        end = close if close >= 0 else len(text) - keep
         if not self._started:
-            self._buffer = self._buffer.lstrip(_WHITE_SPACE)
-        end = self._buffer.find(self.parser.closer)
-        if end >= 0:
-            text, self._buffer = self._buffer[:end].rstrip(_WHITE_SPACE), self._buffer[end + len(self.parser.closer) :]
-            self.where = "gap"
-        else:
-            keep = 0 if final else longest_marker_start(self._buffer, (self.parser.closer,))
-            text = self._buffer[: len(self._buffer) - keep].rstrip(_WHITE_SPACE)
-            self._buffer = "" if final else self._buffer[len(text) :]
-        if text:
-            self._started = True
-            out.append(ReasoningDelta(text))
+            self._at = min(_after_blank(text, self._at), end)
+        seen = max(self._at, self._seen)
+        fresh = text[seen:end].rstrip(_WHITE_SPACE)  # white space before it was looked at already
+        self._seen = end
+        if fresh:
+            said = seen + len(fresh)
+            out.append(ReasoningDelta(text[self._at : said]))
+            self._at, self._started = said, True
+        if close >= 0:
+            self._at, self.where = close + len(closer), "gap"
+        elif final:
+            self._at = len(text)
+
+
+_BLANK = re.compile(f"[{_WHITE_SPACE}]*")
+
+
+def _after_blank(text: str, start: int) -> int:
+    return _BLANK.match(text, start).end()  # type: ignore[union-attr]
 
 
 _HEADER_STARTS = ("<|start|>", "<|channel|>")
@@ -157,21 +174,21 @@ class _HarmonyStream:
     Calls come out in one form, ``<|channel|>commentary to=NAME<|message|>{...}<|call|>``, for the tool-call parser.
     """
 
-    _buffer: str = ""
+    _source: GrowingText = field(default_factory=GrowingText)
+    _at: int = 0  # what is before was read
     _channel: str | None = None  # of the part whose body is being read; None: a header may come
     _kinds: set[str] = field(default_factory=set)
 
     def push(self, text_piece: str) -> list[ReasoningOrContent]:
-        self._buffer += text_piece
+        self._source.append(text_piece)
         out: list[ReasoningOrContent] = []
-        while self._buffer and self._step(out):
+        while self._at < len(self._source.text) and self._step(out):
             pass
         return out
 
     def finish(self) -> list[ReasoningOrContent]:
         out = self.push("")
-        self._emit(out, self._buffer)
-        self._buffer = ""
+        self._emit(out, len(self._source.text))
         if self._channel == "call":
             out.append(ContentDelta(_BODY_ENDS[-1]))
         return out
@@ -179,30 +196,32 @@ class _HarmonyStream:
     def _step(self, out: list[ReasoningOrContent]) -> bool:
         if self._channel is None:
             return self._header(out)
-        hits = [(place, end) for end in _BODY_ENDS + _HEADER_STARTS if (place := self._buffer.find(end)) >= 0]
+        markers = _BODY_ENDS + _HEADER_STARTS
+        hits = [(place, end) for end in markers if (place := self._source.find(end, self._at)) >= 0]
         if not hits:
-            keep = longest_marker_start(self._buffer, _BODY_ENDS + _HEADER_STARTS)
-            self._emit(out, self._buffer[: len(self._buffer) - keep])
-            self._buffer = self._buffer[len(self._buffer) - keep :]
+            text = self._source.text
+            self._emit(out, len(text) - longest_marker_start(text, markers, self._at))
             return False
         place, end = min(hits)
-        self._emit(out, self._buffer[:place])
+        self._emit(out, place)
         if self._channel == "call":
             out.append(ContentDelta(_BODY_ENDS[-1]))
-        self._buffer = self._buffer[place + (len(end) if end in _BODY_ENDS else 0) :]
+        self._at += len(end) if end in _BODY_ENDS else 0
         self._channel = None
         return True
 
     def _header(self, out: list[ReasoningOrContent]) -> bool:
-        if not self._buffer.startswith(_HEADER_STARTS):
-            if any(start.startswith(self._buffer) for start in _HEADER_STARTS):
+        text = self._source.text
+        if not text.startswith(_HEADER_STARTS, self._at):
+            begun = text[self._at : self._at + max(map(len, _HEADER_STARTS))]
+            if any(start.startswith(begun) for start in _HEADER_STARTS):
                 return False
             self._channel = "final"  # text without a header
             return True
-        end = self._buffer.find(_MESSAGE)
+        end = self._source.find(_MESSAGE, self._at)
         if end < 0:
             return False
-        header, self._buffer = self._buffer[:end], self._buffer[end + len(_MESSAGE) :]
+        header, self._at = text[self._at : end], end + len(_MESSAGE)
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient:
             out.append(ContentDelta(f"<|channel|>commentary to={recipient[1]}{_MESSAGE}"))
@@ -212,7 +231,8 @@ class _HarmonyStream:
         self._kinds.add(self._channel)
         return True
 
-    def _emit(self, out: list[ReasoningOrContent], text: str) -> None:
+    def _emit(self, out: list[ReasoningOrContent], end: int) -> None:
+        text, self._at = self._source.text[self._at : end], end
         if text:
             out.append(ReasoningDelta(text) if self._channel == "analysis" else ContentDelta(text))
 

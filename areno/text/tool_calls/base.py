@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areno.errors import UsageError
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.schema import typed_arguments
 
 
@@ -97,25 +98,28 @@ class PlainText:
 class Wrapper:
     """A marker around calls; it vanishes beside a call and stays where text follows."""
 
-    source: str
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a scanner found: the first ``length`` characters of its text stand for ``items``."""
+    """What a scanner found: the text from its opening marker up to ``end`` stands for ``items``, one or more."""
 
-    length: int
+    end: int
     items: Sequence[RawCall | Malformed | PlainText | Wrapper]
 
 
 class CallScanner(Protocol):
-    """Reads one call, or one block of calls, whose text may still be growing."""
+    """Reads one call, or one block of calls, whose text may still be growing.
 
-    def scan(self, text: str, final: bool) -> Outcome | None:
+    A message may have any number of opening markers, and the text after each may be read in vain up to where another one
+    could begin. So a scanner must take time in proportion to what it reads, go on where it stopped, look for markers by
+    :meth:`GrowingText.find`, and not read far beyond the text that its outcome stands for.
+    """
+
+    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
         """Look at the text from the opening marker on.
 
         Args:
-            text: what there is so far; each time the same text or a longer one.
+            source: the message so far; each time the same one or a longer one.
             final: no more will come.
 
         Returns:
@@ -133,8 +137,8 @@ class CallFormat(Protocol):
         """The markers that a call begins with; none of them is part of another."""
         ...
 
-    def scanner(self) -> CallScanner:
-        """A fresh scanner of one block."""
+    def scanner(self, start: int) -> CallScanner:
+        """A fresh scanner of the block whose opening marker is at ``start``."""
         ...
 
 
@@ -254,18 +258,20 @@ class StreamingParser:
     parser: ToolCallParser
     functions: dict[str, Mapping[str, Any]]
     malformed: int = 0
-    _buffer: str = ""
+    _source: GrowingText = field(default_factory=GrowingText)
+    _at: int = 0  # what is before has been read
+    _unsaid: int = 0  # from here to there are white space and wrappers: text if text follows, nothing beside a call
     _scanner: CallScanner | None = None
-    _held: str = ""  # white space and wrappers: text if text follows, nothing beside a call
     _calls: int = 0
     _after_call: bool = False
+    _said: list[str] = field(default_factory=list)
     _out: list[Delta] = field(default_factory=list)
 
     def push(self, text_piece: str) -> list[Delta]:
         """Add text; returns what became certain with it."""
         if not self.functions:
             return [ContentDelta(text_piece)] if text_piece else []
-        self._buffer += text_piece
+        self._source.append(text_piece)
         self._walk(final=False)
         return self._take()
 
@@ -273,52 +279,53 @@ class StreamingParser:
         """The rest at the end of the message: what was held back, and calls that are complete without a closing marker."""
         self._walk(final=True)
         if not self._after_call:
-            self._say(self._held)
-        self._held = ""
+            self._say(self._at)
         return self._take()
 
     def _walk(self, final: bool) -> None:
-        while self._buffer:
+        length = len(self._source.text)
+        while self._at < length:
             if self._scanner is not None:
                 if not self._scan(self._scanner, final):
                     return
                 continue
             place, opener, form = self._next_marker()
             if opener is None:
-                keep = 0 if final else self._possible_marker()
-                self._text(self._buffer[: len(self._buffer) - keep])
-                self._buffer = self._buffer[len(self._buffer) - keep :]
+                # The longest end of the text that may grow into a marker is left for later.
+                keep = 0 if final else longest_marker_start(self._source.text, self.parser.markers, self._at)
+                self._prose(length - keep)
                 return
-            self._text(self._buffer[:place])
-            self._buffer = self._buffer[place:]
+            self._prose(place)
             if form is None:
-                self._held += opener
-                self._buffer = self._buffer[len(opener) :]
+                self._at += len(opener)
             else:
-                self._scanner = form.scanner()
+                self._scanner = form.scanner(place)
 
     def _scan(self, scanner: CallScanner, final: bool) -> bool:
-        outcome = scanner.scan(self._buffer, final)
+        outcome = scanner.scan(self._source, final)
         if outcome is None:
             return False
         for item in outcome.items:
             self._take_item(item)
-        self._buffer = self._buffer[outcome.length :]
+        if not isinstance(outcome.items[-1], Wrapper):
+            self._unsaid = outcome.end
+        self._at = outcome.end
         self._scanner = None
         return True
 
     def _take_item(self, item: RawCall | Malformed | PlainText | Wrapper) -> None:
         if isinstance(item, Wrapper):
-            self._held += item.source
-        elif isinstance(item, RawCall) and (arguments := self._arguments(item)) is not None:
-            self._held = ""
+            return
+        if isinstance(item, RawCall) and (arguments := self._arguments(item)) is not None:
+            self._unsaid = self._at
             self._after_call = True
             call_id = f"call_{uuid.uuid4().hex[:24]}"
+            self._end_text()
             self._out.append(ToolCallDelta(self._calls, call_id, item.name, arguments))
             self._calls += 1
         else:
             self.malformed += not isinstance(item, PlainText)
-            self._say(self._held + item.source)
+            self._say(self._at, item.source)
 
     def _arguments(self, call: RawCall) -> str | None:
         function = self.functions.get(call.name)
@@ -328,35 +335,38 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _next_marker(self) -> tuple[int, str | None, CallFormat | None]:
-        best: tuple[int, str | None, CallFormat | None] = (len(self._buffer), None, None)
+        best: tuple[int, str | None, CallFormat | None] = (len(self._source.text), None, None)
         pairs: list[tuple[str, CallFormat | None]] = [(w, None) for w in self.parser.wrappers]
         pairs += [(opener, form) for form in self.parser.formats for opener in form.openers]
         for marker, form in pairs:
-            place = self._buffer.find(marker)
+            place = self._source.find(marker, self._at)
             if 0 <= place < best[0]:
                 best = (place, marker, form)
         return best
 
-    def _possible_marker(self) -> int:
-        """Length of the longest end of the buffer that may grow into a marker."""
-        return longest_marker_start(self._buffer, self.parser.markers)
-
-    def _text(self, text: str) -> None:
+    def _prose(self, end: int) -> None:
+        """Read text without a marker."""
+        text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
-        rest = text.lstrip(blank)
-        self._held += text[: len(text) - len(rest)]
-        if rest:
-            body = rest.rstrip(_WHITE_SPACE)
-            self._say(self._held + body)
-            self._held = rest[len(body) :]
+        if text.strip(blank):
+            self._say(self._at + len(text.rstrip(_WHITE_SPACE)))
+        self._at = end
 
-    def _say(self, text: str) -> None:
-        self._held = ""
+    def _say(self, end: int, more: str = "") -> None:
+        """Hand out the text up to ``end`` that has not been, and what takes the place of what follows."""
+        text = self._source.text[self._unsaid : end] + more
+        self._unsaid = end
         if text:
             self._after_call = False
-            self._out.append(ContentDelta(text))
+            self._said.append(text)
+
+    def _end_text(self) -> None:
+        if self._said:
+            self._out.append(ContentDelta("".join(self._said)))
+            self._said = []
 
     def _take(self) -> list[Delta]:
+        self._end_text()
         taken, self._out = self._out, []
         return taken
 
@@ -364,10 +374,10 @@ class StreamingParser:
 _WHITE_SPACE = " \t\r\n"
 
 
-def longest_marker_start(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of one of the markers."""
+def longest_marker_start(text: str, markers: Sequence[str], start: int = 0) -> int:
+    """How many characters at the end of a text, from ``start`` on, may be the beginning of one of the markers."""
     longest = max((len(marker) for marker in markers), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
+    for length in range(min(longest, len(text) - start), 0, -1):
         tail = text[-length:]
         if any(marker.startswith(tail) for marker in markers):
             return length

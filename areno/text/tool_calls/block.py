@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallScanner, Malformed, Outcome, RawCall
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, call_of, load_arguments, load_json
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-_MAX_HEADER = 256
+MAX_HEADER = 256
+"""Most characters of what stands before the arguments of a call, such as its name."""
 
 Item = RawCall | Malformed
 
@@ -25,16 +27,18 @@ class Body(Protocol):
 
     Attributes:
         at: end of the body, once it is closed.
+        resume: where to look for the block's end if the body cannot be read; what is before is part of it.
     """
 
     at: int
+    resume: int
 
-    def read(self, text: str) -> Verdict:
-        """Read on in the block's text, which may have grown; the verdict depends on the text alone."""
+    def read(self, source: GrowingText) -> Verdict:
+        """Read on in the text, which may have grown; the verdict depends on the text alone."""
         ...
 
     def items(self, text: str, source: str) -> Sequence[Item]:
-        """The calls of the closed body; ``source`` is the block's whole text."""
+        """The calls of the closed body, at least one; ``source`` is the block's own part of ``text``."""
         ...
 
 
@@ -57,57 +61,63 @@ class Block:
         """The one opening marker."""
         return (self.opener,)
 
-    def scanner(self) -> CallScanner:
+    def scanner(self, start: int) -> CallScanner:
         """A fresh scanner of one block."""
-        return _BlockScanner(self, self.make_body(len(self.opener)))
+        return _BlockScanner(self, self.make_body(start + len(self.opener)), start)
 
 
 @dataclass(slots=True)
 class _BlockScanner:
     block: Block
     body: Body
+    start: int
     verdict: Verdict = "open"
+    _after: int = 0  # behind the white space that follows the body
 
-    def scan(self, text: str, final: bool) -> Outcome | None:
+    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
         if self.verdict == "open":
-            self.verdict = self.body.read(text)
+            self.verdict = self.body.read(source)
         if self.verdict == "closed":
-            return self._close(text, final)
+            return self._close(source, final)
         if self.verdict == "open" and not final:
             return None
-        return self._give_up(text, final)
+        return self._give_up(source, final)
 
-    def _close(self, text: str, final: bool) -> Outcome | None:
-        if not self.block.closers:
+    def _close(self, source: GrowingText, final: bool) -> Outcome | None:
+        text, opener, closers = source.text, self.block.opener, self.block.closers
+        if not closers:
             return self._done(text, self.body.at)
-        place = _BLANK.match(text, self.body.at).end()  # type: ignore[union-attr]
-        rest = text[place:]
-        for closer in self.block.closers:
-            if rest.startswith(closer):
+        place = self._after = _BLANK.match(text, max(self._after, self.body.at)).end()  # type: ignore[union-attr]
+        for closer in closers:
+            if text.startswith(closer, place):
                 return self._done(text, place + len(closer))
-        if any(closer.startswith(rest) for closer in self.block.closers):
+        rest = text[place : place + max(map(len, (*closers, opener)))]
+        if any(closer.startswith(rest) for closer in closers):
             # The closing marker is under way; at the end of the text a complete body is enough.
             return self._done(text, len(text)) if final else None
-        if rest.startswith(self.block.opener):
+        if rest.startswith(opener):
             return self._done(text, self.body.at)
-        if self.block.opener.startswith(rest) and not final:
+        if opener.startswith(rest) and not final:
             return None
-        return self._give_up(text, final)
+        return self._give_up(source, final)
 
     def _done(self, text: str, end: int) -> Outcome:
-        return Outcome(end, self.body.items(text, text[:end]))
+        return Outcome(end, self.body.items(text, text[self.start : end]))
 
-    def _give_up(self, text: str, final: bool) -> Outcome | None:
-        start = len(self.block.opener)
+    def _give_up(self, source: GrowingText, final: bool) -> Outcome | None:
         if not self.block.closers and self.verdict == "broken":
-            return Outcome(start, [Malformed(self.block.opener)])
-        ends = [place + len(closer) for closer in self.block.closers if (place := text.find(closer, start)) >= 0]
-        following = text.find(self.block.opener, start)
+            return Outcome(self.start + len(self.block.opener), [Malformed(self.block.opener)])
+        ends = [
+            place + len(closer)
+            for closer in self.block.closers
+            if (place := source.find(closer, self.body.resume)) >= 0
+        ]
+        following = source.find(self.block.opener, self.body.resume)
         ends += [following] if following >= 0 else []
         if not ends and not final:
             return None
-        end = min(ends, default=len(text))
-        return Outcome(end, [Malformed(text[:end])])
+        end = min(ends, default=len(source.text))
+        return Outcome(end, [Malformed(source.text[self.start : end])])
 
 
 @dataclass(slots=True)
@@ -121,22 +131,21 @@ class HeaderJson:
 
     at: int
     header: re.Pattern[str]
-    _start: int = field(init=False)
+    resume: int = field(init=False)
     _brace: int = -1
     _span: JsonSpan | None = None
 
     def __post_init__(self) -> None:
-        self._start = self.at
+        self.resume = self.at
 
-    def read(self, text: str) -> Verdict:
+    def read(self, source: GrowingText) -> Verdict:
         """See :class:`Body`."""
+        text = source.text
         if self._span is None:
-            self._brace = text.find("{", self._start)
-            if (self._brace if self._brace >= 0 else len(text)) - self._start > _MAX_HEADER:
-                return "broken"
+            self._brace = text.find("{", self.resume, self.resume + MAX_HEADER + 1)
             if self._brace < 0:
-                return "open"
-            if not self.header.fullmatch(text, self._start, self._brace):
+                return "open" if len(text) - self.resume <= MAX_HEADER else "broken"
+            if not self.header.fullmatch(text, self.resume, self._brace):
                 return "broken"
             self._span = JsonSpan(self._brace)
         verdict = self._span.read(text)
@@ -145,7 +154,7 @@ class HeaderJson:
 
     def items(self, text: str, source: str) -> Sequence[Item]:
         """See :class:`Body`."""
-        matched = self.header.fullmatch(text, self._start, self._brace)
+        matched = self.header.fullmatch(text, self.resume, self._brace)
         name = next((group for group in matched.groups() if group), None) if matched else None
         try:
             value = load_json(text[self._brace : self.at])

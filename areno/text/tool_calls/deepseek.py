@@ -10,7 +10,7 @@ from areno.text.tool_calls.block import Block, HeaderJson
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 # V3 writes the kind, the separator, the name and a code fence; V3.1 the name, the separator and the bare object.
-_HEADER = re.compile(rf"\s*function{_SEP}([^\s{{<]+)\s*(?:```json)?\s*|\s*([^\s{{<]+){_SEP}\s*")
+_HEADER = re.compile(rf"\s*function{_SEP}([^\s{{<]+)\s*+(?:```json)?\s*|\s*([^\s{{<]+){_SEP}\s*")
 
 DEEPSEEK = ToolCallParser(
     "deepseek",

@@ -10,59 +10,74 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import Malformed, RawCall, ToolCallParser
-from areno.text.tool_calls.block import Block, Item
+from areno.text.tool_calls.block import MAX_HEADER, Block, Item
 from areno.text.tool_calls.json_span import Verdict, load_json
 
 _HEADER = re.compile(r"\s*call:\s*([^\s{}]+)\s*")
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")
-_BRACKET = re.compile(r"[{}\[\]]")
-_MAX_HEADER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    opener: str
+    quote: str
+    token: re.Pattern[str]  # opener, quote or a bracket
 
 
 @dataclass(slots=True)
 class _Body:
     at: int
-    quote: str
-    _start: int = field(init=False)
+    marks: _Marks
+    resume: int = field(init=False)
     _brace: int = -1
     _depth: int = 0
     _quoted: bool = False
 
     def __post_init__(self) -> None:
-        self._start = self.at
+        self.resume = self.at
 
-    def read(self, text: str) -> Verdict:
+    def read(self, source: GrowingText) -> Verdict:
+        text = source.text
         if self._brace < 0:
-            self._brace = text.find("{", self._start)
-            if (self._brace if self._brace >= 0 else len(text)) - self._start > _MAX_HEADER:
-                return "broken"
+            self._brace = text.find("{", self.resume, self.resume + MAX_HEADER + 1)
             if self._brace < 0:
-                return "open"
-            if not _HEADER.fullmatch(text, self._start, self._brace):
+                return "open" if len(text) - self.resume <= MAX_HEADER else "broken"
+            if not _HEADER.fullmatch(text, self.resume, self._brace):
                 return "broken"
             self.at = self._brace
-        return self._brackets(text)
-
-    def _brackets(self, text: str) -> Verdict:
         while True:
-            quote = text.find(self.quote, self.at)
-            bracket = None if self._quoted else _BRACKET.search(text, self.at)
-            if quote >= 0 and (bracket is None or quote < bracket.start()):
-                self._quoted = not self._quoted
-                self.at = quote + len(self.quote)
-            elif bracket is None:
-                self.at = max(self.at, len(text) - len(self.quote) + 1)  # the beginning of a quote may be here
-                return "open"
-            else:
-                self.at = bracket.end()
-                self._depth += 1 if bracket[0] in "{[" else -1
-                if not self._depth:
-                    return "closed"
+            verdict = self._quotation(source) if self._quoted else self._token(text)
+            if verdict is not None:
+                return verdict
+
+    def _quotation(self, source: GrowingText) -> Verdict | None:
+        end = source.find(self.marks.quote, self.at)
+        if end < 0:
+            return "open"
+        self._quoted = False
+        self.at = end + len(self.marks.quote)
+        return None
+
+    def _token(self, text: str) -> Verdict | None:
+        token = self.marks.token.search(text, self.at)
+        if token is None:
+            # The beginning of a marker may be here.
+            self.at = max(self.at, len(text) - max(len(self.marks.opener), len(self.marks.quote)) + 1)
+            return "open"
+        self.at = token.end()
+        if token[0] == self.marks.opener:
+            return "broken"
+        if token[0] == self.marks.quote:
+            self._quoted = True
+            return None
+        self._depth += 1 if token[0] in "{[" else -1
+        return None if self._depth else "closed"
 
     def items(self, text: str, source: str) -> Sequence[Item]:
-        name = _HEADER.fullmatch(text, self._start, self._brace)
-        parts = text[self._brace : self.at].split(self.quote)
+        name = _HEADER.fullmatch(text, self.resume, self._brace)
+        parts = text[self._brace : self.at].split(self.marks.quote)
         parts[::2] = [_BARE_KEY.sub(r'\1"\2"\3', part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
         try:
@@ -75,7 +90,8 @@ class _Body:
 
 
 def _parser(name: str, opener: str, closer: str, quote: str) -> ToolCallParser:
-    return ToolCallParser(name, (Block(opener, (closer,), lambda start: _Body(start, quote)),))
+    marks = _Marks(opener, quote, re.compile(rf"{re.escape(opener)}|{re.escape(quote)}|[{{}}\[\]]"))
+    return ToolCallParser(name, (Block(opener, (closer,), lambda start: _Body(start, marks)),))
 
 
 GEMMA = _parser("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')

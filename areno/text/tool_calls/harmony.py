@@ -10,7 +10,7 @@ import re
 from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.block import Block, HeaderJson
 
-_HEADER = re.compile(r"\s*(?:functions\.)?([^\s{<]+)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*")
+_HEADER = re.compile(r"\s*(?:functions\.)?([^\s{<]+)\s*+(?:<\|constrain\|>)?\s*+(?:json)?\s*<\|message\|>\s*")
 
 HARMONY = ToolCallParser(
     "harmony", (Block("<|channel|>commentary to=", ("<|call|>",), lambda start: HeaderJson(start, _HEADER)),)

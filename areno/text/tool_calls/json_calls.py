@@ -12,56 +12,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallScanner, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
-from areno.text.tool_calls.block import raw_call
+from areno.text.tool_calls.block import MAX_HEADER, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json
 
 _FENCE, _FENCE_END = "```json", "```"
-_START = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?\{")
+_START = re.compile(r"(?:```json[ \t\r\n]*)?(?=(?:\[[ \t\r\n]*)?\{)")
 _UNDER_WAY = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
+_BLANK = re.compile(r"[ \t\r\n]*")
 _LOOKS_LIKE_A_CALL = re.compile(r'[ \t\r\n\[]*\{\s*"(?:name|function|tool_calls)"\s*:')
 
 
 class _BareJson:
     openers = ("{", "[", _FENCE)
 
-    def scanner(self) -> CallScanner:
-        return _Scanner()
+    def scanner(self, start: int) -> CallScanner:
+        return _Scanner(start)
 
 
 @dataclass(slots=True)
 class _Scanner:
-    _start: int = 0
+    start: int
+    _value: int = 0  # where the JSON begins
     _span: JsonSpan | None = None
+    _after: int = 0  # behind the white space that follows it
 
-    def scan(self, text: str, final: bool) -> Outcome | None:
+    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
+        text = source.text
         if self._span is None:
-            if not _START.match(text):
-                if _UNDER_WAY.fullmatch(text) and not final:
+            limit = self.start + MAX_HEADER
+            head = _START.match(text, self.start, limit)
+            if head is None:
+                if len(text) < limit and _UNDER_WAY.fullmatch(text, self.start) and not final:
                     return None
-                opener = _FENCE if text.startswith(_FENCE) else text[0]
-                return Outcome(len(opener), [PlainText(opener)])
-            self._start = min(place for char in "[{" if (place := text.find(char)) >= 0)
-            self._span = JsonSpan(self._start)
+                opener = _FENCE if text.startswith(_FENCE, self.start) else text[self.start]
+                return Outcome(self.start + len(opener), [PlainText(opener)])
+            self._value = head.end()
+            self._span = JsonSpan(self._value)
         verdict = self._span.read(text)
         if verdict == "closed":
             return self._closed(text, self._span.at, final)
         if verdict == "open" and not final:
             return None
         # Broken: prose with a brace in it, and a call may begin right after. Cut off: all of the rest was meant as one.
-        end = len(text) if verdict == "open" else max(self._span.at, self._start + 1)
-        kind = Malformed if _LOOKS_LIKE_A_CALL.match(text, self._start) else PlainText
-        return Outcome(end, [kind(text[:end])])
+        end = len(text) if verdict == "open" else max(self._span.at, self._value + 1)
+        kind = Malformed if _LOOKS_LIKE_A_CALL.match(text, self._value, end) else PlainText
+        return Outcome(end, [kind(text[self.start : end])])
 
-    def _closed(self, text: str, end: int, final: bool) -> Outcome | None:
-        value_text = text[self._start : end]
-        if text.startswith(_FENCE):
-            rest = text[end:].lstrip(" \t\r\n")
-            if rest.startswith(_FENCE_END):
-                end = len(text) - len(rest) + len(_FENCE_END)
+    def _closed(self, text: str, value_end: int, final: bool) -> Outcome | None:
+        end = value_end
+        if text.startswith(_FENCE, self.start):
+            self._after = _BLANK.match(text, max(self._after, value_end)).end()  # type: ignore[union-attr]
+            rest = text[self._after : self._after + len(_FENCE_END)]
+            if rest == _FENCE_END:
+                end = self._after + len(_FENCE_END)
             elif _FENCE_END.startswith(rest) and not final:
                 return None
-        return Outcome(end, _items(text[:end], value_text))
+        return Outcome(end, _items(text[self.start : end], text[self._value : value_end]))
 
 
 def _items(source: str, value_text: str) -> Sequence[RawCall | Malformed | PlainText]:

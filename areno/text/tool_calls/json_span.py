@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _STRING_PART = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-_SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR_STARTS = re.compile(r"[-0-9tfn]")
 
 Verdict = Literal["open", "closed", "broken"]
@@ -34,6 +34,7 @@ class JsonSpan:
     _stack: list[str] = field(default_factory=list)
     _expect: _Expect = "value"
     _in_string: bool = False
+    _in_scalar: bool = False
     _verdict: Verdict = "open"
 
     def read(self, text: str) -> Verdict:
@@ -41,16 +42,15 @@ class JsonSpan:
         while self._verdict == "open":
             if self._in_string and not self._string(text):
                 break
+            if self._in_scalar and not self._scalar_ends(text):
+                break
             self.at = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
             if self.at == len(text):
                 break
-            verdict = self._token(text, text[self.at])
-            if verdict == "open":
-                break
-            self._verdict = verdict or "open"
+            self._verdict = self._token(text[self.at]) or "open"
         return self._verdict
 
-    def _token(self, text: str, char: str) -> Verdict | None:
+    def _token(self, char: str) -> Verdict | None:
         if char == '"' and self._expect != "colon" and self._expect != "comma" and self._stack:
             self._in_string = True
             self.at += 1
@@ -65,7 +65,7 @@ class JsonSpan:
             self._stack.append("]" if char == "[" else "}")
             self._expect = "first value" if char == "[" else "first key"
         else:
-            return self._scalar(text, char)
+            return self._scalar(char)
         self.at += 1
         return None
 
@@ -88,15 +88,19 @@ class JsonSpan:
         self._expect = "comma"
         return None if self._stack else "closed"
 
-    def _scalar(self, text: str, char: str) -> Verdict | None:
+    def _scalar(self, char: str) -> Verdict | None:
         if not self._stack or self._expect not in ("value", "first value") or not _SCALAR_STARTS.match(char):
             return "broken"
-        end = _SCALAR.match(text, self.at).end()  # type: ignore[union-attr]
-        if end == len(text):
-            return "open"
-        self.at = end
-        self._expect = "comma"
+        self._in_scalar = True
         return None
+
+    def _scalar_ends(self, text: str) -> bool:
+        self.at = _SCALAR.match(text, self.at).end()  # type: ignore[union-attr]
+        if self.at == len(text):
+            return False
+        self._in_scalar = False
+        self._expect = "comma"
+        return True
 
 
 def load_json(text: str) -> Any:

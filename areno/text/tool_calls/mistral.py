@@ -6,45 +6,44 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
 from areno.text.tool_calls.block import Block, HeaderJson, Item, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
 
 _OPENER = "[TOOL_CALLS]"
 # The identifier between name and arguments is for the model alone: clients get one in OpenAI's form.
-_HEADER = re.compile(r"\s*([^\s{\[]+)\s*(?:\[CALL_ID\][^\s{\[]*)?\s*(?:\[ARGS\])?\s*|\s*")
+_HEADER = re.compile(r"\s*([^\s{\[]+)\s*+(?:\[CALL_ID\][^\s{\[]*)?\s*+(?:\[ARGS\])?\s*|\s*")
+
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(slots=True)
 class _Body:
     at: int
-    _start: int = field(init=False)
-    _span: JsonSpan | None = None
-    _single: HeaderJson | None = None
+    resume: int = field(init=False)
+    _reader: JsonSpan | HeaderJson | None = None
 
     def __post_init__(self) -> None:
-        self._start = self.at
+        self.resume = self.at
 
-    def read(self, text: str) -> Verdict:
-        if self._span is None and self._single is None:
-            body = text[self._start :].lstrip()
-            if not body:
+    def read(self, source: GrowingText) -> Verdict:
+        if self._reader is None:
+            text = source.text
+            self.at = _SPACE.match(text, self.at).end()  # type: ignore[union-attr]
+            if self.at == len(text):
                 return "open"
-            if body[0] == "[":
-                self._span = JsonSpan(len(text) - len(body))
-            else:
-                self._single = HeaderJson(self._start, _HEADER)
-        reader = self._span or self._single
-        assert reader is not None
-        verdict = reader.read(text)
+            self._reader = JsonSpan(self.at) if text[self.at] == "[" else HeaderJson(self.resume, _HEADER)
+        reader = self._reader
+        verdict = reader.read(source) if isinstance(reader, HeaderJson) else reader.read(source.text)
         self.at = reader.at
         return verdict
 
     def items(self, text: str, source: str) -> Sequence[Item]:
-        if self._single is not None:
-            return self._single.items(text, source)
-        elements = array_elements(text[self._start : self.at])
-        if elements is None:
+        if isinstance(self._reader, HeaderJson):
+            return self._reader.items(text, source)
+        elements = array_elements(text[self.resume : self.at])
+        if not elements:
             return [Malformed(source)]
         return [raw_call(source if len(elements) == 1 else piece, value) for value, piece in elements]
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallScanner, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.block import MAX_HEADER
 
 _START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _UNDER_WAY = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
@@ -20,24 +22,28 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 class _CallList:
     openers = ("[",)
 
-    def scanner(self) -> CallScanner:
-        return _Scanner()
+    def scanner(self, start: int) -> CallScanner:
+        return _Scanner(start, start)
 
 
 @dataclass(slots=True)
 class _Scanner:
-    _at: int = 0
+    start: int
+    _at: int
     _depth: int = 0
     _quote: str = ""  # of the string that is being read
+    _computed: bool = False  # a string is an f-string, which is no value, and takes Python quadratic time
 
-    def scan(self, text: str, final: bool) -> Outcome | None:
-        if not _START.match(text):
-            if _UNDER_WAY.fullmatch(text) and not final:
+    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
+        text, limit = source.text, self.start + MAX_HEADER
+        if not _START.match(text, self.start, limit):
+            if len(text) < limit and _UNDER_WAY.fullmatch(text, self.start) and not final:
                 return None
-            return Outcome(1, [PlainText("[")])
+            return Outcome(self.start + 1, [PlainText("[")])
         if self._closed(text):
-            return Outcome(self._at, _items(text[: self._at]))
-        return Outcome(len(text), [Malformed(text)]) if final else None
+            piece = text[self.start : self._at]
+            return Outcome(self._at, [Malformed(piece)] if self._computed else _items(piece))
+        return Outcome(len(text), [Malformed(text[self.start :])]) if final else None
 
     def _closed(self, text: str) -> bool:
         while True:
@@ -53,6 +59,8 @@ class _Scanner:
                 return False
             if token[0] in _STRING_PARTS:
                 self._quote = token[0]
+                before = text[max(token.start() - 2, 0) : token.start()].lower()
+                self._computed |= before.endswith(("f", "fr"))
             else:
                 self._depth += 1 if token[0] in "[({" else -1
                 if not self._depth:
@@ -61,11 +69,22 @@ class _Scanner:
 
 def _items(text: str) -> Sequence[RawCall | Malformed]:
     try:
-        listed = ast.parse(text.strip(), mode="eval").body
+        listed = ast.parse(text, mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else []
-        return [_call(call, text if len(calls) == 1 else ast.get_source_segment(text, call) or "") for call in calls]
+        sources = [text] if len(calls) == 1 else _sources(text, calls)
+        return [_call(*pair) for pair in zip(calls, sources, strict=True)] or [Malformed(text)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [Malformed(text)]
+
+
+def _sources(text: str, nodes: Sequence[ast.expr]) -> list[str]:
+    """The text of each node; ``ast.get_source_segment`` splits the whole text into lines for each of them."""
+    data = text.encode()
+    lines = [0, *(match.end() for match in re.finditer(rb"\r\n?|\n", data))]
+    return [
+        data[lines[node.lineno - 1] + node.col_offset : lines[node.end_lineno - 1] + node.end_col_offset].decode()  # type: ignore[operator]
+        for node in nodes
+    ]
 
 
 def _call(call: ast.expr, source: str) -> RawCall | Malformed:

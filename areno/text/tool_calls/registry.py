@@ -9,11 +9,11 @@ from areno.text.tool_calls.base import ToolCallParser
 from areno.text.tool_calls.deepseek import DEEPSEEK, DEEPSEEK_V31, KIMI
 from areno.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA
 from areno.text.tool_calls.harmony import HARMONY
-from areno.text.tool_calls.hermes import HERMES, QWEN, QWEN3_CODER
+from areno.text.tool_calls.hermes import HERMES, MINICPM, QWEN, QWEN3_CODER
 from areno.text.tool_calls.json_calls import JSON, LLAMA3
 from areno.text.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
 from areno.text.tool_calls.pythonic import PYTHONIC
-from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINICPM, MINIMAX
+from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINIMAX
 
 _PARSERS: dict[str, ToolCallParser] = {}
 _ALIASES = {

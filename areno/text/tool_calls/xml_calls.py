@@ -1,5 +1,5 @@
-"""Formats that write each argument between tags of its own: MiniCPM, MiniMax, DeepSeek V3.2, GLM and (see
-``hermes.py``) Qwen3-Coder.
+"""Formats that write each argument between tags of its own: MiniMax, DeepSeek V3.2, GLM and (see ``hermes.py``)
+Qwen3-Coder and MiniCPM.
 
 All values are text there; the tool's schema says what they stand for. A value ends at its closing tag only, so it may
 hold any other tag.
@@ -11,8 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, RawCall, ToolCallParser
-from areno.text.tool_calls.block import Block, Item
+from areno.text.tool_calls.block import MAX_HEADER, Block, Item
 from areno.text.tool_calls.json_span import Verdict
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -38,33 +39,45 @@ class _Tags:
 class _TagBody:
     at: int
     tags: _Tags
+    resume: int = field(init=False)
     name: str | None = None
-    arguments: dict[str, str] = field(default_factory=dict)
+    arguments: list[tuple[str, int, int]] = field(default_factory=list)  # each with the place of its value
 
-    def read(self, text: str) -> Verdict:
+    def __post_init__(self) -> None:
+        self.resume = self.at
+
+    def read(self, source: GrowingText) -> Verdict:
+        text = source.text
         if self.name is None and not self._read_name(text):
             return "open"
         if not self.name:
             return "broken"
         while True:
-            place = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
-            rest = text[place : place + max(len(self.tags.closer), len(self.tags.argument))]
+            self.at = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
+            rest = text[self.at : self.at + max(len(self.tags.closer), len(self.tags.argument))]
             if rest.startswith(self.tags.closer):
                 return "closed"
             if not rest.startswith(self.tags.argument):
                 under_way = self.tags.closer.startswith(rest) or self.tags.argument.startswith(rest)
                 return "open" if under_way else "broken"
-            verdict = self._read_argument(text, place + len(self.tags.argument))
+            verdict = self._read_argument(source, self.at + len(self.tags.argument))
             if verdict != "closed":
                 return verdict
 
     def items(self, text: str, source: str) -> Sequence[Item]:
-        return [RawCall(self.name or "", dict(self.arguments), source, untyped=True)]
+        arguments = {key: self._value(text[begin:end]) for key, begin, end in self.arguments}
+        return [RawCall(self.name or "", arguments, source, untyped=True)]
 
     def _read_name(self, text: str) -> bool:
-        found = [(place, end) for end in self.tags.name_ends if (place := text.find(end, self.at)) >= 0]
+        found = [
+            (place, end)
+            for end in self.tags.name_ends
+            if (place := text.find(end, self.at, self.at + MAX_HEADER + len(end))) >= 0
+        ]
         if not found:
-            return False
+            if len(text) - self.at > MAX_HEADER + max(map(len, self.tags.name_ends)):
+                self.name = ""
+            return self.name is not None
         place, end = min(found)
         self.name = text[self.at : place].strip().strip('"')
         self.at = place if end in self.tags.kept else place + len(end)
@@ -72,25 +85,26 @@ class _TagBody:
             self.name = ""
         return True
 
-    def _read_argument(self, text: str, start: int) -> Verdict:
-        key_end = text.find(self.tags.key_end, start)
+    def _read_argument(self, source: GrowingText, start: int) -> Verdict:
+        text = source.text
+        key_end = text.find(self.tags.key_end, start, start + MAX_HEADER + len(self.tags.key_end))
         if key_end < 0:
-            return "open"
+            return "open" if len(text) - start < MAX_HEADER + len(self.tags.key_end) else "broken"
         key = _KEY.match(text, start, key_end)
         if key is None:
             return "broken"
         begin = key_end + len(self.tags.key_end)
         if self.tags.value:
-            begin = _BLANK.match(text, begin).end()  # type: ignore[union-attr]
+            begin = _BLANK.match(text, begin, begin + MAX_HEADER).end()  # type: ignore[union-attr]
             rest = text[begin : begin + len(self.tags.value)]
             if rest != self.tags.value:
                 return "open" if self.tags.value.startswith(rest) else "broken"
             begin += len(self.tags.value)
-        end = text.find(self.tags.value_end, begin)
+        end = source.find(self.tags.value_end, begin)
         if end < 0:
             return "open"
-        self.arguments[key[1]] = self._value(text[begin:end])
-        self.at = end + len(self.tags.value_end)
+        self.arguments.append((key[1], begin, end))
+        self.at = self.resume = end + len(self.tags.value_end)
         return "closed"
 
     def _value(self, text: str) -> str:
@@ -108,7 +122,7 @@ FUNCTION_TAGS = _block(
     "<function=",
     _Tags((">",), "<parameter=", ">", "", "</parameter>", "</function>", trims_line_breaks=True),
 )
-_MINICPM = _block(
+MINICPM_TAGS = _block(
     "<function name=", _Tags((">",), "<param name=", ">", "", "</param>", "</function>", trims_line_breaks=True)
 )
 _MINIMAX = _block(
@@ -124,16 +138,6 @@ _GLM = _block(
     _Tags(_GLM_ENDS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", kept=_GLM_ENDS[1:]),
 )
 
-MINICPM = ToolCallParser(
-    "minicpm",
-    (_MINICPM,),
-    shape=CallShape(
-        before='<function name="{bare_name}">',
-        after="</function>",
-        argument_before='<param name="{key}">',
-        argument_after="</param>",
-    ),
-)
 MINIMAX = ToolCallParser(
     "minimax",
     (_MINIMAX,),
