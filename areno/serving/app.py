@@ -24,7 +24,7 @@ from areno.serving.recording import sampling_defaults
 from areno.serving.respond import respond, respond_at_once
 from areno.serving.responses import ResponsesAnswer, ResponsesRequest
 from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody, RewardRequest
-from areno.serving.service import ServedModel, Service
+from areno.serving.service import ServedModel, Service, State
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -62,14 +62,20 @@ def create_app(service: Service) -> FastAPI:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """The process lives; 503 once its engine has failed for good."""
-        failed = service.state == "failed"
-        return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
+        """Requests are taken; 503 while the model is loaded, while the server shuts down, and once its engine has failed."""
+        state = service.state
+        return JSONResponse({"status": {"ready": "ok", "failed": service.failure}.get(state, state)}, _status(state))
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Requests are taken; 503 while the model is loaded and while the server shuts down."""
-        return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
+        """The same as ``/health``, with the name of the state."""
+        return JSONResponse({"status": service.state}, _status(service.state))
+
+    @app.get("/live")
+    async def live() -> JSONResponse:
+        """The process can work, even while the model is loaded; 503 once its engine has failed for good."""
+        failed = service.state == "failed"
+        return JSONResponse({"status": service.failure if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -86,6 +92,10 @@ def _add_status(app: FastAPI, service: Service) -> None:
         """The model, by its name."""
         service.check_model(name)
         return _model(service)
+
+
+def _status(state: State) -> int:
+    return 200 if state == "ready" else 503
 
 
 def _model(service: Service) -> dict[str, Any]:

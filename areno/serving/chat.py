@@ -144,21 +144,17 @@ class _Message:
 
     sample: Sample
     reader: MessageReader
-    content: str = ""
-    text: str = ""  # all that was visible so far
+    texts: list[str] = field(default_factory=list)  # all that was visible so far
     pieces: list[Piece] = field(default_factory=list)
     record: dict[str, Any] | None = None  # what the recorder says about it
-    reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take a piece; returns it as a stream's ``delta``."""
         self.pieces.append(piece)
         if isinstance(piece, ContentDelta):
-            self.content += piece.text
             return {"content": piece.text}
         if isinstance(piece, ReasoningDelta):
-            self.reasoning += piece.text
             return {"reasoning_content": piece.text}
         function = {"name": piece.name, "arguments": piece.arguments_piece}
         self.calls.append({"id": piece.id, "type": "function", "function": function})
@@ -166,15 +162,16 @@ class _Message:
 
     def whole(self) -> dict[str, Any]:
         """The message."""
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": self.content if self.content or not self.calls else None,
-        }
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
+        content, reasoning = self._joined(ContentDelta), self._joined(ReasoningDelta)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+    def _joined(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, kind))
 
     @property
     def finish_reason(self) -> str | None:
@@ -240,7 +237,7 @@ class ChatAnswer:
         """Take the next tokens; a stream's chunks where they make something certain, and at the end."""
         message = self._messages[sample]
         text = message.sample.take(tokens)
-        message.text += text
+        message.texts.append(text)
         pieces = message.reader.push(text)
         ends = message.sample.finish is not None
         if ends:
@@ -277,7 +274,7 @@ class ChatAnswer:
                 finish=finish,
                 by_token=finish == "stop" and tokens[-1].token in self._job.stop_ids,
                 temperature=1.0 if sampling.greedy else sampling.temperature,
-                text=message.text,
+                text="".join(message.texts),
                 offsets=message.sample.offsets,
                 pieces=message.pieces,
                 closer=self._closer,

@@ -86,8 +86,8 @@ class CompletionAnswer:
         self._frame = Frame(job, "cmpl", "text_completion", "text_completion", model)
         count = len(job.requests) * body.samples
         self._samples = [Sample(index, job.sample_text()) for index in range(count)]
-        self._content = [self._echo(index) for index in range(count)]
-        self._echoed = [len(text) for text in self._content]
+        self._content = [[self._echo(index)] for index in range(count)]
+        self._echoed = [len(texts[0]) for texts in self._content]
 
     def _echo(self, sample: int) -> str:
         if not self._body.echo:
@@ -108,7 +108,7 @@ class CompletionAnswer:
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [
-            self._frame.chunk([self._choice(sample, self._content[sample.index], range(0), first=True)])
+            self._frame.chunk([self._choice(sample, self._content[sample.index][0], range(0), first=True)])
             for sample in self._samples
         ]
 
@@ -116,7 +116,7 @@ class CompletionAnswer:
         """Take the next tokens; a stream's chunk where they make text final, and at the end."""
         state = self._samples[sample]
         text = state.take(tokens)
-        self._content[sample] += text
+        self._content[sample].append(text)
         if not self._body.stream or (not text and state.finish is None):
             return []
         return [self._frame.chunk([self._choice(state, text, state.unshown())])]
@@ -127,7 +127,9 @@ class CompletionAnswer:
 
     def complete(self) -> dict[str, Any]:
         """The whole answer."""
-        choices = [self._choice(s, self._content[s.index], range(len(s.tokens)), first=True) for s in self._samples]
+        choices = [
+            self._choice(s, "".join(self._content[s.index]), range(len(s.tokens)), first=True) for s in self._samples
+        ]
         return self._frame.whole(choices, self._frame.usage(self._samples))
 
     def _choice(self, sample: Sample, text: str, places: range, *, first: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from areno.serving.recording import KEY_PREFIX, Tape
 from areno.serving.service import Service
 
 # What a load balancer asks; it has no key, and learns nothing but whether to send requests here.
-_OPEN_PATHS = ("/health", "/ready")
+_OPEN_PATHS = ("/health", "/ready", "/live")
 
 TAPE = "areno.tape"
 """Key of the ASGI scope under which a recorder's tape of the request stands."""

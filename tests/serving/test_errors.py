@@ -182,7 +182,7 @@ def test_the_key_is_asked_for_everywhere_but_at_the_health_checks(locked):
         error = error_of(httpx.get(locked.url + path, headers=header), 401)
         assert error["code"] == "invalid_api_key"
     error_of(locked.post("/v1/completions", TEXT), 401)
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/live"):
         assert httpx.get(locked.url + path).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         locked.client().models.list()

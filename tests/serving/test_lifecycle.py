@@ -35,15 +35,18 @@ def wait_until(condition, timeout=20):
 def test_the_port_answers_while_the_model_is_loaded(sharp_checkpoint):
     process, url = begin(sharp_checkpoint, *SIZES)
     try:
-        assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "ok"}
-        ready = httpx.get(f"{url}/ready", timeout=30)
-        assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+        for path in ("health", "ready"):
+            answer = httpx.get(f"{url}/{path}", timeout=30)
+            assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        live = httpx.get(f"{url}/live", timeout=30)
+        assert (live.status_code, live.json()) == (200, {"status": "ok"})
         refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=30)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "loading"
         assert refused.headers["retry-after"]
         wait_ready(url)
         assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     finally:
         process.terminate()
         output, _ = process.communicate(timeout=60)
@@ -128,6 +131,7 @@ def test_a_signal_lets_running_requests_finish(sharp_checkpoint):
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         assert httpx.get(f"{server.url}/ready").json() == {"status": "draining"}
+        assert [httpx.get(f"{server.url}/{path}").status_code for path in ("health", "live")] == [503, 200]
         refused = server.post("/v1/completions", LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         thread.join(60)

@@ -37,7 +37,7 @@ def check(case, target):
 
 
 OPERATIONS = [
-    *("GET /health", "GET /ready", "GET /metrics", "GET /v1/models", "GET /v1/models/{name}"),
+    *("GET /health", "GET /ready", "GET /live", "GET /metrics", "GET /v1/models", "GET /v1/models/{name}"),
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/messages", "POST /v1/responses"),
 ]
 operations = pytest.mark.parametrize("operation", OPERATIONS)

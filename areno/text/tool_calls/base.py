@@ -305,31 +305,35 @@ class StreamingParser:
         outcome = scanner.scan(self._source, final)
         if outcome is None:
             return False
-        for item in outcome.items:
-            self._take_item(item)
-        if not isinstance(outcome.items[-1], Wrapper):
+        if not isinstance(outcome.items[0], Wrapper):
+            self._take_items(outcome)
             self._unsaid = outcome.end
         self._at = outcome.end
         self._scanner = None
         return True
 
-    def _take_item(self, item: RawCall | Malformed | PlainText | Wrapper) -> None:
-        if isinstance(item, Wrapper):
+    def _take_items(self, outcome: Outcome) -> None:
+        arguments = [self._arguments(item) for item in outcome.items]
+        bad = [item for item, found in zip(outcome.items, arguments, strict=True) if found is None]
+        self.malformed += sum(not isinstance(item, PlainText) for item in bad)
+        if len(bad) == len(arguments):
+            self._say(outcome.end)
             return
-        if isinstance(item, RawCall) and (arguments := self._arguments(item)) is not None:
+        for item, found in zip(outcome.items, arguments, strict=True):
+            if found is None:
+                self._say(self._at, item.source)  # type: ignore[union-attr]
+                continue
             self._unsaid = self._at
             self._after_call = True
             call_id = f"call_{uuid.uuid4().hex[:24]}"
             self._end_text()
-            self._out.append(ToolCallDelta(self._calls, call_id, item.name, arguments))
+            self._out.append(ToolCallDelta(self._calls, call_id, item.name, found))  # type: ignore[union-attr]
             self._calls += 1
-        else:
-            self.malformed += not isinstance(item, PlainText)
-            self._say(self._at, item.source)
 
-    def _arguments(self, call: RawCall) -> str | None:
-        function = self.functions.get(call.name)
-        if function is None:
+    def _arguments(self, call: RawCall | Malformed | PlainText | Wrapper) -> str | None:
+        """JSON text of a call's arguments; None where the item is no call of a tool that may be called."""
+        function = self.functions.get(call.name) if isinstance(call, RawCall) else None
+        if function is None or not isinstance(call, RawCall):
             return None
         arguments = typed_arguments(call.arguments, function.get("parameters")) if call.untyped else call.arguments
         return compact_json(arguments)
