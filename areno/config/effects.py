@@ -63,7 +63,7 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if spec.requires_rollout:
         yield from _reference(options, spec)
         if options.reward_ckpt and not options.reward_fn_path:
-            for name in ("reward_timeout_s", "reward_workers"):
+            for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb"):
                 yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
 
 

@@ -127,6 +127,13 @@ class RolloutOptions:
     reward_workers: int | None = _rollout(
         None, minimum=1, changes_results=False, unset="by CPU count", help="Processes that run the reward function."
     )
+    reward_memory_gb: float | None = _rollout(
+        None,
+        above=0,
+        changes_results=False,
+        unset="no limit",
+        help="GiB of data that each process of a reward file may have; beyond it, its record fails.",
+    )
     on_reward_error: str = _rollout(
         "stop",
         choices=("stop", "drop"),

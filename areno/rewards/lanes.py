@@ -19,14 +19,17 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from typing import Any
 
-from areno.rewards.worker import Job, Message, describe_error, serve, source_file
+from areno.frames import FrameError, Frames
+from areno.rewards.worker import MESSAGE_BYTES, Job, Message, describe_error, parse_message, serve, source_file
 from areno.types import RewardRecord
 
 _CLOSE_GRACE_S = 1.0
+_END_S = 5.0
+_SEND_S = 60.0
 _BOOT = (
     "import importlib, json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('sys_path'); "
     "importlib.import_module(settings.pop('module')).main(settings)"
@@ -77,17 +80,19 @@ class Pool(ABC):
 
 
 class WorkerProcess:
-    """A Python process in a session of its own, with a connection: killing it also kills what it has started.
+    """A Python process under a supervisor, with a connection: all that it has started ends with it, however it ends.
 
-    The process ends when this one does, whatever ends it, once it has called :func:`areno.rewards.worker.end_with_parent`.
+    The same happens when this process ends, whatever ends it. The module must call
+    :func:`areno.rewards.supervisor.supervised` first.
 
     Args:
         module: its ``main(settings)`` is called in the process.
         settings: JSON; ``connection`` and ``lifeline`` are added, as file descriptors.
+        limit: largest message that it may send, in bytes.
     """
 
-    def __init__(self, module: str, settings: dict[str, Any]) -> None:
-        self.connection, theirs = Pipe()
+    def __init__(self, module: str, settings: dict[str, Any], limit: int) -> None:
+        self.frames, theirs = Frames.pair(limit)
         self._lifeline, their_lifeline = socket.socketpair()
         settings = {
             **settings,
@@ -96,18 +101,17 @@ class WorkerProcess:
             "connection": theirs.fileno(),
             "lifeline": their_lifeline.fileno(),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(settings)],
-            pass_fds=[theirs.fileno(), their_lifeline.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        their_lifeline.close()
+        with theirs, their_lifeline:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(settings)],
+                pass_fds=[theirs.fileno(), their_lifeline.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the process group's."""
+        """Process id of the supervisor, which is also the process group's."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -118,17 +122,22 @@ class WorkerProcess:
     def stop(self) -> None:
         """The same, but leave the connection open for a thread that is reading from it; :meth:`close` must follow."""
         if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(OSError):  # it has ended by now
+                self._lifeline.shutdown(socket.SHUT_RDWR)
+            self.wait(_END_S)
+        if self._process.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
     def close(self) -> None:
         """Close the connection."""
-        self.connection.close()
+        self.frames.close()
         self._lifeline.close()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a process that was asked to leave."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # `kill` is next
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the caller kills it next
             self._process.wait(timeout_s)
 
     def death(self) -> str:
@@ -147,10 +156,11 @@ class WorkerProcess:
 class ProcessLane(Lane):
     """A worker process for a reward file."""
 
-    def __init__(self, position: int, path: str, timeout_s: float) -> None:
+    def __init__(self, position: int, settings: dict[str, Any]) -> None:
         super().__init__(position)
-        self.process = WorkerProcess("areno.rewards.worker", {"path": path, "timeout_s": timeout_s})
-        self.connection = self.process.connection
+        self.process = WorkerProcess("areno.rewards.worker", settings, MESSAGE_BYTES)
+        self.frames = self.process.frames
+        self.arrived: deque[Message] = deque()
 
     @property
     def pid(self) -> int:
@@ -159,34 +169,44 @@ class ProcessLane(Lane):
 
     def send(self, jobs: list[Job]) -> None:
         """See :meth:`Lane.send`."""
-        with contextlib.suppress(OSError):  # the worker died; `read` reports it
-            self.connection.send_bytes(pickle.dumps(jobs))
-
-    def read(self) -> Message:
-        """The next message; blocks only while one is arriving."""
         try:
-            return json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            return ["died", self.process.death()]
+            self.frames.send(pickle.dumps(jobs), _SEND_S)
+        except TimeoutError:
+            self.process.stop()
+        except OSError:  # the worker died; `read` reports it
+            pass
+
+    def read(self) -> None:
+        """Take in the messages that have arrived; does not wait."""
+        try:
+            self.arrived.extend(map(parse_message, self.frames.arrived()))
+        except EOFError:
+            self.arrived.append(["died", self.process.death()])
+        except (FrameError, ValueError) as error:
+            self.arrived.append(
+                ["died", f"its worker process was stopped, because it does not follow the protocol: {error}"]
+            )
 
     def leave(self) -> None:
         """Ask an idle worker to end on its own; killing it must follow."""
-        self.connection.close()
+        self.frames.close()
 
 
 class ProcessPool(Pool):
     """Worker processes for a reward file; each imports it on its own, at once and in parallel."""
 
-    def __init__(self, path: str, timeout_s: float, size: int) -> None:
-        self._path = path
-        self._timeout_s = timeout_s
+    def __init__(self, path: str, timeout_s: float, size: int, memory_bytes: int | None = None) -> None:
+        self._settings = {"path": path, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
         self._selector = selectors.DefaultSelector()
         self.lanes: list[ProcessLane] = [self._spawn(position) for position in range(size)]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
-        """See :meth:`Pool.receive`; one message per lane."""
-        for key, _ in self._selector.select(timeout_s):
-            yield key.data, key.data.read()
+        """See :meth:`Pool.receive`."""
+        for key, _ in self._selector.select(0 if any(lane.arrived for lane in self.lanes) else timeout_s):
+            key.data.read()
+        for lane in list(self.lanes):
+            while lane.arrived and self.lanes[lane.position] is lane:
+                yield lane, lane.arrived.popleft()
 
     def payload(self, record: RewardRecord) -> bytes:
         """See :meth:`Pool.payload`."""
@@ -194,7 +214,7 @@ class ProcessPool(Pool):
 
     def replace(self, position: int) -> None:
         """See :meth:`Pool.replace`; the old worker is killed together with everything it started."""
-        self._selector.unregister(self.lanes[position].connection)
+        self._selector.unregister(self.lanes[position].frames)
         self.lanes[position].process.kill()
         self.lanes[position] = self._spawn(position)
 
@@ -211,8 +231,8 @@ class ProcessPool(Pool):
             lane.process.kill()
 
     def _spawn(self, position: int) -> ProcessLane:
-        lane = ProcessLane(position, self._path, self._timeout_s)
-        self._selector.register(lane.connection, selectors.EVENT_READ, lane)
+        lane = ProcessLane(position, self._settings)
+        self._selector.register(lane.frames, selectors.EVENT_READ, lane)
         return lane
 
 

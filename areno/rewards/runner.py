@@ -8,10 +8,11 @@ fails.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -20,6 +21,8 @@ from areno.errors import RewardError, UsageError
 from areno.rewards.lanes import Lane, Pool, ProcessPool, ThreadPool
 from areno.rewards.worker import Message, describe_error, is_async, source_file, timeout_text
 from areno.types import RewardRecord
+
+logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 120.0
 _ASYNC_GRACE_S = 1.0  # the event loop enforces the deadline itself; past this it must be stuck
@@ -54,6 +57,8 @@ class RewardRunner:
         timeout_s: deadline per record in seconds, from when its call starts.
         workers: how many processes or threads; default one per CPU, 8 at most.
         on_error: ``stop`` raises at the first record that fails, ``drop`` gives it an outcome without a value.
+        retries: how often a record runs again whose worker process died, or did not begin with it in time.
+        memory_gb: most data of each process of a reward file, in GiB; None sets no limit.
 
     Raises:
         UsageError: not exactly one of ``reward_fn`` and ``path``, or a value out of range.
@@ -67,6 +72,8 @@ class RewardRunner:
         timeout_s: float,
         workers: int | None = None,
         on_error: OnError = "stop",
+        retries: int = 1,
+        memory_gb: float | None = None,
     ) -> None:
         if (reward_fn is None) == (path is None):
             raise UsageError("a reward needs either a function or a file (--reward-fn-path), and not both")
@@ -78,13 +85,14 @@ class RewardRunner:
             raise UsageError(f"reward on_error must be `stop` or `drop`, got {on_error!r}")
         self.timeout_s = timeout_s
         self.on_error = on_error
+        self._retries = retries
         self._lock = threading.Lock()
         self._closed = False
         size = workers or min(_cpus(), _MAX_DEFAULT_WORKERS)
         self._pool: Pool
         if path is not None:
             self.name = path
-            self._pool = ProcessPool(path, timeout_s, size)
+            self._pool = ProcessPool(path, timeout_s, size, None if memory_gb is None else int(memory_gb * 2**30))
         else:
             assert reward_fn is not None
             self.name = f"{getattr(reward_fn, '__qualname__', repr(reward_fn))} in {source_file(reward_fn) or 'Python'}"
@@ -138,6 +146,8 @@ class RewardRunner:
         if self._closed:
             raise RewardError(f"reward function {self.name}: its runner is closed; make a new RewardRunner")
         batch = _Batch(records)
+        while self._take_in(batch, 0.0):
+            pass  # idle workers that died since the last batch are replaced before they are given records
         for index, record in enumerate(records):
             try:
                 batch.payloads.append(self._pool.payload(record))
@@ -171,24 +181,25 @@ class RewardRunner:
         return any_came
 
     def _handle(self, batch: _Batch, lane: Lane, message: Message) -> None:
-        kind = message[0]
-        if kind == "ready":
-            lane.ready, lane.is_async = True, message[1]
-        elif kind == "broken":
-            self._refuse(lane, message[1])
+        kind, *values = message
+        if kind == "ready" and not lane.ready:
+            lane.ready, lane.is_async = True, values[0]
+        elif kind == "broken" and not lane.ready:
+            self._refuse(lane, values[0])
         elif kind == "died":
-            self._lose(batch, lane, message[1])
-        elif kind == "start":
-            lane.waiting.remove(message[1])
-            lane.running[message[1]] = lane.touched
-        else:
-            _, index, result, seconds = message
+            self._lose(batch, lane, values[0])
+        elif kind == "start" and values[0] in lane.waiting:
+            lane.waiting.remove(values[0])
+            lane.running[values[0]] = lane.touched
+        elif kind in ("value", "error") and values[0] in lane.running:
+            index, result, batch.pace_s = values
             del lane.running[index]
-            batch.pace_s = seconds
             if kind == "error":
-                self._fail(batch, index, result, seconds)
+                self._fail(batch, index, result, batch.pace_s)
             else:
-                batch.finish(index, RewardOutcome(result, None, seconds))
+                batch.finish(index, RewardOutcome(result, None, batch.pace_s))
+        else:
+            self._lose(batch, lane, f"its worker reported {message!r:.80} out of turn, and was stopped")
 
     def _patience(self) -> float:
         """Seconds until the next deadline of any lane, as far as a system call can wait."""
@@ -209,13 +220,13 @@ class RewardRunner:
                 continue
             if not lane.ready:
                 self._refuse(lane, f"no end within {IMPORT_TIMEOUT_S:g} s; move slow work out of the top of the file")
-            self._lose(batch, lane, timeout_text(self.timeout_s))
+            self._lose(batch, lane, timeout_text(self.timeout_s), late=bool(lane.running))
 
     def _refuse(self, lane: Lane, reason: str) -> NoReturn:
         self._pool.replace(lane.position)  # a later attempt imports the file anew
         raise RewardError(f"reward function {self.name} cannot be imported: {reason}")
 
-    def _lose(self, batch: _Batch, lane: Lane, reason: str) -> None:
+    def _lose(self, batch: _Batch, lane: Lane, reason: str, late: bool = False) -> None:
         """A lane hangs or died: replace it, blame the record that it was running, give back the others."""
         if not lane.ready:
             self._refuse(lane, reason)
@@ -227,8 +238,17 @@ class RewardRunner:
             batch.alone.extend(suspects)
             return
         for index in suspects:
+            batch.losses[index] += not late
+            if not late and batch.losses[index] <= self._retries:
+                logger.warning("a reward worker was replaced, record %d runs again: %s", index + 1, reason)
+                batch.alone.append(index)
+                continue
+            again = f" ({batch.losses[index]} times)" if batch.losses[index] > 1 else ""
             started = lane.running.get(index)
-            self._fail(batch, index, reason, 0.0 if started is None else time.monotonic() - started, lost=True)
+            seconds = 0.0 if started is None else time.monotonic() - started
+            self._fail(batch, index, reason + again, seconds, lost=True)
+        if not suspects:
+            logger.warning("an idle reward worker was replaced: %s", reason)
 
     def _fail(self, batch: _Batch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
         batch.finish(index, RewardOutcome(None, reason, seconds, lost))
@@ -257,7 +277,8 @@ class _Batch:
         self.outcomes: list[RewardOutcome | None] = [None] * len(records)
         self.unfinished = len(records)
         self.queue: deque[int] = deque()
-        self.alone: deque[int] = deque()  # suspects of a stuck event loop
+        self.alone: deque[int] = deque()  # suspects of a stuck event loop, and records of a lost worker
+        self.losses = Counter[int]()  # by record: workers that were lost with it
         self.pace_s: float | None = None  # how long the latest record took
 
     def finish(self, index: int, outcome: RewardOutcome) -> None:

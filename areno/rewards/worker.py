@@ -8,33 +8,59 @@ JSON, not pickle: what code under test may write into the pipe is data for the t
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
 import json
 import math
 import numbers
 import os
 import pickle
-import select
+import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from areno.config.hooks import load_hook
 from areno.errors import RewardError, UsageError
+from areno.frames import Frames
+from areno.rewards.supervisor import supervised
 from areno.types import RewardRecord
 
 MAX_CONCURRENT = 64  # async calls at once in one event loop
+MESSAGE_BYTES = 1 << 20  # most that a report may have
 _MAX_ERROR_CHARS = 2000
 
 Job = tuple[int, Any]
 Message = list[Any]
 """``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` or
 ``["error", index, text, seconds]``."""
+
+_SHAPES: dict[Any, tuple[type, ...]] = {
+    "ready": (bool,),
+    "broken": (str,),
+    "start": (int,),
+    "value": (int, float, float),
+    "error": (int, str, float),
+}
+
+
+def parse_message(body: bytes) -> Message:
+    """A report of a worker process.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        message = json.loads(body)
+        kind, values = message[0], message[1:]
+        known = isinstance(message, list) and tuple(map(type, values)) == _SHAPES[kind]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        known = False
+    if not known or not all(math.isfinite(value) for value in values if isinstance(value, float)):
+        raise ValueError(f"{body[:80]!r} is no report of a reward")
+    return list(message)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -55,7 +81,7 @@ def describe_error(error: BaseException, source: str) -> str:
     own = [frame for frame in frames if frame.filename == source] or frames
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     text = f"{type(error).__name__}: {error}"
-    return (text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…") + where
+    return _cut(text) + where
 
 
 def as_reward(value: Any) -> float:
@@ -117,23 +143,25 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
-            ``timeout_s``.
+            ``timeout_s``, ``memory_bytes`` (of data per process, None for no limit).
     """
-    end_with_parent(settings["lifeline"])
+    supervised(settings["lifeline"], settings["connection"])
+    if settings["memory_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"],) * 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [settings["path"]]
-    connection = Connection(settings["connection"])
+    frames = Frames.join(settings["connection"])
 
     def receive() -> Sequence[Job] | None:
         try:
-            return pickle.loads(connection.recv_bytes())
+            return pickle.loads(frames.receive())
         except EOFError:
             return None
 
     def send(message: Message) -> None:
-        connection.send_bytes(json.dumps(message).encode())
+        frames.send(json.dumps(message).encode())
 
     try:
         function = load_hook(
@@ -193,16 +221,15 @@ def timeout_text(timeout_s: float) -> str:
 
 
 def _reason(error: BaseException, source: str) -> str:
-    return str(error) if isinstance(error, RewardError) else describe_error(error, source)
+    if isinstance(error, RewardError):
+        return _cut(str(error))
+    hint = " (--reward-memory-gb)" if isinstance(error, MemoryError) and _memory_is_limited() else ""
+    return describe_error(error, source) + hint
 
 
-def end_with_parent(lifeline: int) -> None:
-    """Make the kernel end this process group when the parent is gone.
+def _memory_is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
-    The parent holds the other end of the socket, so even its SIGKILL closes it. The signal, SIGIO, needs no help:
-    it ends a function that holds the interpreter lock for ever, and the programs that the function started.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # gone before the signal was armed
-        os._exit(1)
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…"

@@ -233,6 +233,7 @@ OPTIONS = {
     "reward_ckpt": None,
     "reward_timeout_s": 60.0,
     "reward_workers": None,
+    "reward_memory_gb": None,
     "on_reward_error": "stop",
     "tune_params": False,
     "mem_frac": 0.9,

@@ -322,7 +322,7 @@ def test_workers_and_their_children_die_with_a_killed_parent(reward_file, tmp_pa
     path = reward_file(f"""
         import os, re, subprocess, time
         def reward_fn(record):
-            child = subprocess.Popen(["sleep", "600"])
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             with open({str(tmp_path / "partial")!r}, "w") as file:
                 file.write(f"{{os.getpid()}} {{child.pid}}")
             os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
@@ -348,3 +348,164 @@ def test_workers_and_their_children_die_with_a_killed_parent(reward_file, tmp_pa
         parent.send_signal(signal.SIGKILL)
     assert parent.communicate()[0] == "started\n"
     assert _wait_until(lambda: not any(_alive(pid) for pid in pids))
+
+
+# What a reward function does to the connection, found among the process's open sockets.
+_RAW = """
+    import os, signal, stat, subprocess, sys, time
+    def raw(data):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, data)
+            except OSError:
+                pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ("b'garbage'", "does not follow the protocol"),
+        ("bytes(1000)", "does not follow the protocol"),
+        # The frames of multiprocessing: length and body.
+        ("(23).to_bytes(4) + b'[\"value\", 0, 99.0, 0.1]'", "does not follow the protocol"),
+    ],
+)
+def test_bytes_that_are_no_report_cost_their_record_alone(reward_file, records, sent, text):
+    path = reward_file(f"""{_RAW}
+    def reward_fn(record):
+        if record.completion == "forge":
+            raw({sent})
+            time.sleep(60)
+        return 1
+    """)
+    start = time.monotonic()
+    with RewardRunner(path=path, timeout_s=30, workers=1, on_error="drop") as runner:
+        outcomes = runner.run(records("a", "forge", "b"))
+    assert _values(outcomes) == [1.0, None, 1.0]
+    assert text in outcomes[1].error
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    "forged", [["value", 0, 99.0, 0.1], ["value", "x"], ["value", 7, 1.0, 1.0], ["start", 0], 5, {}]
+)
+def test_reports_that_do_not_fit_are_errors_and_not_rewards(reward_file, records, forged):
+    """Whole frames with the connection's own key: what code inside the worker could make up at worst."""
+    path = reward_file(f"""
+        import gc, json, time
+        from areno.frames import Frames
+        def reward_fn(record):
+            if record.completion == "forge":
+                frames = next(each for each in gc.get_objects() if isinstance(each, Frames))
+                frames.send(json.dumps(["value", 1, 0.5, 0.1]).encode())  # it is running, so this one counts
+                frames.send(json.dumps({forged!r}).encode())
+                time.sleep(60)
+            return 1
+    """)
+    with RewardRunner(path=path, timeout_s=30, workers=1, on_error="drop") as runner:
+        runner.start()
+        outcomes = runner.run(records("a", "forge", "b"))
+        assert _values(outcomes) == [1.0, 0.5, 1.0]
+
+
+def test_half_a_report_is_waited_for_no_longer_than_the_deadline(reward_file, records):
+    path = reward_file("""
+        import gc, os, signal, time
+        from areno.frames import Frames
+        def reward_fn(record):
+            if record.completion == "half":
+                frames = next(each for each in gc.get_objects() if isinstance(each, Frames))
+                frames._socket.send(frames._key + (100).to_bytes(8) + b'["value"')
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return 1
+    """)
+    start = time.monotonic()
+    with RewardRunner(path=path, timeout_s=1, workers=1, on_error="drop") as runner:
+        outcomes = runner.run(records("a", "half", "b"))
+    assert _values(outcomes) == [1.0, None, 1.0]
+    assert "--reward-timeout-s" in outcomes[1].error
+    assert time.monotonic() - start < 15
+
+
+def test_killed_workers_are_replaced_idle_or_busy(reward_file, records, tmp_path, caplog):
+    path = reward_file(f"""
+        import os, signal
+        def reward_fn(record):
+            if record.completion == "pid":
+                return os.getpid()
+            if record.completion == "kill once" and not os.path.exists({str(tmp_path / "killed")!r}):
+                open({str(tmp_path / "killed")!r}, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1
+    """)
+    with RewardRunner(path=path, timeout_s=10, workers=1) as runner:
+        idle = int(runner.run(records("pid"))[0].value)
+        os.kill(idle, signal.SIGKILL)
+        assert _wait_until(lambda: not _alive(idle))
+        assert _values(runner.run(records("a", "b"))) == [1.0, 1.0]
+        assert "idle reward worker was replaced: its worker process died (SIGKILL)" in caplog.text
+        assert _values(runner.run(records("a", "kill once", "b"))) == [1.0, 1.0, 1.0]
+        assert "record 2 runs again" in caplog.text
+
+
+def test_record_that_kills_its_worker_again_is_named(reward_file, records):
+    path = reward_file("""
+        import os, signal
+        def reward_fn(record):
+            if record.completion == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1
+    """)
+    with RewardRunner(path=path, timeout_s=10, workers=2) as runner, pytest.raises(RewardError) as caught:
+        runner.run(records("a", "b", "die", "c"))
+    assert "record 3 (prompt_index 1, sample_index 0): its worker process died (SIGKILL) (2 times)" in str(caught.value)
+
+
+_DAEMON = """
+    import os, subprocess, time
+    def daemon(path):
+        "A process with a session of its own, whose parent ends at once."
+        program = (
+            "import os, sys, time\\n"
+            "if os.fork() == 0:\\n"
+            "    os.setsid()\\n"
+            "    if os.fork() == 0:\\n"
+            f"        open({path!r} + '~', 'w').write(str(os.getpid()))\\n"
+            f"        os.rename({path!r} + '~', {path!r})\\n"
+            "        time.sleep(600)\\n"
+            "os._exit(0)\\n"
+        )
+        subprocess.run([__import__("sys").executable, "-c", program], check=True)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "return 1"])
+def test_daemons_of_a_reward_function_end_with_its_worker(reward_file, records, tmp_path, end):
+    path = reward_file(f"""{_DAEMON}
+    def reward_fn(record):
+        if not os.path.exists({str(tmp_path / "pid")!r}):
+            daemon({str(tmp_path / "pid")!r})
+        {end}
+    """)
+    with RewardRunner(path=path, timeout_s=3, workers=1, on_error="drop") as runner:
+        runner.run(records("x"))
+        pid = int((tmp_path / "pid").read_text())
+        if end != "return 1":
+            assert not _alive(pid), "it ends before its worker is replaced"
+    assert not _alive(pid)
+
+
+def test_memory_of_a_reward_function_can_be_limited(reward_file, records):
+    path = reward_file("""
+        def reward_fn(record):
+            return len(bytearray(int(record.completion) << 20))
+    """)
+    with RewardRunner(path=path, timeout_s=30, workers=1, on_error="drop", memory_gb=0.5) as runner:
+        outcomes = runner.run(records("1", "600", "2"))
+    assert _values(outcomes) == [2.0**20, None, 2.0**21]
+    assert "MemoryError" in outcomes[1].error
+    assert "--reward-memory-gb" in outcomes[1].error

@@ -138,6 +138,7 @@ class RolloutTrainer(TrainingLoop):
                 path=config.reward_fn_path,
                 timeout_s=config.reward_timeout_s,
                 workers=config.reward_workers,
+                memory_gb=config.reward_memory_gb,
                 on_error=cast(OnError, config.on_reward_error),
             )
             self._runner.start()

@@ -12,12 +12,15 @@ import pickle
 import signal
 import sys
 import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
-from areno.rewards.worker import end_with_parent
+from areno.frames import Frames
+from areno.rewards.supervisor import supervised
+
+ANSWER_BYTES = 16 << 20  # most that an answer may have
+_MAX_ERROR_CHARS = 20_000
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -26,17 +29,17 @@ def main(settings: dict[str, Any]) -> None:
     Args:
         settings: ``connection`` and ``lifeline``, file descriptors.
     """
-    end_with_parent(settings["lifeline"])
+    supervised(settings["lifeline"], settings["connection"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what the agent prints belongs to the log
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    connection = Connection(settings["connection"])
+    frames = Frames.join(settings["connection"])
     while True:
         try:
-            sent = connection.recv_bytes()
+            sent = frames.receive()
         except EOFError:
             return
-        connection.send_bytes(json.dumps(_run(sent)).encode())
+        frames.send(json.dumps(_run(sent)).encode())
 
 
 def _run(sent: bytes) -> list[Any]:
@@ -47,7 +50,7 @@ def _run(sent: bytes) -> list[Any]:
         agent = cloudpickle.loads(job["agent"])
         return ["value", returned_value(asyncio.run(agent.run(job["data"], **job["extra"])))]
     except BaseException:
-        return ["error", traceback.format_exc()]
+        return ["error", traceback.format_exc()[-_MAX_ERROR_CHARS:]]
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from areno.errors import AgentError
+from areno.experiments.workflows.agent_worker import ANSWER_BYTES, returned_value
+from areno.frames import FrameError
 from areno.rewards.lanes import WorkerProcess
 
 
@@ -42,7 +44,7 @@ class AgentProcesses:
         """
         job = pickle.dumps({"agent": agent, "data": data, "extra": extra, "environment": environment})
         async with self._slots:
-            worker = self._idle.pop() if self._idle else WorkerProcess(f"{__package__}.agent_worker", {})
+            worker = self._idle.pop() if self._idle else WorkerProcess(f"{__package__}.agent_worker", {}, ANSWER_BYTES)
             self._busy.add(worker)
             asked = self._threads.submit(_ask, worker, job)
             try:
@@ -78,8 +80,16 @@ class AgentProcesses:
 
 
 def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
+    """What the agent's process says; with ``died``, what became of it instead."""
     try:
-        worker.connection.send_bytes(job)
-        return json.loads(worker.connection.recv_bytes())
+        worker.frames.send(job)
+        kind, value = json.loads(worker.frames.receive())
+        if kind == "error" and isinstance(value, str):
+            return [kind, value]
+        if kind == "value":
+            return [kind, returned_value(value)]
     except (EOFError, OSError):
         return ["died", worker.death()]
+    except (FrameError, ValueError, TypeError, RecursionError) as error:
+        return ["died", f"it was stopped, because it does not follow the protocol: {error}"]
+    return ["died", f"it was stopped, because it answered with {kind!r:.80}"]

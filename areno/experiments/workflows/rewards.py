@@ -101,7 +101,9 @@ class AsyncReward:
     def _score(self, record: RewardRecord) -> float:
         runner = self._idle.get()
         try:
-            runner = runner or RewardRunner(path=str(self._file), timeout_s=self._timeout_s, workers=1, on_error="drop")
+            runner = runner or RewardRunner(
+                path=str(self._file), timeout_s=self._timeout_s, workers=1, on_error="drop", retries=0
+            )
             for attempt in range(self._retries + 1):
                 outcome = runner.run([record])[0]
                 if outcome.value is not None:
