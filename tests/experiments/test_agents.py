@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import httpx
 import openai
 import pytest
@@ -21,6 +22,7 @@ from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trajectory import check_trajectory, samples_of
 from areno.experiments.workflows.agents import AgentWorkflow
 from areno.experiments.workflows.base import as_trajectory
+from areno.experiments.workflows.processes import AgentProcesses
 from areno.experiments.workflows.resolve import resolve_workflow
 from tests.experiments.stage import Generation
 from tests.experiments.test_workflows import gone
@@ -184,6 +186,36 @@ def test_a_subprocess_that_blocks_is_killed_with_what_it_started(engine, tmp_pat
     with pytest.raises(AgentError, match=r"did not end within 4 s"):
         run(engine, Blocker(), {"pids": str(pids)}, mode="subproc", session_timeout_seconds=4)
     assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+@pytest.mark.parametrize("answer", ["garbage", '["value", "good"]', '["error", 5]', '{"value": 1}'])
+def test_a_process_that_answers_out_of_form_costs_one_episode_and_is_replaced(answer):
+    class Forger:
+        async def run(self, data: dict[str, Any]) -> float:
+            import gc
+
+            from areno.frames import Frames
+
+            frames = next(each for each in gc.get_objects() if isinstance(each, Frames))
+            if data["answer"] == "garbage":
+                frames._socket.send(b"garbage")
+            elif data["answer"]:
+                frames.send(data["answer"].encode())
+            return 1.0
+
+    async def ask(text: str) -> Any:
+        return await processes.run(cloudpickle.dumps(Forger()), {"answer": text}, {}, {}, 60)
+
+    async def both() -> None:
+        with pytest.raises(AgentError, match="does not follow the protocol|it answered with"):
+            await ask(answer)
+        assert await ask("") == 1.0
+
+    processes = AgentProcesses(1)
+    try:
+        asyncio.run(both())
+    finally:
+        processes.close()
 
 
 def test_a_subprocess_that_dies_or_raises_costs_one_episode(engine):

@@ -14,22 +14,24 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
 import areno  # before torch: areno sets how long idle threads spin
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.engine.progress import PROGRESS
+from areno.frames import Frames
 
 BEAT_S = 1.0
+# Between two beats: less than this is waiting, or looking now and then whether something has come.
+_WORKING_SHARE, _WORKING_BYTES = 0.02, 4096
 
 
 class _Worker:
-    """Args: connection: to the process that started this one."""
+    """Args: frames: connection to the process that started this one."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
         self._sending = threading.Lock()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._doing = "starting"
@@ -37,7 +39,7 @@ class _Worker:
 
     def run(self) -> None:
         """Serve to the end."""
-        start: Start = loads(self._connection.recv_bytes())
+        start: Start = loads(self._frames.receive())
         threading.Thread(target=self._beat, name="areno-beat", daemon=True).start()
         self._forward_logs(start.own_log)
         sys.path[:] = start.search_path
@@ -76,7 +78,7 @@ class _Worker:
     def _read(self) -> None:
         while True:
             try:
-                call: Call = loads(self._connection.recv_bytes())
+                call: Call = loads(self._frames.receive())
             except (EOFError, OSError):
                 os._exit(1)  # whoever started this process is gone
             if call.now:
@@ -87,17 +89,21 @@ class _Worker:
                 self._calls.put(call)
 
     def _beat(self) -> None:
+        steps, before = 0, (0.0, 0)
         while True:
-            # While it starts, a process that computes or reads gets on, whatever it is that it does.
-            extra = time.process_time() if self._doing == "starting" else 0.0
-            self._send(Beat(PROGRESS.count + extra, self._doing))
+            now = _cpu_s(), _io_bytes()
+            # While it starts, a process that computes, reads or writes gets on, whatever it is that it does.
+            if now[0] - before[0] > _WORKING_SHARE * BEAT_S or now[1] - before[1] > _WORKING_BYTES:
+                steps += 1
+            before = now
+            self._send(Beat(PROGRESS.count + (steps if self._doing == "starting" else 0), self._doing))
             time.sleep(BEAT_S)
 
     def _send(self, message: Any) -> None:
         text = dumps(message)
         try:
             with self._sending:
-                self._connection.send_bytes(text)
+                self._frames.send(text)
         except OSError:
             os._exit(1)
 
@@ -117,11 +123,26 @@ class _Worker:
             root.addHandler(lines)
 
 
+def _cpu_s() -> float:
+    """Processor time of this process, without that of the thread that asks."""
+    return time.process_time() - time.thread_time()
+
+
+def _io_bytes() -> int:
+    """Bytes that this process has read and written, as far as the system counts them; ``read_bytes`` has mapped files."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            counts = dict(line.split(": ") for line in file)
+        return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes"))
+    except (OSError, KeyError):
+        return 0
+
+
 def main() -> None:
     """Run until told to end."""
     assert areno.__version__
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this process decides
-    _Worker(Connection(int(sys.argv[1]))).run()
+    _Worker(Frames.join(int(sys.argv[1]))).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of process groups have no orderly end

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-import socket
+import selectors
 import subprocess
 import sys
 import threading
@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import areno
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
+from areno.frames import FrameError, Frames
 
 # A process sends a beat every second. One that is stopped is given so long to be continued; one that is not may be held up
 # by an import, or by a machine that has too much to do.
@@ -32,6 +32,7 @@ STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
 # How long the others may take to fail as well, once one has; and how long an orderly end may take.
 _SETTLE_S, _END_S = 5.0, 10.0
+_MESSAGE_BYTES = 1 << 36
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +41,7 @@ class _Rank:
 
     rank: int
     process: subprocess.Popen[bytes]
-    connection: Connection
+    frames: Frames
     waiting: dict[int, Future[Any]] = field(default_factory=dict)
     methods: dict[int, str] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
@@ -103,13 +104,10 @@ class WorkerGroup:
         threads = self._processes.threads or max(available_cores() // len(makers), 1)
         self._ranks = [_spawn(rank, threads, self._processes) for rank in range(len(makers))]
         started: list[Future[Any]] = []
-        for rank, make in zip(self._ranks, makers, strict=True):
+        for rank in self._ranks:
             rank.methods[0] = "start"
             rank.waiting[0] = Future()
             started.append(rank.waiting[0])
-            rank.connection.send_bytes(
-                dumps(Start(make, list(sys.path), threads, self._processes.log_file is not None))
-            )
         self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
         self._thread.start()
         limit = self._processes.startup_s
@@ -117,6 +115,10 @@ class WorkerGroup:
         if limit is not None:
             timer.start()
         try:
+            for rank, make in zip(self._ranks, makers, strict=True):
+                start = Start(make, list(sys.path), threads, self._processes.log_file is not None)
+                with contextlib.suppress(OSError):  # the watching thread says why
+                    self._send(rank, dumps(start))
             self._gather("start", started)
         except BaseException:
             self._end(None)
@@ -210,7 +212,7 @@ class WorkerGroup:
     @staticmethod
     def _send(rank: _Rank, text: bytes) -> None:
         with rank.sending:
-            rank.connection.send_bytes(text)
+            rank.frames.send(text, SILENCE_S)
 
     def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
         """Wait for all answers. What all ranks raise alike is the caller's error; what one raises alone is the group's end."""
@@ -248,29 +250,43 @@ class WorkerGroup:
     # -- watching --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        open_ranks = {rank.connection: rank for rank in self._ranks}
-        while open_ranks and self._failure is None:
-            for connection in wait(list(open_ranks), timeout=1.0):
-                rank = open_ranks[connection]  # type: ignore[index]
-                try:
-                    message = loads(rank.connection.recv_bytes())
-                except (EOFError, OSError):
-                    del open_ranks[rank.connection]
-                    self._ended(rank)
-                    continue
-                self._take(rank, message)
-            self._check()
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.frames, selectors.EVENT_READ, rank)
+            while selector.get_map() and self._failure is None:
+                for key, _ in selector.select(1.0):
+                    if not self._listen(key.data):
+                        selector.unregister(key.fileobj)
+                self._check()
+
+    def _listen(self, rank: _Rank) -> bool:
+        """Take in what a rank has said; False once it says no more."""
+        rank.heard = time.monotonic()  # also where it is still in the middle of a long message
+        try:
+            for text in rank.frames.arrived():
+                self._take(rank, loads(text))
+        except EOFError:
+            self._ended(rank)
+            return False
+        except Exception as error:
+            said = "sent what is no message" if isinstance(error, FrameError) else "sent a message that cannot be used"
+            self._fail(EngineError(f"{self._named(rank)} {said}: {type(error).__name__}: {error}"))
+            return False
+        return True
 
     def _take(self, rank: _Rank, message: Any) -> None:
-        rank.heard = time.monotonic()
         if isinstance(message, Beat):
             rank.doing = message.doing
             if message.progress != rank.progress:
                 rank.progress, rank.moved = message.progress, rank.heard
         elif isinstance(message, Answer):
             with self._lock:
-                future = rank.waiting.pop(message.number)
-                rank.methods.pop(message.number)
+                future = rank.waiting.pop(message.number, None)
+                rank.methods.pop(message.number, None)
+                if future is None and self._failure is None:
+                    raise ValueError(f"an answer to call {message.number}, which it was not asked")
+            if future is None:  # the group has failed meanwhile
+                return
             if message.error is None:
                 future.set_result(message.value)
             else:
@@ -281,6 +297,11 @@ class WorkerGroup:
             self._on_event(rank.rank, message.payload)
         elif isinstance(message, LogLine):
             self._log(rank.rank, message)
+        else:
+            raise TypeError(f"{message!r:.80}")
+
+    def _named(self, rank: _Rank) -> str:
+        return f"rank {rank.rank} of {self.size} (process {rank.process.pid})"
 
     def _log(self, rank: int, line: LogLine) -> None:
         name = self._processes.name
@@ -299,7 +320,7 @@ class WorkerGroup:
             if silent > SILENCE_S or (silent > STOPPED_S and _is_stopped(rank.process.pid)):
                 self._fail(
                     EngineError(
-                        f"rank {rank.rank} of {self.size} (process {rank.process.pid}) has given no sign of life for "
+                        f"{self._named(rank)} has given no sign of life for "
                         f"{silent:.0f} s{' and is stopped by a signal' * _is_stopped(rank.process.pid)}; it was last seen "
                         f"in {_last(rank)}"
                     )
@@ -311,7 +332,7 @@ class WorkerGroup:
             elif now - rank.moved > self._stall_s:
                 self._fail(
                     EngineError(
-                        f"rank {rank.rank} of {self.size} (process {rank.process.pid}) has made no progress for "
+                        f"{self._named(rank)} has made no progress for "
                         f"{now - rank.moved:.0f} s in {_last(rank)}; --stall-timeout sets how long that may be"
                     )
                 )
@@ -324,9 +345,7 @@ class WorkerGroup:
         code = rank.process.returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         hint = "; the system may have run out of memory" if code == -9 else ""
-        self._fail(
-            EngineError(f"rank {rank.rank} of {self.size} (process {rank.process.pid}) {how} in {_last(rank)}{hint}")
-        )
+        self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 
     def _fail(self, error: EngineError) -> None:
         """The group is gone: kill what is left, and tell everybody who waits."""
@@ -355,7 +374,7 @@ class WorkerGroup:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         for rank in self._ranks:
-            rank.connection.close()
+            rank.frames.close()
 
 
 def available_cores() -> int:
@@ -365,7 +384,7 @@ def available_cores() -> int:
 
 def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
     """Start a process that knows one end of a socket pair. It imports nothing of the program that asks."""
-    ours, theirs = socket.socketpair()
+    frames, theirs = Frames.pair(_MESSAGE_BYTES)
     here = str(Path(areno.__file__).parents[1])
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **processes.environment}
     environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
@@ -379,7 +398,7 @@ def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
             stdout=log,
             stderr=log,
         )
-    return _Rank(rank, process, Connection(ours.detach()))
+    return _Rank(rank, process, frames)
 
 
 def _last(rank: _Rank) -> str:

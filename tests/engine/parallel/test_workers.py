@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 
+import cloudpickle
 import pytest
 
 from areno.config.hooks import import_user_file
+from areno.engine.parallel import workers
+from areno.engine.parallel.messages import Answer
 from areno.engine.parallel.workers import WorkerGroup
 from areno.errors import EngineError
-from tests.engine.parallel import objects
+from tests.engine.parallel import broken, objects
 from tests.support.processes import alive, workers_of
 
 MAKERS = (objects.make_first, objects.make_second)
@@ -98,6 +101,40 @@ def test_a_closed_group_says_so_instead_of_waiting(group):
         group.call("add", 1)
     with pytest.raises(EngineError, match="have been ended"):
         group.tell(0, "pid")
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "reason"),
+    [
+        ("garble", b"garbage", "sent what is no message"),
+        ("send_text", cloudpickle.dumps(Answer(99)), "an answer to call 99, which it was not asked"),
+    ],
+    ids=["garbage", "forged"],
+)
+def test_a_rank_that_sends_something_else_ends_the_group_and_is_named(method, text, reason):
+    group = WorkerGroup((broken.make_broken,))
+    with pytest.raises(EngineError, match=rf"rank 0 of 1 \(process \d+\) .*{reason}"):
+        group.call(method, text)
+    assert gone_within(group.pids, 5)
+    group.close()
+
+
+def test_a_rank_that_stops_in_mid_answer_is_named(monkeypatch):
+    monkeypatch.setattr(workers, "STOPPED_S", 2.0)
+    group = WorkerGroup((broken.make_broken,))
+    with pytest.raises(
+        EngineError, match=r"rank 0 of 1 .* no sign of life .* stopped by a signal.* in stop_in_mid_answer"
+    ):
+        group.call("stop_in_mid_answer")
+    assert gone_within(group.pids, 5)
+    group.close()
+
+
+@pytest.mark.long
+def test_a_loader_that_hangs_on_one_rank_ends_the_group():
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .* made no progress for .* in start; --stall-timeout"):
+        WorkerGroup((broken.make_broken, broken.load_for_ever), stall_s=5.0)
+    assert workers_of(os.getpid()) == []
 
 
 @pytest.mark.long
