@@ -207,7 +207,7 @@ def test_a_process_that_answers_out_of_form_costs_one_episode_and_is_replaced(an
         return await processes.run(cloudpickle.dumps(Forger()), {"answer": text}, {}, {}, 60)
 
     async def both() -> None:
-        with pytest.raises(AgentError, match="does not follow the protocol|it answered with"):
+        with pytest.raises(AgentError, match=r"does not follow the protocol|it answered with"):
             await ask(answer)
         assert await ask("") == 1.0
 
