@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.folder import STATE_FOLDER
+from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
@@ -126,6 +127,7 @@ class Engine:
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
+        use_device(config.device)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"

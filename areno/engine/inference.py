@@ -25,8 +25,13 @@ class DecodeProgress:
         self._since: float | None = None
         self._tokens = 0
 
-    def step(self, active: int) -> None:
-        """Count one decode step of ``active`` sequences, and log when the interval has passed."""
+    def step(self, active: int, cuda_graph: bool = False) -> None:
+        """Count one decode step of ``active`` sequences, and log when the interval has passed.
+
+        Args:
+            active: sequences that the step gives a token.
+            cuda_graph: the step was replayed from a CUDA graph.
+        """
         if self.interval_s <= 0:
             return
         now = time.perf_counter()
@@ -35,7 +40,7 @@ class DecodeProgress:
         self._tokens += active
         elapsed = now - self._since
         if elapsed >= self.interval_s:
-            lifecycle.decode_progress(logger, self.rank, self.size, active, False, self._tokens / elapsed)
+            lifecycle.decode_progress(logger, self.rank, self.size, active, cuda_graph, self._tokens / elapsed)
             self._since, self._tokens = now, 0
 
     def idle(self) -> None:

@@ -85,8 +85,18 @@ def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
         parts = ", ".join(
             f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")
         )
-        what = f"cluster.n_gpus_per_node {given}" if given else f"the {machine.gpus} GPUs of this machine"
-        yield f"{parts} need {needed} devices, more than {what}; give smaller sizes"
+        here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
+        what = f"cluster.n_gpus_per_node {given}" if given else here
+        yield f"{parts} need {needed} devices, more than {what}; {_smaller(machine, limit)}"
+
+
+def _smaller(machine: Machine, limit: int) -> str:
+    if limit > 1 or not machine.gpus:
+        return "give smaller sizes"
+    return (
+        "rollout.scheduling_strategy.type=colocation rollout.scheduling_strategy.target=actor shares the GPU between the "
+        "processes of rollout and training; their memory is not planned together, so choose a model that leaves room"
+    )
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areno.engine.device import rank_devices
 from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
@@ -51,7 +52,7 @@ class EngineGroup:
         path: checkpoint folder or hub id of the actor.
         config: as for one rank; ``device`` is that of rank 0.
         layout: of the ranks.
-        devices: one per rank; None takes the CPU, or GPUs from 0 on.
+        devices: one per rank; None takes the CPU, or GPUs from that of rank 0 on.
         stall_s: a rank that makes no progress for so long ends the run.
         processes: how the ranks are started.
         on_failure: called once when a rank has failed, and the group with it.
@@ -83,7 +84,7 @@ class EngineGroup:
         self._count = 0
         self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
         self._on_failure = on_failure
-        places = list(devices or [config.device] * layout.world_size)
+        places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
         try:
             self.workers = WorkerGroup(
                 [

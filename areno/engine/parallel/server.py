@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from areno.engine.device import use_device
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
@@ -62,8 +61,7 @@ class EngineServer:
     """
 
     def __init__(self, path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> None:
-        if config.device.type == "cuda":
-            torch.cuda.set_device(config.device)
+        use_device(config.device)
         self.peers = connect(layout, rank, folder, config.device)
         self.engine = Engine(path, dataclasses.replace(config, peers=self.peers))
         self._send = send

@@ -11,13 +11,15 @@ from areno.engine.rollout.scheduler import Scheduler
 class RolloutCounters:
     """Totals since the loop began; ``reused`` are prompt tokens that came from the prefix store.
 
-    ``drafted`` are tokens that speculation proposed, ``agreed`` those of them that were sampled.
+    ``drafted`` are tokens that speculation proposed, ``agreed`` those of them that were sampled; ``replayed_steps`` are the
+    decode steps that came from a CUDA graph.
     """
 
     generated: int = 0
     prefilled: int = 0
     reused: int = 0
     decode_steps: int = 0
+    replayed_steps: int = 0
     drafted: int = 0
     agreed: int = 0
 

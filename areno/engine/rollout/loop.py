@@ -19,6 +19,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.native import release_workers
@@ -41,8 +42,9 @@ from areno.types import Request, RolloutResult
 
 # Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
 READ_STEP = 16
-# Prompt tokens of one prefill call while nothing is decoded, and while something waits for its next token.
-IDLE_PREFILL, BUSY_PREFILL = 8192, 512
+# Prompt tokens of one prefill call while nothing is decoded, and while something waits for its next token. On a GPU a call
+# over a few hundred tokens takes as long as one over thousands.
+IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 StopTextFactory = Callable[[list[str], bool], StopText]
 
@@ -235,6 +237,7 @@ class RolloutLoop:
 
     def _run(self) -> None:
         try:
+            use_device(self.model.device)
             with torch.inference_mode():
                 while self._next_work():
                     self._pause.rest()
@@ -301,15 +304,17 @@ class RolloutLoop:
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
         scheduler = self.scheduler
+        busy_tokens = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
-            tokens = BUSY_PREFILL if scheduler.running else IDLE_PREFILL
+            busy = bool(scheduler.running)
+            tokens = busy_tokens if busy else IDLE_PREFILL
             if scheduler.entering is not None:
                 self._continue_entering(tokens)
             elif shared := scheduler.admit(tokens):
                 self._prefill(shared)
             elif scheduler.entering is None:
                 return
-            if scheduler.running and tokens == BUSY_PREFILL:
+            if busy and scheduler.running:
                 return
 
     def _abort(self, sequences: list[Sequence]) -> None:
@@ -330,11 +335,7 @@ class RolloutLoop:
             context, slots = members[0].context, [s.slot for s in members]
             offset = self._reuse(context, slots)
             spans.append(Span(slots, len(context) - offset, offset))
-        tokens = [
-            t
-            for m, span in zip(shared, spans, strict=True)
-            for t in m[0].context[span.offset : span.offset + span.length]
-        ]
+        tokens = [t for m, span in zip(shared, spans, strict=True) for t in m[0].context[span.offset :]]
         self._first_tokens(shared, self._run_prefill(spans, tokens))
 
     def _continue_entering(self, tokens: int) -> None:
@@ -444,9 +445,7 @@ class RolloutLoop:
         done = []
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                raise EngineError(
-                    "the model produced logits that are not finite; the weights have diverged or are broken"
-                )
+                raise EngineError("the model's logits are not finite; the weights have diverged or are broken")
             if sequence.push(token, logprob, cut, self.version, top):
                 done.append(sequence)
         self.counters.generated += len(tokens)

@@ -74,6 +74,14 @@ def test_ranks_must_fit_the_devices():
     assert on_cpu.cluster.n_gpus_per_node == 8
 
 
+def test_one_gpu_is_shared_by_colocation_and_the_message_says_so():
+    with pytest.raises(UsageError, match="more than the 1 GPU of this machine") as refused:
+        resolve_for_machine(rl(), Machine(gpus=1))
+    advice = "rollout.scheduling_strategy.type=colocation rollout.scheduling_strategy.target=actor"
+    assert advice in str(refused.value)
+    resolve_for_machine(rl(rollout__scheduling_strategy={"type": "colocation", "target": "actor"}), Machine(gpus=1))
+
+
 def test_cores_are_shared_by_the_processes():
     config = rl()
     resolve_for_machine(config, CPU)

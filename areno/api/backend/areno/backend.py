@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from areno.api.backend.base import ArenoConfig, Backend
+from areno.engine.device import rank_devices
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.native import release_workers
@@ -62,7 +63,7 @@ class ArenoBackend(Backend):
         self._layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
         self._stall_s = float((config.runtime or {}).get("stall_timeout_s", STALL_S))
         self._config = _engine_config(config)
-        self._devices = _devices(self._config.device, config.devices, world_size)
+        self._devices = rank_devices(self._config.device, world_size, torch.cuda.device_count(), config.devices)
         self._engine: AnyEngine | None = None
         self._rollout_s = 0.0
         self._rollout_began: float | None = None
@@ -237,22 +238,6 @@ def _engine_config(config: ArenoConfig) -> EngineConfig:
         decode="eager" if runtime.pop("eager_decode", False) else "auto",
         **runtime,
     )
-
-
-def _devices(first: torch.device, chosen: list[int] | None, world_size: int) -> list[torch.device]:
-    """One device per rank."""
-    if chosen is not None and len(chosen) != world_size:
-        raise UsageError(f"devices={chosen} are {len(chosen)}, world_size={world_size}; give one device per rank")
-    if world_size == 1 or first.type == "cpu":
-        return [first] * world_size
-    present = torch.cuda.device_count()
-    numbers = chosen or list(range(world_size))
-    if max(numbers) >= present:
-        raise UsageError(
-            f"--world-size {world_size}: this machine has {present} GPU{'s' * (present != 1)}; use --world-size {present}, "
-            "or --device cpu"
-        )
-    return [torch.device("cuda", number) for number in numbers]
 
 
 def _device(name: str, devices: list[int] | None) -> torch.device:

@@ -39,14 +39,25 @@ class PagedCache:
         pages: size of the pool; see :func:`~areno.engine.rollout.paged.pages.pages_for`.
         device: where it is.
         page_size: tokens per page.
+        rows: sequences of the first block table, and
+        columns: tokens of each; a table of that size need not be allocated again, which would invalidate captured graphs.
 
     Attributes:
         table: block table [slots, width] int32 on the device; entries behind a row's end are stale or spare.
         epoch: grows when a tensor that a captured graph reads has moved.
     """
 
-    def __init__(self, pages: int, device: torch.device | str = "cpu", page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self,
+        pages: int,
+        device: torch.device | str = "cpu",
+        page_size: int = PAGE_SIZE,
+        *,
+        rows: int = 0,
+        columns: int = 0,
+    ) -> None:
         self.device = torch.device(device)
+        self._first = rows, columns
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
         self.slots = 0
@@ -64,6 +75,8 @@ class PagedCache:
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make the block table hold ``rows`` sequences of ``columns`` tokens; costs no page."""
+        if not self.slots:
+            rows, columns = max(rows, self._first[0]), max(columns, self._first[1])
         slots = max(self.slots, round_up(rows, ROW_STEP))
         if columns > self.columns:
             columns = round_up(max(columns, 2 * self.columns), COLUMN_STEP)
@@ -83,8 +96,8 @@ class PagedCache:
 
     def release(self) -> None:
         """Give all memory back. Snapshots taken before are of no use afterwards."""
-        epoch, pages = self.epoch, self.allocator.pages
-        self.__init__(pages, self.device, self.page_size)  # type: ignore[misc]
+        epoch, pages, (rows, columns) = self.epoch, self.allocator.pages, self._first
+        self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
         self.epoch = epoch + 1
 
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ one have been read. On a CPU, with ``--eager-decode``, or where attention cannot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from areno.engine.rollout.compiled.traced import plain_draw
 from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend
 from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.capture import CaptureError, GraphSet, why_not_captured
 from areno.engine.rollout.paged.device_rng import as_int64, uniforms
 from areno.engine.rollout.paged.plans import PagedDecodePlan, open_cells
 from areno.engine.rollout.scheduler import round_up
@@ -88,11 +88,15 @@ class DeviceDecode:
         cache: its pages.
         max_rows: most rows of a step.
         eager: never capture (``--eager-decode``).
+
+    Attributes:
+        launches: steps so far.
+        replays: those of them that came from a graph.
     """
 
     def __init__(self, model: CausalLM, cache: PagedCache, max_rows: int, *, eager: bool = False) -> None:
         self.model, self.cache, self.max_rows = model, cache, max_rows
-        self.replays = 0
+        self.launches = self.replays = 0
         device = model.device
         self._captures = device.type == "cuda" and not eager
         self._buckets = bucket_sizes(max_rows)
@@ -103,15 +107,13 @@ class DeviceDecode:
         self._last = torch.zeros(rows, dtype=torch.long, device=device)
         self._output = torch.zeros(2, rows, dtype=torch.float64, device=device)
         self._params: list[SamplingParams] = []
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
+        self._graphs = GraphSet(device)
         self._captured_at: tuple[int, int] | None = None
         self._addresses = 0
 
     def release(self) -> None:
         """Give the memory of all graphs back."""
         self._graphs.clear()
-        self._pool = None
 
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
         """Start a step over the first rows of the block table; returns before its result is there.
@@ -121,9 +123,10 @@ class DeviceDecode:
             version: of the weights; where it changed, it is checked whether they were allocated anew.
         """
         size = self._bucket(len(rows))
-        self.cache.reserve(size, max(row.position for row in rows) + 1)
+        self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)
         open_cells(self.cache, [row.position for row in rows])
         self._upload(rows, size)
+        self.launches += 1
         graph = self._graph(size, version)
         if graph is None:
             columns = round_up(max(row.position for row in rows) + 1, _READ_STEP)
@@ -181,12 +184,8 @@ class DeviceDecode:
         captured_at = (self.cache.epoch, version)
         if captured_at != self._captured_at:
             self._forget_moved(captured_at)
-        if size not in self._graphs:
-            reason = self._capture(size)
-            if reason is not None:
-                logger.warning("decoding runs without CUDA graphs, because %s", reason)
-                self._captures = False
-                self._graphs.clear()
+        for wanted in (self._buckets[-1], size):  # the largest first, see GraphSet.capture
+            if wanted not in self._graphs and not self._capture(wanted):
                 return None
         return self._graphs[size]
 
@@ -198,38 +197,32 @@ class DeviceDecode:
             self._graphs.clear()
         self._captured_at, self._addresses = captured_at, addresses
 
-    def _capture(self, size: int) -> str | None:
-        """Record the program for a batch size over rows of padding; returns what stands against it."""
-        if not self._backend().fixed_shape:
-            return "attention is computed by no kernel that takes block tables"
+    def _capture(self, size: int) -> bool:
+        """Record the program for a batch size over rows of padding; where that fails, decoding stays eager from now on."""
         kept = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:
-            self._graphs[size] = self._record(lambda: self._program(size, self.cache.columns))
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            return f"capturing failed: {str(error).splitlines()[0]}"
+            if reason := self._why_eager():
+                raise CaptureError(reason)
+            self._graphs.capture(size, lambda: self._program(size, self.cache.columns))
+        except CaptureError as error:
+            logger.warning("decoding runs without CUDA graphs, because %s", error)
+            self._captures = False
+            self._graphs.clear()
+            return False
         finally:
             self._step.copy_(kept[0])
             self._last.copy_(kept[1])
-        self._captured_at = (self.cache.epoch, self._captured_at[1] if self._captured_at else 0)
-        return None
+        assert self._captured_at is not None
+        self._captured_at = (self.cache.epoch, self._captured_at[1])  # a capture may have made a layer's pool
+        return True
+
+    def _why_eager(self) -> str | None:
+        if not self._backend().fixed_shape:
+            return "attention is computed by no kernel that takes block tables"
+        return why_not_captured(self.model.config, self.model.dtype)
 
     def _backend(self) -> Backend:
         if self.model.config._attn_implementation == IMPLEMENTATIONS["native"]:
             return GATHER
         return best_backend(self.model.device, self.model.dtype, self.cache.page_size)
-
-    def _record(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Two runs beside the main stream (lazy allocations, kernel compilation), then the capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            program()
-            program()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            program()
-        self._pool = graph.pool()
-        return graph

@@ -18,7 +18,7 @@ from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
 from areno.engine.rollout.paged.pipeline import DecodePipeline, Token
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan, open_cells
 from areno.engine.rollout.sampler import Draw
-from areno.engine.rollout.scheduler import round_up
+from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.engine.rollout.sequence import Group, Sequence
 from areno.engine.rollout.threads import ThreadRule
 
@@ -84,7 +84,8 @@ class PagedRolloutLoop(RolloutLoop):
             **rest,
         )
         pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
-        self.cache = PagedCache(pages, model.device, page_size)
+        longest = min(model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
+        self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=longest)
         self.decode.decoder = PagedEagerDecode(model, self.cache, self._threads)
         self.device_decode = DeviceDecode(model, self.cache, max_running, eager=eager_decode)
         self._pipeline = DecodePipeline(self.device_decode)
@@ -121,10 +122,15 @@ class PagedRolloutLoop(RolloutLoop):
             self._step_alone()
             return
         self._threads.apply(round_up(len(running), ROW_STEP))
-        self.counters.decode_steps += 1
-        if self._progress is not None:
-            self._progress.step(len(running))
-        self._push(self._pipeline.advance(running, self.version))
+        device = self.device_decode
+        launches, replays = device.launches, device.replays
+        tokens = self._pipeline.advance(running, self.version)
+        if device.launches > launches:
+            self.counters.decode_steps += 1
+            self.counters.replayed_steps += device.replays - replays
+            if self._progress is not None:
+                self._progress.step(len(running), cuda_graph=device.replays > replays)
+        self._push(tokens)
 
     def _step_alone(self) -> None:
         """Launch, wait, sample: for rows whose logits depend on the host's knowledge of all earlier tokens."""

@@ -7,12 +7,15 @@ import torch
 
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.kv_cache import Span
+from areno.engine.rollout.paged import plans
 from areno.engine.rollout.paged.backends import Backend, gather_attention
 from areno.engine.rollout.paged.cache import PagedCache
+from areno.engine.rollout.paged.capture import why_not_captured
 from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepRow, bucket_sizes
 from areno.engine.rollout.paged.plans import PagedPrefillPlan
 from areno.errors import EngineError
 from areno.types import SamplingParams
+from tests.support.graphs import FakeCuda
 from tests.support.threads import torch_threads
 from tests.support.tiny import tiny_module
 
@@ -25,14 +28,8 @@ def model():
     return prepare(tiny_module("llama", layers=2, hidden=32, heads=2), "llama")
 
 
-class Replay:
-    """Stands in for a CUDA graph, which a CPU has none of: replaying runs what was recorded."""
-
-    def __init__(self, program):
-        self.replay = program
-
-
 def device_of(model, rows=4, most=16, captures=False, monkeypatch=None):
+    """With ``captures``, graphs are those of a stand-in for CUDA."""
     cache = PagedCache(100)
     cache.reserve(most, 64)
     plan = PagedPrefillPlan(cache, [Span([row], PROMPT) for row in range(rows)])
@@ -40,7 +37,7 @@ def device_of(model, rows=4, most=16, captures=False, monkeypatch=None):
     device = DeviceDecode(model, cache, most)
     if captures:
         device._captures = True
-        monkeypatch.setattr(device, "_record", lambda program: (program(), program(), Replay(program))[-1])
+        device.cuda = FakeCuda(monkeypatch)
         monkeypatch.setattr(device, "_backend", lambda: Backend("test", gather_attention, fixed_shape=True))
     return device
 
@@ -99,8 +96,8 @@ def test_a_replay_gives_what_the_eager_step_gives(model, monkeypatch):
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     flat = [(a, b) for x, y in zip(got, expected, strict=True) for a, b in zip(x[1], y[1], strict=True)]
     assert max(abs(a - b) for a, b in flat) < 1e-5
-    assert device.replays == 30
-    assert list(device._graphs) == [4]
+    assert device.replays == device.cuda.replays == 30
+    assert [size for size in bucket_sizes(16) if size in device._graphs] == [4, 16]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -143,20 +140,85 @@ def test_graphs_are_recorded_again_when_what_they_read_has_moved(model, monkeypa
 
 
 @torch.inference_mode()
-def test_a_failing_capture_is_said_once_and_decoding_goes_on(model, monkeypatch, caplog):
+def test_graphs_are_captured_again_after_they_were_dropped(model, monkeypatch):
+    """In a pool of their own: older PyTorch aborts a capture into a pool whose graphs are gone."""
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
+    expected = steps(device, 3)
+    device.release()
+    assert not any(device.cuda.pools.values()), "a graph is still alive"
+    assert steps(device, 3) == expected
+    assert device.replays == 6
+    assert device._captures
+    assert list(device.cuda.pools.values()) == [0, 2], "two graphs share the second pool"
 
-    def broken(program):
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(device, "_record", broken)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+@torch.inference_mode()
+def test_the_largest_graph_is_captured_first_and_all_on_one_stream(model, monkeypatch):
+    """What is captured later then fits into the pool's memory; each stream would keep a cuBLAS workspace."""
+    device = device_of(model, rows=8, captures=True, monkeypatch=monkeypatch)
+    sizes, capture = [], device._graphs.capture
+    monkeypatch.setattr(device._graphs, "capture", lambda size, program: (sizes.append(size), capture(size, program)))
+    for rows in (2, 8, 3):
+        steps(device, 2, rows)
+    assert sizes == [16, 2, 8, 4]
+    assert FakeCuda.streams == 1
+
+
+def host_read(*arguments):
+    """Attention that looks at a value, as a fallback for lack of a kernel may."""
+    assert arguments[5].max().item() < 1000
+    return gather_attention(*arguments)
+
+
+class CompilationError(Exception):
+    """As Triton's: no RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    ("fail", "attention", "reason"),
+    [
+        (
+            RuntimeError("operation not permitted when stream is capturing\nmore"),
+            gather_attention,
+            "not permitted when",
+        ),
+        (CompilationError("out of resource: shared memory"), gather_attention, "out of resource"),
+        (None, host_read, "called a synchronizing CUDA operation"),
+    ],
+)
+@torch.inference_mode()
+def test_a_failing_capture_is_said_once_and_decoding_goes_on_where_it_was(
+    fail, attention, reason, model, monkeypatch, caplog
+):
+    """On the main stream: work elsewhere would not wait for the weights of the next update."""
+    device = device_of(model, captures=True, monkeypatch=monkeypatch)
+    device.cuda.fail = fail
+    monkeypatch.setattr(plans, "paged_attention", attention)
     with torch_threads(1):  # several share a sum out as they please
         got = steps(device, 5)
         assert got == steps(device_of(model), 5)
-    assert [r.message for r in caplog.records if "not permitted when stream" in r.message] == [
-        "decoding runs without CUDA graphs, because capturing failed: operation not permitted when stream is capturing"
+    assert device.cuda.current is device.cuda.main
+    assert device.cuda.mode == "default"
+    assert device.replays == len(device._graphs) == 0
+    said = [r.message for r in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("decoding runs without CUDA graphs, because capturing failed: ")
+    assert reason in said[0]
+    assert "\n" not in said[0]
+
+
+def test_a_mixture_of_experts_is_captured_in_bf16_only(monkeypatch, caplog):
+    model = prepare(tiny_module("qwen3_moe", layers=2, hidden=32, heads=2), "moe")
+    device = device_of(model, captures=True, monkeypatch=monkeypatch)
+    with torch.inference_mode():
+        steps(device, 2)
+    assert device.replays == 0
+    assert [r.message for r in caplog.records] == [
+        "decoding runs without CUDA graphs, because PyTorch's grouped matrix product of a mixture of experts waits for the "
+        "host in float32; use --dtype bfloat16"
     ]
+    assert why_not_captured(model.config, torch.bfloat16) is None
+    assert why_not_captured(tiny_module("llama").config, torch.float32) is None
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 16, 60, 64, 100, 256, 300])

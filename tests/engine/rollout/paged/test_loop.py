@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
 import pytest
 import torch
 
+from areno.engine.inference import DecodeProgress
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.paged import backends
+from areno.engine.rollout.paged.backends import Backend
+from areno.engine.rollout.paged.graphs import DeviceDecode
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.types import Request, SamplingParams
+from tests.support.graphs import FakeCuda
 from tests.support.tiny import tiny_module
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gpt_oss", "qwen3_5")
@@ -90,6 +96,50 @@ def test_every_page_is_free_when_everybody_has_left(open_loop):
     assert 0 < held.cache.allocator.used <= held.prefixes.tokens // held.cache.page_size
     held.prefixes.clear()
     assert held.cache.allocator.used == 0
+
+
+@pytest.fixture
+def open_captured(open_loop, monkeypatch):
+    """A loop whose steps are captured and replayed by a stand-in for CUDA graphs."""
+    monkeypatch.setattr(
+        DeviceDecode, "_backend", lambda device: Backend("test", backends.gather_attention, fixed_shape=True)
+    )
+
+    def make(model, **options):
+        cuda, loop = FakeCuda(monkeypatch), open_loop(model, **options)
+        loop.device_decode._captures = True
+        return loop, cuda
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_plain_steps_are_all_replayed_from_graphs_that_are_captured_once(family, open_loop, open_captured, caplog):
+    """The block table has its full size at once: growing it with rows and contexts would invalidate every graph."""
+    model, requests = model_of(family), mixed_requests(3, plain=True)[:6]
+    expected = outcome(open_loop(model, RolloutLoop), requests)
+    loop, cuda = open_captured(model, progress=DecodeProgress(1e-9))
+    with caplog.at_level(logging.INFO):
+        got = outcome(loop, requests)
+        epoch, graphs = loop.cache.epoch, len(loop.device_decode._graphs)
+        assert outcome(loop, requests)[0] == got[0] == expected[0]
+    assert loop.counters.replayed_steps == loop.counters.decode_steps == cuda.replays > 50
+    assert (loop.cache.epoch, list(cuda.pools.values())) == (epoch, [graphs])
+    assert {"cuda_graph=True" in r.message for r in caplog.records if "decode progress" in r.message} == {True}
+
+
+def test_after_new_weights_at_new_addresses_steps_are_captured_anew(open_captured):
+    model, requests = model_of(), mixed_requests(4, plain=True)[:4]
+    loop, cuda = open_captured(model)
+    first = outcome(loop, requests)[0]
+    loop.wait_idle()
+    loop.drop_cache()
+    for parameter in model.module.parameters():
+        parameter.data = parameter.data.clone()
+    loop.weights_changed(1)
+    assert outcome(loop, requests)[0] == first
+    assert loop.counters.replayed_steps == loop.counters.decode_steps
+    assert cuda.pools[0] == 0 < cuda.pools[1]
 
 
 def test_a_group_prefills_its_prompt_once_and_shares_its_pages(open_loop):
