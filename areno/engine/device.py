@@ -1,8 +1,11 @@
-"""Which device each thread and each rank computes on."""
+"""Which device each thread and each rank computes on, and what goes there and back without making the host wait."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from areno.errors import UsageError
 
@@ -41,3 +44,24 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
             f"{', '.join(map(str, numbers))}; {remedy}, or use --device cpu"
         )
     return [torch.device("cuda", number) for number in numbers]
+
+
+def read_all(values: Sequence[Tensor | float]) -> list[float]:
+    """Numbers of tensors with one element: the host waits once for each device, not once for each tensor."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(index)
+    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    for indices in by_device.values():
+        tensors = [values[index].detach().double().reshape(()) for index in indices]  # type: ignore[union-attr]
+        for index, number in zip(indices, torch.stack(tensors).tolist(), strict=True):
+            numbers[index] = number
+    return numbers
+
+
+def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor of the host to a device; the copy of one that lies in page-locked memory is not waited for."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

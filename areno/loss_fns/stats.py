@@ -61,17 +61,17 @@ class Count:
 Statistic = Mean | Spread | Range | Count
 
 
-def parts_of(statistic: Statistic) -> tuple[str, Parts]:
-    """Name of a statistic's kind, and its numbers; they travel between ranks."""
+def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
+    """Name of a statistic's kind, and its numbers as tensors, which need not be read one by one."""
     match statistic:
         case Mean(total, count):
-            return "mean", [float(total), float(count)]
+            return "mean", [total, count]
         case Spread(total, square, count):
-            return "spread", [float(total), float(square), float(count)]
+            return "spread", [total, square, count]
         case Range(total, count, least, greatest):
-            return "range", [float(total), float(count), float(least), float(greatest)]
+            return "range", [total, count, least, greatest]
         case Count(total):
-            return "count", [float(total)]
+            return "count", [total]
 
 
 def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from areno.engine.device import rank_devices, use_device
+from areno.engine.device import rank_devices, read_all, use_device
 from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.loop import RolloutLoop
@@ -69,3 +69,17 @@ def test_the_thread_that_generates_uses_the_device_of_the_model(monkeypatch):
     loop.submit([Request([1, 2], SamplingParams(max_new_tokens=2), [0])])[0].result(timeout=60)
     loop.close()
     assert calls == [("areno-rollout", model.device)]
+
+
+def test_numbers_are_read_together_and_exactly():
+    values = [
+        torch.tensor(0.1),
+        2,
+        torch.tensor([3]),
+        torch.tensor(2**40 + 1),
+        0.5,
+        torch.tensor(True),
+        torch.tensor(1e-30),
+    ]
+    assert read_all(values) == [float(value) for value in values]
+    assert read_all([]) == []

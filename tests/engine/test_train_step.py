@@ -8,7 +8,12 @@ import math
 import pytest
 import torch
 
+from areno.engine.device import read_all
+from areno.engine.model import causal_lm
+from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.model.loading import prepare
+from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, clip_factor, gradient_norm
 from areno.engine.train.schedule import LrSchedule
 from areno.engine.train.step import TrainStep
@@ -156,8 +161,6 @@ def test_rows_without_a_trainable_token_change_nothing():
 
 
 def test_full_logits_of_a_batch_never_exist(monkeypatch):
-    from areno.engine.model import causal_lm
-
     rows = random_rows(6)
     whole = make_step()
     whole.set_training(True)
@@ -174,6 +177,51 @@ def test_full_logits_of_a_batch_never_exist(monkeypatch):
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     for a, b in zip(whole.optimizer.gradients(), chunked.optimizer.gradients(), strict=True):
         assert (a - b).abs().max() <= 1e-5 * a.abs().max()
+
+
+def test_chunks_of_a_gpu_keep_it_busy_and_those_of_a_cpu_its_caches():
+    assert [rows_of_chunk(vocab, CHUNK_ELEMENTS, "cuda") for vocab in (151_936, 262_144, 32_000)] == [1024, 1024, 4194]
+    assert [rows_of_chunk(vocab, CHUNK_ELEMENTS, "cpu") for vocab in (151_936, 32_000, 10**8)] == [55, 262, 1]
+
+
+def head_gradient(dtype, computes_on, monkeypatch, rows=600):
+    """Log-probs of many rows, and their gradients with respect to hidden states and the output head, in chunks of 8 rows."""
+    monkeypatch.setattr(causal_lm, "rows_of_chunk", lambda *_: 8)
+    model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2).to(dtype), "llama")
+    model.computes_on = computes_on
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 32, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
+    targets = torch.randint(0, model.vocab_size, (rows,), generator=generator)
+    logprobs, spread, _ = model.logprobs_and_entropy(hidden, targets, torch.ones(rows), entropy=True)
+    logprobs.sum().backward()
+    weight = model.module.get_output_embeddings().weight
+    return logprobs.detach(), spread, hidden.grad, weight.grad
+
+
+def test_the_head_s_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
+    """In bf16, as autograd adds it up, each chunk's share would be rounded against the sum of those before it."""
+    exact = head_gradient(torch.float64, "cpu", monkeypatch)
+    by_autograd = head_gradient(torch.bfloat16, "cpu", monkeypatch)
+    summed = head_gradient(torch.bfloat16, "cuda", monkeypatch)
+    for a, b in zip(by_autograd[:3], summed[:3], strict=True):
+        assert torch.equal(a, b)
+    errors = [float((found[3].double() - exact[3]).norm() / exact[3].norm()) for found in (by_autograd, summed)]
+    assert errors[1] < 0.5 * errors[0]
+    in_fp32 = [head_gradient(torch.float32, place, monkeypatch) for place in ("cpu", "cuda")]
+    for a, b in zip(*in_fp32, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_host_waits_once_for_the_statistics_of_all_passes(monkeypatch):
+    """On a GPU every number that is read ends the overlap of host and device."""
+    reads = []
+    monkeypatch.setattr(step_module, "read_all", lambda values: reads.append(len(values)) or read_all(values))
+    step = make_step()
+    step.set_training(True)
+    stats = {mini_bs: step.accumulate(random_rows(6), gspo_loss_fn, mini_bs) for mini_bs in (6, 1)}
+    assert len(reads) == 2
+    assert reads[1] > reads[0]
+    assert stats[1] == pytest.approx(stats[6], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +252,6 @@ def test_clipping_scales_to_the_limit():
 
 
 def test_a_declared_loss_is_split_by_tokens_and_an_undeclared_one_is_not(monkeypatch):
-    from areno.engine.train import step as step_module
-
     rows = random_rows(9)
     expected = make_step()
     expected.set_training(True)

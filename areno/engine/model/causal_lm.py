@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from areno.engine.model.chunked_head import rows_of_chunk, run_chunks
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.token_logprobs import VocabularyShare, logit_bounds, token_logprobs
 
-# 32 MiB of fp32 logits: large enough for efficient matrix products, small beside any model that needs chunks.
+# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small beside any model that needs chunks.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
 
 
@@ -49,7 +50,12 @@ class CausalLM(PackedModel):
 
     Args:
         module: any ``transformers`` ``*ForCausalLM``; its attention implementation must be areno's.
+
+    Attributes:
+        computes_on: type of the device whose chunks of logits it makes; None is where its weights are.
     """
+
+    computes_on: str | None = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -86,10 +92,14 @@ class CausalLM(PackedModel):
 
         The latter two are without gradient, and empty if they are not wanted.
         """
-        rows = max(CHUNK_ELEMENTS // (self.vocab_size if self._share is None else self._share.longest), 1)
+        kind = self.computes_on or self.device.type
+        rows = rows_of_chunk(self.vocab_size if self._share is None else self._share.longest, CHUNK_ELEMENTS, kind)
         run = functools.partial(self._chunk, entropy=entropy, bounds=bounds)
         if len(targets) <= rows:
             return run(hidden, targets, temperatures)
+        if torch.is_grad_enabled() and kind == "cuda" and self._share is None and self.weights.dtype is None:
+            weights = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
+            return run_chunks(run, (hidden, targets, temperatures), rows, weights)
         chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
         if torch.is_grad_enabled():
             parts = [cast(Any, checkpoint(run, *chunk, use_reentrant=False)) for chunk in chunks]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areno.engine.device import upload
 from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
 from areno.engine.model.varlen import find_kernel
 
@@ -82,7 +83,7 @@ class PackedPlan:
         self.lengths = list(lengths)
         self.starts = [0, *accumulate(self.lengths)]
         self.device = torch.device(device)
-        self.position_ids = torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+        self.position_ids = upload(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
         members = _group_by_length(self.lengths)
         self.groups = [self._group(group) for group in members]
         self._inverse = self._inverse_order() if len(self.groups) > 1 else None
@@ -96,13 +97,13 @@ class PackedPlan:
     @functools.cached_property
     def boundaries(self) -> Tensor:
         """First token of each sequence, and the number of all tokens: int32 [N + 1]."""
-        return torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+        return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
     def _group(self, members: list[int]) -> _Group:
         longest = max(self.lengths[i] for i in members)
         rows = torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for i in members])
         cells = torch.cat([torch.arange(self.lengths[i]) + row * longest for row, i in enumerate(members)])
-        return _Group(len(members), longest, rows.to(self.device), cells.to(self.device))
+        return _Group(len(members), longest, upload(rows, self.device), upload(cells, self.device))
 
     def _inverse_order(self) -> Tensor:
         order = torch.cat([group.rows for group in self.groups])

@@ -17,6 +17,7 @@ from areno.config.paths import base_of
 from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.parallel.peers import Layout
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes
@@ -273,7 +274,8 @@ class _Planner:
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
         own = -(-vocab // self.sizes.layout.tp_size)
-        return 2 * 4 * own * min(max(CHUNK_ELEMENTS // own, 1), sum(self.sizes.scored(lengths)))
+        rows = rows_of_chunk(own, CHUNK_ELEMENTS, self.sizes.device.type)
+        return 2 * 4 * own * min(rows, sum(self.sizes.scored(lengths)))
 
 
 def _differs(file: int, weights: int) -> bool:

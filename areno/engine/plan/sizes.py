@@ -17,7 +17,7 @@ from areno.engine.parallel.peers import Layout
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
-from areno.engine.train.step import MAX_TOKENS
+from areno.engine.train.step import most_tokens
 from areno.loss_fns.pack import declares_reduction, reads_entropy
 
 
@@ -139,7 +139,7 @@ class RunSizes:
         """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has."""
         together = 2 if self.spec.name in PAIR_ALGORITHMS else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
-        most = MAX_TOKENS if self.splits_rows else longest * rows
+        most = most_tokens(self.device.type) if self.splits_rows else longest * rows
         lengths = _fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))
         full = max(sum(length == longest for length in lengths) // together * together, together)
         return lengths, -(-rows // full)

@@ -9,6 +9,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from areno.engine.device import upload
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.loss_fns.pack import DataPack, Reduction
@@ -59,24 +60,24 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     scored = mask.nonzero()[:, 0]
     temperatures = torch.tensor([row.temperature for row in rows])[sequence]
     data: DataPack = {
-        "packed_response_mask": mask.to(device),
-        "packed_seq_ids": sequence.to(device),
+        "packed_response_mask": upload(mask, device),
+        "packed_seq_ids": upload(sequence, device),
         "packed_num_sequences": len(rows),
-        "packed_tokens": tokens[actions].to(device),
-        "rewards": torch.tensor([row.reward for row in rows], device=device),
+        "packed_tokens": upload(tokens[actions], device),
+        "rewards": upload(torch.tensor([row.reward for row in rows]), device),
     }
     for key, name, dtype in _STREAMS:
         stream = _stream(rows, name, actions, dtype)
         if stream is not None:
-            data[key] = stream.to(device)  # type: ignore[literal-required]
+            data[key] = upload(stream, device)  # type: ignore[literal-required]
     before = actions[scored] - 1
     return PackedBatch(
-        tokens=fed.to(device),
+        tokens=upload(fed, device),
         plan=plan,
-        scored=scored.to(device),
-        sources=(before if places is None else places[before]).to(device),
-        targets=tokens[actions[scored]].to(device),
-        temperatures=temperatures[scored].to(device),
+        scored=upload(scored, device),
+        sources=upload(before if places is None else places[before], device),
+        targets=upload(tokens[actions[scored]], device),
+        temperatures=upload(temperatures[scored], device),
         data=data,
     )
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from areno.engine.device import read_all
 from areno.engine.train import adam_8bit
 from areno.engine.train.schedule import DecayStyle, LrSchedule
 from areno.errors import UsageError
@@ -293,8 +294,8 @@ class MasterAdamW(Paced):
     def collect(self) -> GradientStats:
         """Look at the accumulated gradient."""
         gradients = self.gradients()
-        nonzero = sum(int(torch.count_nonzero(g)) for g in gradients)
-        return GradientStats(float(gradient_norm(gradients)), nonzero, sum(g.numel() for g in gradients))
+        norm, *nonzero = read_all([gradient_norm(gradients), *map(torch.count_nonzero, gradients)])
+        return GradientStats(norm, round(sum(nonzero)), sum(g.numel() for g in gradients))
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -332,9 +333,9 @@ class MasterAdamW(Paced):
     def step(self) -> float:
         """Apply the gradients and round the masters into the model; returns the learning rate that was used."""
         rate = self._update()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+        apart = [(p, m) for p, m in zip(self._parameters, self._masters, strict=True) if p is not m]
+        if apart:
+            torch._foreach_copy_([p for p, _ in apart], [master for _, master in apart])
         return rate
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areno.engine.device import read_all
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
@@ -30,7 +31,12 @@ from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, par
 from areno.types import TrainSequence
 
 # Most tokens of one forward pass of a loss that says what it averages over: larger passes cost memory and gain no speed.
-MAX_TOKENS = 3072
+MAX_TOKENS, MAX_TOKENS_CUDA = 3072, 8192
+
+
+def most_tokens(device_type: str) -> int:
+    """Most tokens of such a pass on a type of device."""
+    return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
 @dataclass(slots=True)
@@ -38,13 +44,6 @@ class _Totals:
     """Statistics of one optimizer step, added up over its microbatches: name -> kind and numbers."""
 
     sums: dict[str, tuple[str, Parts]] = field(default_factory=dict)
-
-    def add(self, metrics: dict[str, Any], weight: float) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, Statistic):
-                self.merge({name: parts_of(value)})
-            else:
-                self.merge({name: ("mean", [float(value) * weight, weight])})
 
     def merge(self, other: dict[str, tuple[str, Parts]]) -> None:
         """Add another rank's sums."""
@@ -57,6 +56,39 @@ class _Totals:
         for name, (kind, parts) in self.sums.items():
             stats |= scalars_of(name, kind, parts)
         return stats
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Losses and statistics of passes, still on the device: to read them is to wait for it."""
+
+    values: list[Tensor | float] = field(default_factory=list)
+    passes: list[tuple[float, list[tuple[str, str, int]]]] = field(default_factory=list)
+
+    def add(self, loss: Tensor, metrics: dict[str, Any], weight: float) -> None:
+        """Note one pass: its loss, then for each statistic its numbers."""
+        self._note(loss)
+        entries = []
+        for name, value in metrics.items():
+            kind, parts = parts_of(value) if isinstance(value, Statistic) else ("", [value])
+            entries.append((name, kind, len(parts)))
+            for part in parts:
+                self._note(part)
+        self.passes.append((weight, entries))
+
+    def _note(self, value: Tensor | float) -> None:
+        self.values.append(value.detach() if isinstance(value, Tensor) else value)
+
+    def totals(self) -> tuple[float, _Totals]:
+        """Read everything at once; weighted sum of the losses, and all statistics added up."""
+        numbers = iter(read_all(self.values))
+        loss_sum, totals = 0.0, _Totals()
+        for weight, entries in self.passes:
+            loss_sum += next(numbers) * weight
+            for name, kind, count in entries:
+                parts = [next(numbers) for _ in range(count)]
+                totals.merge({name: (kind, parts) if kind else ("mean", [parts[0] * weight, weight])})
+        return loss_sum, totals
 
 
 @dataclass(slots=True)
@@ -173,9 +205,10 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
-        totals, loss_sum = _Totals(), 0.0
+        measured = _Measured()
         tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
-        passes = list(_passes(mine, mini_bs, MAX_TOKENS if declares_reduction(loss_fn) else math.inf, together))
+        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
+        passes = list(_passes(mine, mini_bs, most, together))
         alike = not self.model.weights.whole  # all ranks must make as many passes
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         for chunk in passes:
@@ -188,11 +221,10 @@ class TrainStep:
                     metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
             elif alike and total:
                 _backward_of_nothing(predicted)
-            totals.add(metrics, weight)
-            loss_sum += float(loss.detach()) * weight
+            measured.add(loss, metrics, weight)
         if missing:
             self._keep_up(missing, min(rows, key=lambda row: len(row.tokens)), loss_fn, backward=total > 0)
-        return loss_sum, totals
+        return measured.totals()
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
         """Rows that this replica trains on."""

@@ -1,0 +1,90 @@
+"""The output head over many rows: in chunks, so that logits never fill the memory.
+
+On a CPU chunks stay in its caches. On a GPU a chunk must keep the processors busy, and with weights in bf16 autograd would
+add up the chunks' gradients of the head in bf16, which costs more precision than all the rest of a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Log-probs [n], entropies [n] and extreme logits [n, 2] of hidden states [n, C], targets [n] and temperatures [n].
+Chunk = tuple[Tensor, Tensor, Tensor]
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+# 512 MiB of fp32 logits, and 1,024 rows for vocabularies of more than 131,072 tokens.
+CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
+
+
+def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
+    """Rows of a chunk.
+
+    Args:
+        vocab: width of this rank's logits.
+        elements: logits of a chunk on a CPU.
+        device_type: where the model computes.
+    """
+    if device_type == "cuda":
+        return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
+    return max(elements // vocab, 1)
+
+
+def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
+    """Run a head over chunks of ``rows`` rows; backward computes each again, and adds up gradients of weights in fp32.
+
+    Args:
+        run: the head.
+        chunks: hidden states, targets and temperatures.
+        rows: of a chunk.
+        weights: trainable parameters of the head.
+    """
+    found: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
+    return found
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Run,
+        rows: int,
+        parameters: Sequence[Tensor],
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        *weights: Tensor,
+    ) -> Chunk:
+        ctx.save_for_backward(hidden, targets, temperatures)
+        ctx.run, ctx.rows, ctx.parameters = run, rows, parameters
+        parts = [run(*chunk) for chunk in _split(rows, hidden, targets, temperatures)]
+        logprobs, spreads, extremes = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(spreads, extremes)
+        return logprobs, spreads, extremes
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        parameters = list(ctx.parameters)
+        sums: list[Tensor | None] = [None] * len(parameters)
+        parts = []
+        for chunk, part in zip(_split(ctx.rows, *ctx.saved_tensors), grad.split(ctx.rows), strict=True):
+            own = chunk[0].detach().requires_grad_()
+            with torch.enable_grad():
+                logprobs = ctx.run(own, *chunk[1:])[0]
+            to_hidden, *to_weights = torch.autograd.grad(logprobs, [own, *parameters], part, allow_unused=True)
+            parts.append(to_hidden)
+            for index, gradient in enumerate(to_weights):
+                if gradient is not None:
+                    known = sums[index]
+                    sums[index] = gradient.float() if known is None else known.add_(gradient)
+        rounded = (
+            None if total is None else total.to(weight.dtype) for total, weight in zip(sums, parameters, strict=True)
+        )
+        return None, None, None, torch.cat(parts), None, None, *rounded
+
+
+def _split(rows: int, *tensors: Tensor) -> Iterator[Any]:
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
