@@ -252,7 +252,7 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "device": options.device,
             "dtype": options.dtype,
             "attn_backend": options.attn_backend,
-            "activation_checkpointing": options.activation_checkpointing,
+            "activation_checkpointing": options.recomputes,
             "tree_training": options.tree_training,
             "offload_activations": options.offload_activations,
             "keep_rollout_state": not options.drop_rollout_state,

@@ -59,6 +59,12 @@ class TrainOptions(
         return Path(self.metrics_log_dir) if self.metrics_log_dir else self.run_path / "events"
 
     @property
+    def recomputes(self) -> bool | None:
+        """Whether layers are recomputed in backward; None leaves it to the engine, which knows the memory of a GPU."""
+        open_ = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
+        return None if open_ else self.activation_checkpointing
+
+    @property
     def running_sequences(self) -> int:
         """Most sequences that may be generated at the same time."""
         return self.max_running_prompts or self.batch_size * self.n_samples

@@ -26,7 +26,7 @@ from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
 from areno.engine.native import keep_freed_memory
 from areno.engine.parallel.peers import Peers
-from areno.engine.plan.memory import default_kv_tokens
+from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
 from areno.engine.rollout.load import EngineLoad
@@ -62,7 +62,7 @@ class EngineConfig:
         optimizer: rates and decay of the actor.
         adapter: what roles train in place of their weights; None trains the weights.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
-        activation_checkpointing: recompute layers in backward.
+        activation_checkpointing: recompute layers in backward; None does so unless a GPU has room for all activations.
         tree_training: compute tokens that rows of a pass begin with once, see :mod:`areno.engine.model.tree`.
         offload_activations: what layers keep for that waits in the computer's memory; for models on a GPU.
         keep_rollout_state: keep the KV cache between rollout phases.
@@ -70,7 +70,7 @@ class EngineConfig:
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
         builds_decode: whether ``auto`` may build the step; else it only takes what another process has built.
         speculate: tokens that prompt lookup may guess ahead, see :mod:`areno.engine.rollout.speculation`; 0 guesses none.
-        kv_cache_tokens: KV budget; None takes a share of the free memory.
+        kv_cache_tokens: KV budget; None takes what training leaves of a GPU, or a share of a machine's free memory.
         prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
             0 keeps none, None keeps a quarter of that budget.
         max_running: most sequences decoded at once.
@@ -78,6 +78,7 @@ class EngineConfig:
         dummy_load: random weights instead of the checkpoint's.
         decode_progress_interval_s: seconds between decode progress lines.
         neighbours: engines like this one that share the machine, each with ranks of its own.
+        shares_device: another process uses the same GPU.
         peers: other ranks that run an engine of the same configuration and get the same calls.
     """
 
@@ -87,7 +88,7 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adapter: AdapterOptions | None = None
     attn_backend: str = "flash"
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool | None = None
     tree_training: bool = False
     offload_activations: bool = False
     keep_rollout_state: bool = True
@@ -101,6 +102,7 @@ class EngineConfig:
     dummy_load: bool = False
     decode_progress_interval_s: float = 10.0
     neighbours: int = 1
+    shares_device: bool = False
     peers: Peers = field(default_factory=Peers)
 
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
@@ -153,7 +155,8 @@ class Engine:
                 f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "
                 "when a guess is wrong; use --speculate 0"
             )
-        budget = config.kv_cache_tokens or self._share_of_memory(cached.bytes_per_token)
+        self._token_bytes = cached.bytes_per_token
+        budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
         common: dict[str, Any] = {
             "eos_ids": self.eos_ids,
@@ -180,12 +183,6 @@ class Engine:
             model.adapter.merge()  # the step is compared with the model
         loop.decode.prepare()
         return loop
-
-    def _share_of_memory(self, bytes_per_token: int) -> int:
-        """KV tokens for which there is memory; ranks on CPUs share what there is, and all ranks take the same."""
-        peers = self.config.peers
-        ranks = peers.layout.world_size * self.config.neighbours if self.config.device.type == "cpu" else 1
-        return peers.smallest(default_kv_tokens(self.config.device, bytes_per_token * ranks))
 
     def _progress(self) -> DecodeProgress | None:
         peers = self.config.peers
@@ -318,6 +315,8 @@ class Engine:
                 raise EngineError(
                     f"role {name!r} is loaded from {known.path} already; call drop_role({name!r}) to replace it"
                 )
+        if self._loop is not None and self.config.kv_cache_tokens is None and self.config.device.type == "cuda":
+            self._loop.resize(kv_tokens(self.config, self.path, self.roles.values(), self._token_bytes))
 
     def _load_role(self, name: str, wanted: ModelRole) -> Role:
         config = self.config
@@ -348,7 +347,7 @@ class Engine:
         """Load a role that trains as the configuration says, or is frozen."""
         config = self.config
         role = load_role(
-            *(name, path, kind, options, optimizer, config.activation_checkpointing, adapter),
+            *(name, path, kind, options, optimizer, config.activation_checkpointing is not False, adapter),
             offload_activations=config.offload_activations,
         )
         role.tree = config.tree_training and role.trainable

@@ -306,6 +306,7 @@ class EngineGroup:
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not there yet, on all ranks."""
         self._all("engine.ensure_roles", dict(roles))
+        self._facts = self.workers.call("facts", ranks=[0])[0]  # their memory may have come from the cache
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role."""

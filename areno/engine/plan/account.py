@@ -19,6 +19,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.parallel.peers import Layout
+from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
@@ -153,7 +154,34 @@ class _Planner:
             role: _shape(role.path, f"{role.name}_ckpt", sizes, role.kind, sizes.adapter() if role.trained else None)
             for role in sizes.roles()
         }
-        self.updates = [self._update(self.actor)] + [self._update(self.roles[r]) for r in self.roles if r.trained]
+        self.recompute = sizes.options.activation_checkpointing
+        self.updates = self._updates(self.recompute)
+        if sizes.device.type == "cuda" and sizes.options.recomputes is None and not sizes.offloads_activations:
+            self._keep_activations()
+
+    def _updates(self, recompute: bool) -> list[UpdateBytes]:
+        trained = [self.actor, *(shape for role, shape in self.roles.items() if role.trained)]
+        return [self._update(shape, recompute) for shape in trained]
+
+    def _keep_activations(self) -> None:
+        """Do without recomputation where the engine would."""
+        kept = self._updates(False)
+        if not divide(self._free(), self._need(self.updates, kept), keeps_cache=False).recompute:
+            self.recompute, self.updates = False, kept
+
+    def _free(self) -> int:
+        """Bytes that are left once the models are loaded."""
+        loaded = self._phase("load")
+        return self.available // self.sizes.sharing - loaded.total
+
+    def _need(self, recomputed: list[UpdateBytes], kept: list[UpdateBytes], decode: int = 0) -> Need:
+        away = self.sizes.offloads
+        moments = 0 if away else sum(update.state - update.masters for update in recomputed)
+        first, second = (
+            max(max(u.forward, u.backward) - (u.gradients if away else 0) for u in updates)
+            for updates in (recomputed, kept)
+        )
+        return Need(moments, first, second, decode)
 
     def plan(self) -> MemoryPlan:
         """All phases."""
@@ -239,14 +267,14 @@ class _Planner:
             )
         return [max(same, key=lambda phase: phase.total) for same in zip(*phases, strict=True)]
 
-    def _update(self, shape: ShapeOf) -> UpdateBytes:
+    def _update(self, shape: ShapeOf, recompute: bool) -> UpdateBytes:
         lengths, microbatches = self.sizes.microbatch(self.longest)
         return shape.update(
             lengths,
             self.sizes.scored(lengths),
             self.sizes.optimizer(),
             microbatches=microbatches,
-            checkpointing=self.sizes.options.activation_checkpointing,
+            checkpointing=recompute,
             entropy=self.sizes.entropy,
             offloading=self.sizes.offloads_activations,
             device=self.sizes.device,
@@ -264,6 +292,10 @@ class _Planner:
         found = self.actor.rollout(self.sizes.running, run.n_samples, prompt, self.longest, budget)
         if not paged:
             return found
+        if run.kv_cache_tokens is None:
+            need = self._need(self.updates, self.updates, 2 * found.beside)
+            room = divide(self._free(), need, keeps_cache=not run.drop_rollout_state, recompute=self.recompute).cache
+            budget = pool_tokens(room // one, self.sizes.running, self.actor.model.context_length)
         pool = budget * found.per_token  # pages are allocated as a whole
         return dataclasses.replace(found, peak=pool + found.beside, cache=pool)
 

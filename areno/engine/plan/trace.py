@@ -224,6 +224,8 @@ class ShapeOf:
         parameters = self.model.parameters()
         with self._mode:
             step = TrainStep(self.model, self._optimizer(config), checkpointing, kind=self.kind)
+        if isinstance(self.model, CausalLM):
+            self.model.computes_on = device.type
         step.set_training(True)
         elsewhere: list[int] = []
         if offloading:
@@ -242,6 +244,8 @@ class ShapeOf:
             gradients = sum(g.numel() * g.element_size() for g in optimizer.gradients())
             optimizer.zero_grad()
         step.set_training(False)
+        if isinstance(self.model, CausalLM):
+            self.model.computes_on = None
         for _, p in parameters:
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
         masters = optimizer.held_bytes(moments=False)

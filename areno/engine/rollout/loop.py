@@ -42,8 +42,7 @@ from areno.types import Request, RolloutResult
 
 # Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
 READ_STEP = 16
-# Prompt tokens of one prefill call while nothing is decoded, and while something waits for its next token. On a GPU a call
-# over a few hundred tokens takes as long as one over thousands.
+# Prompt tokens of one prefill call: while nothing is decoded, and beside that, where short calls cost a GPU as much as long.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
 StopTextFactory = Callable[[list[str], bool], StopText]
@@ -176,6 +175,10 @@ class RolloutLoop:
         self.prefixes.clear()
         self.cache.release()
 
+    def resize(self, budget_tokens: int) -> None:
+        """Use another KV budget from now on; nothing may be pending."""
+        self.scheduler.budget_tokens = budget_tokens
+
     def weights_changed(self, version: int) -> None:
         """The weights have ``version`` from now on; nothing may be pending. What was cached under others is freed."""
         if version != self.version:
@@ -304,10 +307,9 @@ class RolloutLoop:
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
         scheduler = self.scheduler
-        busy_tokens = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
+        most = BUSY_PREFILL_CUDA if self.model.device.type == "cuda" else BUSY_PREFILL
         while True:
-            busy = bool(scheduler.running)
-            tokens = busy_tokens if busy else IDLE_PREFILL
+            tokens = most if (busy := bool(scheduler.running)) else IDLE_PREFILL
             if scheduler.entering is not None:
                 self._continue_entering(tokens)
             elif shared := scheduler.admit(tokens):
@@ -381,8 +383,8 @@ class RolloutLoop:
         name_prefills(shared)
         members = [sequence for members in shared for sequence in members]
         self._rows = None
-        table = sampling_table(members, self.model.device)
-        self._take(members, table.draw(logits[self._upload(owner)], [len(s.output) for s in members]))
+        draw = sampling_table(members, self.model.device).draw
+        self._take(members, draw(logits[self._upload(owner)], [len(s.output) for s in members]))
 
     def _step(self) -> None:
         """One token for everything that runs, and more where a draft turns out right."""
@@ -418,8 +420,8 @@ class RolloutLoop:
         self._threads.apply(len(check.tokens))
         hidden = self.model.body(self._upload(check.tokens), check.plan.position_ids, check.plan)
         members = check.members
-        table = sampling_table(members, self.model.device)
-        draw = table.draw(self.model.logits(hidden[self._upload(check.cells)]), check.counters)
+        logits = self.model.logits(hidden[self._upload(check.cells)])
+        draw = sampling_table(members, self.model.device).draw(logits, check.counters)
         self._rows = None
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted += sum(len(d) for d in drafts)

@@ -152,7 +152,8 @@ class PPOTrainer(ExperimentTrainer):
         config, actor = self.config, self.config.actor
         running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
         engine = engine_config(actor, seed=config.seed, max_running=max(running, 1))
-        return actor.path, replace(engine, trains="nothing")
+        shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
+        return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
     def _start_fleet(self) -> RolloutFleet:
         rollout, actor = self.config.rollout, self.config.actor

@@ -100,6 +100,12 @@ class PagedCache:
         self.__init__(pages, self.device, self.page_size, rows=rows, columns=columns)  # type: ignore[misc]
         self.epoch = epoch + 1
 
+    def resize(self, pages: int, columns: int) -> None:
+        """Have another number of pages, and rows of other lengths; what is cached is dropped."""
+        self._first = self._first[0], columns
+        self.allocator = PageAllocator(pages)
+        self.release()
+
     def nbytes(self) -> int:
         """Bytes held: the whole pool, states and block table."""
         tensors = [*self._keys.values(), *self._values.values(), *self.states.tensors(), self.table]

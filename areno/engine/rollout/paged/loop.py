@@ -84,11 +84,24 @@ class PagedRolloutLoop(RolloutLoop):
             **rest,
         )
         pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
-        longest = min(model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
-        self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=longest)
+        columns = self._columns(budget_tokens)
+        self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=columns)
         self.decode.decoder = PagedEagerDecode(model, self.cache, self._threads)
         self.device_decode = DeviceDecode(model, self.cache, max_running, eager=eager_decode)
         self._pipeline = DecodePipeline(self.device_decode)
+
+    def resize(self, budget_tokens: int) -> None:
+        """Drop the cache, and make one of another size when it is needed; kept contexts have the same share of it."""
+        prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
+        self.drop_cache()
+        self.prefixes.budget_tokens = prefix_tokens
+        pages = pages_for(budget_tokens, prefix_tokens, self.scheduler.max_running, self.cache.page_size)
+        self.cache.resize(pages, self._columns(budget_tokens))
+        super().resize(budget_tokens)
+
+    def _columns(self, budget_tokens: int) -> int:
+        """Tokens of the longest sequence, and of a step that is launched before its last token is read."""
+        return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
 
     def drop_cache(self) -> None:
         """Give pages, graphs and stored prefixes back; nothing may be pending."""

@@ -1,0 +1,111 @@
+"""How a GPU's memory is divided: what training needs later is not given to the KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from areno.config.train_options import TrainOptions
+from areno.engine.engine import EngineConfig
+from areno.engine.model.loading import prepare
+from areno.engine.plan import gpu_memory
+from areno.engine.plan.account import make_plan
+from areno.engine.plan.gpu_memory import Division, Need, divide, kv_tokens
+from areno.engine.role import load_role
+from areno.engine.rollout.paged.loop import PagedRolloutLoop
+from areno.types import Request, SamplingParams
+from tests.support.tiny import tiny_module
+
+GIB = 2**30
+
+
+def test_a_model_of_four_billion_parameters_still_trains_after_its_first_rollout():
+    """On 80 GB: bf16 weights and fp32 masters are loaded, moments (8 bytes each) and gradients (4) come later."""
+    parameters, free = 4_020_000_000, 55 * GIB
+    need = Need(8 * parameters, 4 * parameters + 3 * GIB, 4 * parameters + 30 * GIB, 2 * GIB)
+    found = divide(free, need, keeps_cache=True)
+    assert found.recompute
+    assert found.lacking == 0
+    assert GIB < found.cache < free - need.moments - need.recomputed
+    assert divide(free, need, keeps_cache=False).cache == pytest.approx(0.95 * free - need.moments - need.decode, abs=1)
+    assert divide(40 * GIB, need, keeps_cache=True).lacking > 0, "said before the first step, not in it"
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "recompute"), [(40, None, False), (60, None, True), (60, False, False), (40, True, True)]
+)
+def test_layers_are_recomputed_where_their_activations_would_take_more_than_half(kept, asked, recompute):
+    need = Need(recomputed=10 * GIB, kept=kept * GIB)
+    found = divide(100 * GIB, need, keeps_cache=True, recompute=asked)
+    assert found == Division(recompute, int(100 * GIB * 0.95) - (10 if recompute else kept) * GIB)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, tiny_checkpoint):
+    """An actor and its configuration, as on a GPU with some GiB free."""
+
+    def make(free, dtype=torch.bfloat16, **options):
+        monkeypatch.setattr(gpu_memory, "available_bytes", lambda device: int(free * GIB))
+        config = EngineConfig(device=torch.device("cuda"), dtype=dtype, max_running=8, **options)
+        here = dataclasses.replace(config, device=torch.device("cpu")).load_options()
+        return (
+            config,
+            str(tiny_checkpoint),
+            load_role("actor", str(tiny_checkpoint), "policy", here, config.optimizer, True),
+        )
+
+    return make
+
+
+def test_the_cache_takes_what_training_leaves(on_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(gpu_memory, "MAX_TOKENS_CUDA", 1024)
+    seen = []
+    monkeypatch.setattr(gpu_memory, "divide", lambda *a, **k: seen.append(a[1]) or divide(*a, **k))
+    config, path, actor = on_gpu(0.5)
+    parameters = sum(p.numel() for _, p in actor.model.parameters())
+    assert kv_tokens(config, path, [actor], 2**16) >= 1024
+    assert seen[0].moments == 8 * parameters
+    assert 4 * parameters < seen[0].recomputed < seen[0].kept
+    assert not actor.activation_checkpointing
+    config, path, actor = on_gpu(0.001)
+    with caplog.at_level(logging.WARNING):
+        assert kv_tokens(config, path, [actor], 64) == 1024
+    assert actor.activation_checkpointing
+    assert "more than the GPU has free; use --adam-8bit" in caplog.text
+
+
+def test_a_cache_is_no_larger_than_all_sequences_together(on_gpu, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "MAX_TOKENS_CUDA", 1024)
+    config, path, actor = on_gpu(64)
+    context = actor.model.context_length
+    assert kv_tokens(config, path, [actor], 64) == 8 * -(-context // 1024) * 1024
+
+
+def test_the_plan_of_a_run_divides_a_gpu_as_the_engine_does(tiny_checkpoint):
+    run = TrainOptions(algo="gspo", ckpt=str(tiny_checkpoint), device="cuda", max_prompt_tokens=64, max_new_tokens=64)
+    small, large = make_plan(run, 20 * 2**20), make_plan(run, 8 * GIB)
+    for plan in (small, large):
+        assert plan.fits
+    activations = [plan.phase("backward").parts["activations"] for plan in (small, large)]
+    assert activations[0] < activations[1], "recomputed, and kept where there is room"
+    asked = dataclasses.replace(run, explicit=frozenset({"activation_checkpointing"}))
+    assert make_plan(asked, 8 * GIB).phase("backward").parts["activations"] == activations[0]
+
+
+def test_a_paged_loop_takes_another_budget():
+    model = prepare(tiny_module("llama", layers=1, hidden=32, heads=2), "llama")
+    loop = PagedRolloutLoop(
+        model, eos_ids=frozenset(), make_stop_text=None, budget_tokens=1024, max_running=4, prefix_tokens=256
+    )
+    request = Request([5] * 20, SamplingParams(greedy=True, max_new_tokens=5, ignore_eos=True), [0])
+    first = loop.submit([request])[0].result(timeout=60).sequences[0].resp_tokens
+    loop.wait_idle()
+    pages = loop.cache.allocator.pages
+    loop.resize(2048)
+    assert (loop.scheduler.budget_tokens, loop.prefixes.budget_tokens) == (2048, 512)
+    assert loop.cache.allocator.pages == 2 * (pages - 5) + 5, "a spare page, and one for each running sequence"
+    assert loop.submit([request])[0].result(timeout=60).sequences[0].resp_tokens == first
+    loop.close()
