@@ -33,6 +33,10 @@ class CheckpointError(ArenoError):
     """A checkpoint could not be written or read."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint was read, and is not what was written."""
+
+
 class EngineError(ArenoError):
     """The engine was used out of order, or its loop died; the message carries the cause."""
 

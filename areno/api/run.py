@@ -66,7 +66,8 @@ def run_training(
         held_out = load_held_out(options, loader_fn)
         if not options.tune_params:  # which may choose another batch size
             check_length(options, len(dataset))
-        trainer = _trainer(options, get_algorithm(options.algo).trains)
+        checkpoint = _checkpoint(options)
+        trainer = _trainer(options, get_algorithm(options.algo).trains, checkpoint)
         try:
             trainer.init()
             if options.tune_params:
@@ -74,7 +75,7 @@ def run_training(
                 check_length(options, len(dataset))
             torch.manual_seed(options.seed)  # dropout draws from it
             loop = _loop(options, trainer, dataset, reward_fn)
-            loop.eval_rows = held_out
+            loop.eval_rows, loop.resumed_from = held_out, checkpoint
             if progress is not None:
                 loop.display = progress
             return _fit(options, loop, run_dir, began)
@@ -220,16 +221,24 @@ def _evaluations(options: TrainOptions, loop: TrainingLoop) -> dict[str, Any]:
     return found
 
 
-def _trainer(options: TrainOptions, trains: str) -> Trainer:
-    """The SDK trainer that the options describe; a resumed run loads its newest checkpoint instead of ``--ckpt``.
+def _checkpoint(options: TrainOptions) -> Path | None:
+    """The checkpoint that a resumed run goes on from, its files checked; None begins at the first step.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used.
+    """
+    if not options.resume:
+        return None
+    checkpoints = CheckpointFolder(options.checkpoint_path)
+    checkpoints.clear_leftovers()  # may put a checkpoint back, which is then the newest
+    return checkpoints.to_resume(options.resume_step)
+
+
+def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
+    """The SDK trainer that the options describe; a resumed run loads its checkpoint instead of ``--ckpt``.
 
     With an adapter, that checkpoint is one, of ``--ckpt``.
     """
-    latest = None
-    if options.resume:
-        checkpoints = CheckpointFolder(options.checkpoint_path)
-        checkpoints.clear_leftovers()  # may put a checkpoint back, which is then the newest
-        latest = checkpoints.latest()
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,
@@ -263,19 +272,19 @@ def _trainer(options: TrainOptions, trains: str) -> Trainer:
             "trains": trains,
             "stall_timeout_s": options.stall_timeout,
         },
-        lora=_lora(options, latest),
+        lora=_lora(options, checkpoint),
     )
-    path = options.ckpt if options.uses_lora else latest or options.ckpt
+    path = options.ckpt if options.uses_lora else checkpoint or options.ckpt
     trainer = Trainer(options.world_size, str(path), custom_config=config)
     trainer.seed = options.seed
     return trainer
 
 
-def _lora(options: TrainOptions, latest: Path | None) -> dict[str, Any] | None:
-    """The adapter that the options describe; a resumed run goes on with that of its newest checkpoint."""
+def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | None:
+    """The adapter that the options describe; a resumed run goes on with that of its checkpoint."""
     if not options.uses_lora:
         return None
-    adapter = str(latest) if latest is not None else options.lora_adapter_path
+    adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path
     return {
         "rank": options.lora_rank,
         "alpha": options.lora_alpha,

@@ -7,8 +7,10 @@ deadlines and logging, but nothing that would change results. A run without a ch
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +27,7 @@ RUNS_ROOT = Path("runs")
 """Where runs without ``--run-dir`` live, and where ``--resume`` alone looks for them."""
 
 _AUTO = "auto"  # what the bare flag stands for
+_STATE = Path("trainer_state", "state.json")
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -42,6 +45,10 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
         UsageError: there is no run to resume, or an explicit option would change its results.
     """
     if options.resume is None:
+        if options.resume_step is not None:
+            raise UsageError(
+                f"--resume-step {options.resume_step} goes with --resume; give that too, with the run's directory"
+            )
         return options if options.run_dir else replace(options, run_dir=str(new_run_dir(options.algo)))
     if options.resume != _AUTO:
         return _continue(options, _named_run(options, Path(options.resume).expanduser()))
@@ -67,7 +74,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 def checkpoints(root: Path) -> list[Path]:
     """List the complete checkpoints under ``root``, oldest step first."""
     found = [(int(match[1]), path) for path in _folders(root) if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / "trainer_state" / "state.json").is_file()]
+    return [path for _, path in sorted(found) if (path / _STATE).is_file()]
 
 
 def _folders(root: Path) -> list[Path]:
@@ -169,4 +176,21 @@ def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
         "run_dir": str(run.path),
         "resume": str(run.path),
     }
-    return replace(run.options, **(changed | kept))
+    merged = replace(run.options, **(changed | kept))
+    _check_step(merged)
+    return merged
+
+
+def _check_step(options: TrainOptions) -> None:
+    """Refuse a ``--resume-step`` that there is no checkpoint of."""
+    step, root = options.resume_step, options.checkpoint_path
+    if step is None:
+        return
+    best = root / "best" / _STATE
+    steps = {int(path.name.partition("_")[2]) for path in checkpoints(root)}
+    if best.is_file():
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is no choice
+            steps.add(int(json.loads(best.read_text(encoding="utf-8"))["step"]))
+    if step not in steps:
+        there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
+        raise UsageError(f"--resume-step {step}: {root} has no checkpoint of that step; {there}")

@@ -124,7 +124,10 @@ class CheckpointOptions:
     )
     save_interval: int = _checkpoint(100, minimum=1, help="Save every N steps.")
     keep_checkpoints: int | None = _checkpoint(
-        None, minimum=1, unset="keep all", help="Keep only the newest N checkpoints."
+        None,
+        minimum=1,
+        unset="keep all",
+        help="Keep only the newest N checkpoints. Once an update was unusable, the last one from before it stays as well.",
     )
     keep_best: bool = _checkpoint(
         False, help="Also keep the checkpoint with the best evaluation, as the folder best beside the others."
@@ -136,6 +139,13 @@ class CheckpointOptions:
         bare="auto",
         unset="start anew",
         help="Continue the run in this directory; without a PATH, the newest run with the same configuration.",
+    )
+    resume_step: int | None = _checkpoint(
+        None,
+        minimum=1,
+        stored=False,
+        unset="the newest whole checkpoint",
+        help="Continue from the checkpoint after N steps; later checkpoints are kept under hidden names.",
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from areno.config.paths import base_of, tokenizer_of
-from areno.engine.checkpoint.folder import STATE_FOLDER
+from areno.engine.checkpoint.contents import STATE_FOLDER
 from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.model.adapter import AdapterOptions

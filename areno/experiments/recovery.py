@@ -3,25 +3,30 @@
 A point is a folder of ``areno.engine.checkpoint.folder`` (temporary name, flushed to the disk, renamed), with
 
     trainer/                   weights, optimizer, learning-rate schedule: whatever the trainer writes and reads
-    rollout.pkl                finished but unused trajectories, queue, versions: any Python object
-    trainer_state/state.json   step, counters, data position, random state, and the size of every other file
+    rollout.pt                 finished but unused trajectories, queue, versions
+    trainer_state/             step, counters, data position, random state; SHA-256 of every other file
 
-Special here: a point counts when each of its files is there in full; one that is damaged is set aside and the one before
-it is taken. Looking for a point makes no folder.
+Special here: a point counts when each of its files is what was written; one that is damaged is set aside and the one before
+it is taken. Nothing that is read can run code, and a folder that somebody else could have written to is refused. Looking
+for a point makes no folder.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.engine.checkpoint.folder import STATE_FILE, STATE_FOLDER, CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.contents import check_files, read_state, write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
-from areno.errors import CheckpointError, UsageError
+from areno.errors import CheckpointError, DamagedCheckpointError, UsageError
+from areno.experiments import plain_objects
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.saving import DISK_REMEDY
 
@@ -29,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 MODES = {"on": True, "auto": True, "off": False, "disabled": False}
 _KEPT = 2
-_TRAINER, _ROLLOUT = "trainer", "rollout.pkl"
+_TRAINER, _ROLLOUT = "trainer", "rollout.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,8 @@ class RecoveryPoint:
         return self.folder / _TRAINER
 
     def rollout_state(self) -> Any:
-        """The rollout state; the file is the run's own, and like any pickle it may run code."""
-        return pickle.loads((self.folder / _ROLLOUT).read_bytes())
+        """What was given to :meth:`Recovery.dump`."""
+        return plain_objects.load(self.folder / _ROLLOUT)
 
     def restore_rng(self) -> None:
         """Continue the process's random generators where they were."""
@@ -130,7 +135,7 @@ class Recovery:
             at: last finished step.
             states: what JSON can hold, by name: counters of saver, evaluator and logger, data position, versions.
             write_trainer: fills a folder with weights, optimizer and schedule.
-            rollout_state: what pickle can hold.
+            rollout_state: what :func:`areno.experiments.plain_objects.save` can hold.
             needed_bytes: what ``write_trainer`` takes on the disk.
 
         Raises:
@@ -140,15 +145,13 @@ class Recovery:
         with self._points.writing(completed, needed_bytes) as folder:
             (folder / _TRAINER).mkdir()
             write_trainer(folder / _TRAINER)
-            with open(folder / _ROLLOUT, "wb") as file:
-                pickle.dump(rollout_state, file, protocol=pickle.HIGHEST_PROTOCOL)
+            plain_objects.save(rollout_state, folder / _ROLLOUT)
             state = {
                 "step": completed,
                 "at": at.as_json(),
                 "states": dict(states),
                 "rhythm": self._control.state_dict(),
                 "rng": capture_rng(),
-                "sizes": _sizes(folder),
             }
             write_state(folder, state)
         return self._points.path(completed)
@@ -156,47 +159,68 @@ class Recovery:
     def load(self) -> RecoveryPoint | None:
         """The newest whole point, with the rhythm of the points restored; None where there is none or recovery is off.
 
-        Points that are not whole are deleted, so that they do not take the place of a new one.
+        Raises:
+            CheckpointError: there are points and none is whole, one cannot be read, or others can write to them.
         """
         if not self.enabled:
             return None
+        _refuse_foreign(self._points.root)
         self._points.clear_leftovers()
-        for completed in reversed(self._points.steps()):
-            folder = self._points.path(completed)
-            try:
-                point = _read(folder)
-            except CheckpointError as error:
-                _log.warning("recovery point %s is not whole and is deleted: %s", folder, error)
-                self._points.remove(completed)
-                continue
+        folder = self._points.to_resume(check=_check)
+        if folder is not None:
+            point = _read(folder)
             self._control.load_state_dict(point.rhythm)
-            _log.info("recovering after global step %d from %s", completed, folder)
+            _log.info("recovering after global step %d from %s", point.step.global_step + 1, folder)
             return point
         _log.info("no recovery point in %s; the run begins at its first step", self._points.root)
         return None
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file by its path in the folder, the state's own left out."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    sizes.pop(f"{STATE_FOLDER}/{STATE_FILE}", None)
-    return sizes
+def _check(folder: Path) -> None:
+    _read(folder)
+    check_files(folder, required=True)
 
 
 def _read(folder: Path) -> RecoveryPoint:
     """The point in a folder.
 
     Raises:
-        CheckpointError: a file is missing, too short or too long, or the state is damaged.
+        DamagedCheckpointError: its state lacks something.
     """
-    state, found = read_state(folder), _sizes(folder)
+    state = read_state(folder)
     try:
-        wanted: dict[str, int] = state["sizes"]
-        point = RecoveryPoint(folder, StepInfo(**state["at"]), state["states"], state["rng"], state["rhythm"])
+        return RecoveryPoint(folder, StepInfo(**state["at"]), state["states"], state["rng"], state["rhythm"])
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"its state has no usable {error}") from error
-    wrong = [name for name in wanted if found.get(name) != wanted[name]]
-    if wrong:
-        raise CheckpointError(f"{wrong[0]} has {found.get(wrong[0], 'no')} bytes instead of {wanted[wrong[0]]}")
-    return point
+        raise DamagedCheckpointError(f"the state of {folder} has no usable {error}") from error
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Refuse a folder of points that another user owns or may write to.
+
+    Raises:
+        CheckpointError: that is so; the message names the path and the remedy.
+    """
+    if not root.exists():
+        return
+    mine = {0, os.geteuid(), _owner_of_new_files(root)}
+    closed = not root.stat().st_mode & stat.S_IRWXO  # then nobody comes to what lies below
+    for path in (root, *root.rglob("*")):
+        found = path.lstat()
+        if found.st_uid not in mine:
+            raise CheckpointError(
+                f"{path} belongs to user {found.st_uid}, who may have written anything there; if that is right, chown it, "
+                "else delete it or choose another trial_name"
+            )
+        if found.st_mode & stat.S_IWOTH and not closed and not path.is_symlink():
+            raise CheckpointError(
+                f"{path} can be written to by every user; if its content is right, chmod -R o-w {root}, else delete it"
+            )
+
+
+def _owner_of_new_files(root: Path) -> int:
+    """User id of files that are made here now: a file server may give them to another one than the process's."""
+    try:
+        with tempfile.TemporaryFile(dir=root) as probe:
+            return os.fstat(probe.fileno()).st_uid
+    except OSError:
+        return os.geteuid()

@@ -207,6 +207,12 @@ def _non_finite(stats: Mapping[str, float]) -> _Finding:
     )
 
 
+def unusable(stats: Mapping[str, float]) -> bool:
+    """Whether an update of a step was skipped, or its loss or gradient is not finite."""
+    numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
+    return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
+
+
 def _short_responses(stats: Mapping[str, float]) -> _Finding:
     length = stats.get("response_len")
     return _Finding(

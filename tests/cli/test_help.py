@@ -35,7 +35,7 @@ GROUPS = {
         "value-loss-coef gamma lam"
     ),
     "LoRA": "lora-rank lora-alpha lora-dropout lora-target-modules lora-adapter-path load-in-4bit",
-    "Checkpoint": "save-path save-interval keep-checkpoints keep-best run-dir resume",
+    "Checkpoint": "save-path save-interval keep-checkpoints keep-best run-dir resume resume-step",
     "Evaluation": (
         "eval-dataset-path eval-dataset-loader-fn eval-interval eval-before-train no-eval-before-train eval-max-rows "
         "eval-n-samples eval-temperature"

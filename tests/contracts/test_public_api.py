@@ -301,6 +301,7 @@ OPTIONS = {
     "keep_checkpoints": None,
     "keep_best": False,
     "resume": None,
+    "resume_step": None,
     "eval_dataset_path": None,
     "eval_dataset_loader_fn": None,
     "eval_interval": 100,

@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.contents import read_state, write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.errors import CheckpointError
 
 
@@ -103,7 +104,8 @@ def test_an_old_best_that_a_kill_caught_on_its_way_out_is_put_back(tmp_path):
 
 WRITER = """
 import sys
-from areno.engine.checkpoint.folder import CheckpointFolder, write_state
+from areno.engine.checkpoint.contents import write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1], keep=1)
 step = 0
 while True:
@@ -131,3 +133,24 @@ def test_a_kill_at_any_moment_leaves_a_whole_best_checkpoint(tmp_path):
         step = folder.best_step()
         assert step is not None
         assert all((folder.best / f"part{part}").read_text() == str(step) * 1000 for part in range(5))
+
+
+def test_a_damaged_best_checkpoint_is_passed_over_and_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    save_best(folder, 2)
+    (folder.best / "model").write_text("x")
+    assert folder.to_resume() == folder.path(1)
+    assert (folder.best_step(), folder.latest()) == (None, folder.path(1))
+    assert (tmp_path / ".damaged-best" / "model").read_text() == "x"
+
+
+def test_copies_by_links_are_checked_by_the_same_sums(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 5)
+    with folder.writing_best(0, copy_of=folder.path(5)) as path:
+        write_state(path, {"step": 5})
+    assert folder.to_resume() == folder.path(5)
+    (folder.path(5) / "model").write_text("x")  # both have this file
+    with pytest.raises(CheckpointError, match=r"step_000005/model has 1 bytes.*best/model has 1 bytes"):
+        folder.to_resume()

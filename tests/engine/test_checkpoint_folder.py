@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,8 @@ import time
 import pytest
 
 from areno.engine.checkpoint import folder as folder_module
-from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.contents import read_state, write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import CheckpointError
 
@@ -74,7 +76,8 @@ def test_a_damaged_state_is_named(tmp_path):
 
 WRITER = """
 import sys
-from areno.engine.checkpoint.folder import CheckpointFolder, write_state
+from areno.engine.checkpoint.contents import write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1], keep=2)
 step = 0
 while True:
@@ -107,7 +110,6 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
 
 
 def test_random_state_comes_back():
-    import json
 
     import numpy as np
     import torch
@@ -150,3 +152,90 @@ def test_a_kill_while_a_checkpoint_is_replaced_costs_neither_the_old_nor_the_new
     assert folder.steps() == [1]
     assert (folder.path(1) / "model").read_text() in ("first", "second")
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def change(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+DAMAGES = {
+    "flipped": lambda checkpoint: change(checkpoint / "model", "w", "v"),
+    "short": lambda checkpoint: os.truncate(checkpoint / "model", 3),
+    "missing": lambda checkpoint: (checkpoint / "model").unlink(),
+    "state changed": lambda checkpoint: change(checkpoint / "trainer_state/state.json", '"step": 3', '"step": 2'),
+    "state missing": lambda checkpoint: (checkpoint / "trainer_state/state.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_resumed(tmp_path, damage, caplog):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    DAMAGES[damage](folder.path(3))
+    assert folder.to_resume() == folder.path(2)
+    assert names(tmp_path) == [".damaged-step_000003", "step_000001", "step_000002"]
+    assert "step_000003 is damaged" in caplog.text
+    folder.clear_leftovers()
+    assert (tmp_path / ".damaged-step_000003").is_dir()
+
+
+def test_the_sum_of_a_file_is_its_sha_256(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1, "abc")  # FIPS 180-2, appendix B.1
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    manifest = json.loads((folder.path(1) / "trainer_state" / "manifest.json").read_text())
+    assert manifest == {"files": {"model": {"bytes": 3, "sha256": known}}}
+
+
+def test_a_step_can_be_chosen_and_a_damaged_one_is_not_replaced_by_another(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    assert folder.to_resume(2) == folder.path(2)
+    os.truncate(folder.path(2) / "model", 0)
+    with pytest.raises(CheckpointError, match=r"step_000002/model has 0 bytes.*choose another --resume-step"):
+        folder.to_resume(2)
+    assert folder.steps() == [1, 2, 3]
+
+
+def test_with_all_checkpoints_damaged_a_run_does_not_begin_anew(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    assert folder.to_resume() is None
+    save(folder, 1)
+    os.truncate(folder.path(1) / "model", 0)
+    with pytest.raises(CheckpointError, match=r"no checkpoint under .* can be used"):
+        folder.to_resume()
+    assert folder.steps() == [1]
+
+
+def test_a_checkpoint_without_a_manifest_is_resumed(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    (folder.path(1) / "trainer_state" / "manifest.json").unlink()
+    (folder.path(1) / "trainer_state" / "state.json").write_text('{"step": 1}')
+    assert folder.to_resume() == folder.path(1)
+
+
+def test_checkpoints_of_later_steps_are_out_of_the_way_after_a_return(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    folder.rewind(1)
+    assert folder.latest() == folder.path(1)
+    assert names(tmp_path) == [".rewound-step_000002", ".rewound-step_000003", "step_000001"]
+
+
+@pytest.mark.parametrize(("sound_until", "kept"), [(None, [5, 6]), (0, [5, 6]), (3, [3, 5, 6]), (9, [5, 6])])
+def test_the_last_sound_checkpoint_outlives_the_newest_that_are_kept(tmp_path, sound_until, kept):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    folder.sound_until = sound_until
+    for step in range(1, 7):
+        save(folder, step)
+    assert folder.steps() == kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areno.experiments import plain_objects
 from examples.experiments import toy
 from tests.support.cli import environment
 from tests.support.processes import alive
@@ -148,7 +148,7 @@ class Run:
         )
 
     def rollout_state(self) -> dict[str, Any]:
-        return pickle.loads((self.points()[-1] / "rollout.pkl").read_bytes())
+        return plain_objects.load(self.points()[-1] / "rollout.pt")
 
     # -- processes -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import multiprocessing
 import os
 import random
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from areno.errors import UsageError
+from areno.errors import CheckpointError, UsageError
+from areno.experiments import plain_objects
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery
 
@@ -126,24 +129,135 @@ def test_an_unknown_mode_is_refused(tmp_path):
         recovery(tmp_path, "yes")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda point: (point / "trainer" / "part1").unlink(),
-        lambda point: os.truncate(point / "trainer" / "part2", 100),
-        lambda point: os.truncate(point / "rollout.pkl", 10),
-        lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2, "sizes"'),
-        lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2}'),
-        lambda point: (point / "trainer_state" / "state.json").unlink(),
-    ],
-)
-def test_a_point_that_is_not_whole_is_never_taken(tmp_path, damage, caplog):
+def flip(path):
+    """Change one bit; the length stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "missing": lambda point: (point / "trainer" / "part1").unlink(),
+    "short": lambda point: os.truncate(point / "trainer" / "part2", 100),
+    "flipped weights": lambda point: flip(point / "trainer" / "part3"),
+    "flipped queue": lambda point: flip(point / "rollout.pt"),
+    "torn state": lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2, "at"'),
+    "poor state": lambda point: (point / "trainer_state" / "state.json").write_text('{"step": 2}'),
+    "changed state": lambda point: change(point / "trainer_state" / "state.json", '"position": 7', '"position": 8'),
+    "no state": lambda point: (point / "trainer_state" / "state.json").unlink(),
+    "no manifest": lambda point: (point / "trainer_state" / "manifest.json").unlink(),
+    "torn manifest": lambda point: os.truncate(point / "trainer_state" / "manifest.json", 100),
+}
+
+
+def change(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_point_is_set_aside_and_the_one_before_it_is_taken(tmp_path, damage, caplog):
     points = recovery(tmp_path)
     dump(points, 0), dump(points, 1)
-    damage(tmp_path / "step_000002")
+    DAMAGES[damage](tmp_path / "step_000002")
+    left = [path.name for path in (tmp_path / "step_000002").rglob("*")]
     assert check(recovery(tmp_path).load()) == 0
+    assert names(tmp_path) == [".damaged-step_000002", "step_000001"]
+    assert [path.name for path in (tmp_path / ".damaged-step_000002").rglob("*")] == left
+    assert ".damaged-step_000002" in caplog.text
     dump(recovery(tmp_path), 1)
     assert check(recovery(tmp_path).load()) == 1
+    flip(tmp_path / "step_000002" / "rollout.pt")
+    recovery(tmp_path).load()
+    assert names(tmp_path) == [".damaged-step_000002", ".damaged-step_000002-2", "step_000001"]
+
+
+def test_with_all_points_damaged_the_run_does_not_begin_anew(tmp_path):
+    points = recovery(tmp_path)
+    dump(points, 0), dump(points, 1)
+    for name in ("step_000001", "step_000002"):
+        flip(tmp_path / name / "trainer" / "part0")
+    for _ in range(2):  # and not at the second attempt either
+        with pytest.raises(CheckpointError, match=r"step_000002/trainer/part0.*step_000001/trainer/part0.*copy"):
+            recovery(tmp_path).load()
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_points_that_the_disk_does_not_give_end_the_run_and_stay(tmp_path):
+    points = recovery(tmp_path)
+    dump(points, 0), dump(points, 1)
+    state = tmp_path / "step_000002" / "trainer_state" / "state.json"
+    state.unlink()
+    state.symlink_to("/proc/self/mem")  # reading its first page is an I/O error
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read.*Input/output error"):
+        recovery(tmp_path).load()
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_a_planted_queue_runs_no_code(tmp_path):
+    points = recovery(tmp_path)
+    dump(points, 0)
+    queue = tmp_path / "step_000001" / "rollout.pt"
+    torch.save(Planted(str(tmp_path / "planted")), queue)
+    with pytest.raises(CheckpointError, match=r"rollout\.pt"):
+        plain_objects.load(queue)
+    assert not (tmp_path / "planted").exists()
+
+
+class Planted:
+    """Makes a folder where something unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_points_that_everybody_can_write_to_are_refused(tmp_path, mode):
+    dump(recovery(tmp_path / "recover"), 0)
+    (tmp_path / "recover").chmod(mode)
+    with pytest.raises(CheckpointError, match=r"recover can be written to by every user.*chmod"):
+        recovery(tmp_path / "recover").load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("place", [".", "step_000001/rollout.pt"])
+def test_points_of_another_user_are_refused(tmp_path, place):
+    dump(recovery(tmp_path), 0)
+    os.chown(tmp_path / place, 12345, 12345)
+    with pytest.raises(CheckpointError, match="belongs to user 12345"):
+        recovery(tmp_path).load()
+
+
+def test_rows_come_back_with_the_types_that_files_of_rows_have(tmp_path):
+    row = {
+        "text": "é",
+        "score": 0.1,
+        "big": 2**80,
+        "none": None,
+        "bytes": b"\0",
+        "pair": (1, [True]),
+        "day": datetime.date(2024, 2, 29),
+        "time": datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
+        "price": decimal.Decimal("1.10"),
+        "array": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "number": np.float32(0.1),
+        7: frozenset({1}),
+    }
+    plain_objects.save({"waiting": [row]}, tmp_path / "file")
+    (back,) = plain_objects.load(tmp_path / "file")["waiting"]
+    assert [type(value) for value in back.values()] == [type(value) for value in row.values()]
+    assert np.array_equal(back.pop("array"), row.pop("array"))
+    assert back == row
+
+
+@pytest.mark.parametrize("thing", [object(), lambda: 1, random.Random(0), print])
+def test_a_row_that_cannot_be_kept_is_refused_when_it_is_written(tmp_path, thing):
+    with pytest.raises(UsageError, match=r"recovery point cannot keep.*path of a file"):
+        plain_objects.check({"row": thing})
 
 
 def test_an_error_of_the_trainer_leaves_the_points_as_they_were(tmp_path):

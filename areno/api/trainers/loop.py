@@ -24,12 +24,13 @@ from areno.api.trainers.state import Progress
 from areno.api.trainers.stopping import StopController, StopRequested
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
-from areno.engine.checkpoint.folder import CheckpointFolder, read_state, write_state
+from areno.engine.checkpoint.contents import read_state, write_state
+from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import ArenoError, UsageError
 from areno.observability import lifecycle
 from areno.observability.display import create_progress
-from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor, unusable
 from areno.observability.run_dir import RunDirectory
 from areno.types import TrainSequence
 
@@ -70,6 +71,7 @@ class TrainingLoop(ABC):
     Attributes:
         eval_rows: held-out rows, in the run's schema; None evaluates nothing.
         best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
+        resumed_from: checkpoint whose weights the instance has loaded; None begins at the first step.
         best_is_higher: whether a higher value of it is better.
     """
 
@@ -89,6 +91,7 @@ class TrainingLoop(ABC):
         self.config, self.instance, self.dataset = config, instance, dataset
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
         self.eval_rows: Sequence[dict[str, Any]] | None = None
+        self.resumed_from: Path | None = None
         self.run_dir = RunDirectory(config.run_path)
         self.checkpoints = CheckpointFolder(config.checkpoint_path, config.keep_checkpoints)
         self.stop = StopController()
@@ -200,6 +203,8 @@ class TrainingLoop(ABC):
         self._observe(step, outcome)
         self.state.skipped_long += outcome.skipped_long
         self._record(step, outcome)
+        if self.state.unusable is None and unusable(outcome.stats):
+            self.state.unusable = self.checkpoints.sound_until = step
         self.state.step, self.state.position = step + 1, position
         self.state.health, self.state.rng = self.health.state_dict(), capture_rng()
         self._updating = False
@@ -357,11 +362,11 @@ class TrainingLoop(ABC):
         write_state(folder, self.state.to_json())
 
     def _restore(self) -> None:
-        """Continue from the newest checkpoint when the run is resumed; steps after it will be done again."""
+        """Continue from a checkpoint when the run is resumed; steps after it will be done again."""
         self.checkpoints.clear_leftovers()
         if not self.config.resume:
             return
-        checkpoint = self.checkpoints.latest()
+        checkpoint = self.resumed_from
         if checkpoint is not None:
             self.state = Progress.from_json(read_state(checkpoint))
             self.instance.backend.load_state(checkpoint)
@@ -369,6 +374,8 @@ class TrainingLoop(ABC):
             restore_rng(self.state.rng)
             self._saved_step = self.state.step if checkpoint != self.checkpoints.best else 0
             self.logger.info("resumed from %s: %d steps are done", checkpoint, self.state.step)
+            self.checkpoints.sound_until = self.state.unusable
+            self.checkpoints.rewind(self.state.step)
             self.checkpoints.prune()
         self.run_dir.truncate_after(self.state.step - 1)
         self._restore_evaluation()

@@ -19,6 +19,7 @@ class Progress:
         rng: state of the global random generators.
         evaluation: the last evaluation: ``step`` (completed steps of the model that was measured), ``metrics``, and the
             ``settings`` under which others are comparable with it.
+        unusable: completed steps before the first update that was not usable; None if all were.
         best: the best evaluation so far: ``step``, ``metric``, ``value``.
     """
 
@@ -28,6 +29,7 @@ class Progress:
     skipped_long: int = 0
     health: dict[str, Any] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
+    unusable: int | None = None
     evaluation: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 

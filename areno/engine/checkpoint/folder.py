@@ -4,26 +4,33 @@ A checkpoint is written under a temporary name and renamed when its last byte is
 and deleted afterwards. Whatever a kill leaves therefore starts with a dot, and is cleared away at the next start; one that
 is being replaced is deleted last, and put back where a kill fell between the two renames. Two checkpoints of one step share
 their files by hard links where the file system has them, so a file of a checkpoint is replaced, never written into.
+
+A checkpoint whose files are not what was written is never loaded and never deleted: it is renamed to ``.damaged-...``, and
+the one before it is taken. One that cannot be read ends the run, because the next attempt may be able to.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areno.errors import CheckpointError
+from areno.engine.checkpoint.contents import STATE_FILE, STATE_FOLDER, check_files, read_state, write_manifest
+from areno.errors import CheckpointError, DamagedCheckpointError
 
-STATE_FOLDER = "trainer_state"
-STATE_FILE = "state.json"
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step_(\d{6,})")
 _BEST = "best"
 _PARTIAL, _REPLACED, _TRASH = ".partial-", ".replaced-", ".trash-"
+# Kept until the user deletes them.
+_DAMAGED, _REWOUND = ".damaged-", ".rewound-"
 # Room for tokenizer files, rounding and the file system's own needs.
 _DISK_SLACK = 64 * 1024 * 1024
 
@@ -35,6 +42,9 @@ class CheckpointFolder:
         root: folder that holds them; made when first needed.
         keep: newest checkpoints to keep; None keeps all.
         remedy: what helps where the disk is full.
+
+    Attributes:
+        sound_until: the newest checkpoint after at most so many completed steps is kept too; None has no such one.
     """
 
     def __init__(
@@ -45,6 +55,7 @@ class CheckpointFolder:
     ) -> None:
         self.root = Path(root)
         self.keep = keep
+        self.sound_until: int | None = None
         self._remedy = remedy
 
     def path(self, step: int) -> Path:
@@ -82,6 +93,70 @@ class CheckpointFolder:
             return self.best
         return self.path(steps[-1]) if steps else None
 
+    def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
+        """The newest checkpoint that is what was written; newer ones that are not are renamed to ``.damaged-...``.
+
+        Args:
+            step: look at the checkpoint after so many completed steps alone.
+            check: raises ``DamagedCheckpointError`` for a checkpoint that must not be used; None compares it with its
+                manifest, where it has one.
+
+        Returns:
+            The checkpoint; None where there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints and none can be used (they keep their names), or one cannot be read.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for found, path in self._newest_first():
+            if step is not None and found != step:
+                continue
+            try:
+                (check or _check)(path)
+            except DamagedCheckpointError as error:
+                damaged.append((path, str(error)))
+                continue
+            for bad, reason in damaged:
+                kept = self._set_aside(bad, _DAMAGED)
+                _log.warning("%s is damaged (%s); it is kept as %s, and %s is used", bad, reason, kept.name, path)
+            return path
+        if damaged:
+            remedy = "put a copy back, or begin a new run" if step is None else "choose another --resume-step"
+            reasons = "; ".join(reason for _, reason in damaged)
+            raise CheckpointError(f"no checkpoint under {self.root} can be used: {reasons}; {remedy}")
+        return None
+
+    def rewind(self, step: int) -> None:
+        """Rename the checkpoints of later steps than ``step`` to ``.rewound-...``: the run goes another way from there."""
+        for found, path in self._newest_first():
+            if found > step:
+                kept = self._set_aside(path, _REWOUND)
+                _log.warning(
+                    "%s is of a later step than %d, from which the run goes on; kept as %s", path, step, kept.name
+                )
+
+    def _newest_first(self) -> list[tuple[int, Path]]:
+        """Steps and folders of all that bear a checkpoint's name, whole or not; of two of one step, the best comes last."""
+        if not self.root.is_dir():
+            return []
+        found = [(int(match[1]), entry) for entry in self.root.iterdir() if (match := _NAME.fullmatch(entry.name))]
+        if self.best.is_dir():
+            try:
+                found.append((int(read_state(self.best)["step"]), self.best))
+            except (DamagedCheckpointError, KeyError) as error:
+                if not found:
+                    return [(0, self.best)]
+                kept = self._set_aside(self.best, _DAMAGED)
+                _log.warning("%s is damaged (%s); it is kept as %s", self.best, error, kept.name)
+        return sorted(found, key=lambda one: (one[0], one[1] != self.best), reverse=True)
+
+    def _set_aside(self, path: Path, prefix: str) -> Path:
+        """Give a checkpoint a hidden name that is free; returns where it is then."""
+        names = (f"{prefix}{path.name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+        target = next(target for target in map(self.root.joinpath, names) if not target.exists())
+        os.replace(path, target)
+        return target
+
     def clear_leftovers(self) -> None:
         """Delete what an interrupted save or deletion left behind, after putting back what was about to be replaced."""
         if not self.root.is_dir():
@@ -94,9 +169,13 @@ class CheckpointFolder:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond those to keep; a kill right after a save leaves one of them."""
-        if self.keep is not None:
-            for old in self.steps()[: -self.keep]:
+        """Delete the oldest checkpoints beyond those to keep, also one that a kill right after a save has left."""
+        if self.keep is None:
+            return
+        steps = self.steps()
+        sound = max((step for step in steps if step <= self.sound_until), default=None) if self.sound_until else None
+        for old in steps[: -self.keep]:
+            if old != sound:
                 self.remove(old)
 
     @contextmanager
@@ -123,8 +202,8 @@ class CheckpointFolder:
 
     @contextmanager
     def writing_named(self, name: str, needed_bytes: int) -> Iterator[Path]:
-        """:meth:`writing` for a folder of any other name, which is never counted among the checkpoints."""
-        with self._writing(self.root / name, needed_bytes, None) as folder:
+        """:meth:`writing` for a model under any other name, never counted among the checkpoints, and without a manifest."""
+        with self._writing(self.root / name, needed_bytes, None, has_state=False) as folder:
             yield folder
 
     def remove(self, step: int) -> None:
@@ -135,7 +214,9 @@ class CheckpointFolder:
         shutil.rmtree(trash, ignore_errors=True)
 
     @contextmanager
-    def _writing(self, target: Path, needed_bytes: int, copy_of: Path | None) -> Iterator[Path]:
+    def _writing(
+        self, target: Path, needed_bytes: int, copy_of: Path | None, *, has_state: bool = True
+    ) -> Iterator[Path]:
         partial = self.root / f"{_PARTIAL}{target.name}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -148,6 +229,8 @@ class CheckpointFolder:
             if copy_of is not None:
                 shutil.copytree(copy_of, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
             yield partial
+            if has_state and copy_of is None:
+                write_manifest(partial)
             sync_tree(partial)
             self._replace(target, partial)
         except OSError as error:
@@ -172,6 +255,11 @@ class CheckpointFolder:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _check(checkpoint: Path) -> None:
+    read_state(checkpoint)
+    check_files(checkpoint)
+
+
 def _link_or_copy(source: str, target: str) -> None:
     """A hard link, or a copy where the file system refuses one."""
     try:
@@ -193,25 +281,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's JSON state, or replace it in one move; it is what makes a checkpoint complete."""
-    folder = checkpoint / STATE_FOLDER
-    folder.mkdir(exist_ok=True)
-    temporary = folder / f"{STATE_FILE}.tmp"
-    temporary.write_text(json.dumps(state, indent=1), encoding="utf-8")
-    os.replace(temporary, folder / STATE_FILE)
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    path = checkpoint / STATE_FOLDER / STATE_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error

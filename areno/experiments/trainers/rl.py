@@ -21,6 +21,7 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
+from areno.experiments import plain_objects
 from areno.experiments.dispatcher import BatchDispatcher
 from areno.experiments.dump import TrajectoryDump
 from areno.experiments.engine_client import EngineClient
@@ -135,6 +136,10 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, config.valid_dataset.max_length)
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
+        if self.recovery.enabled and len(rows):
+            plain_objects.check(
+                rows[0]
+            )  # rows of the queue go into recovery points, the first of which may be hours away
         return RowSource(rows, batch_size=section.batch_size, seed=config.seed, **names), valid
 
     def ensure_roles(self) -> None:

@@ -1,0 +1,75 @@
+"""What a run leaves on the disk, and how it goes on from there: in this process, with a tiny real model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areno.cli.main import main
+from tests.support.cli import task_arguments, write_task
+
+
+@pytest.fixture
+def train(tmp_path, tiny_checkpoint):
+    """Runs ``areno train`` on SFT rows in ``tmp_path / "run"``; returns the exit code."""
+    task = write_task(tmp_path / "task", rows=18)
+
+    def call(*more):
+        return main([str(word) for word in (*task_arguments("sft", tiny_checkpoint, task, tmp_path / "run"), *more)])
+
+    return call
+
+
+def resume(run, *more):
+    return main(["train", "--resume", str(run), *map(str, more)])
+
+
+def weights(checkpoint):
+    found = load_file(checkpoint / "model.safetensors")
+    return {name: tensor.clone() for name, tensor in found.items()}  # what is loaded is the file, which a test may damage
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def steps(run):
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_from_a_chosen_one(tmp_path, train, capsys):
+    run = tmp_path / "run"
+    saved = run / "checkpoints"
+    assert train("--max-steps", 4, "--save-interval", 1) == 0
+    whole = weights(saved / "step_000004")
+    for name in ("model.safetensors", "trainer_state/optimizer.pt"):
+        flip(saved / "step_000004" / name)
+        assert resume(run) == 0
+        assert "step_000004 is damaged" in capsys.readouterr().err
+        assert same(weights(saved / "step_000004"), whole)  # done again, as it was
+    assert resume(run, "--resume-step", 2, "--max-steps", 3) == 0
+    assert steps(run) == [0, 1, 2]
+    assert same(weights(saved / ".rewound-step_000004"), whole)
+    capsys.readouterr()
+    assert resume(run, "--resume-step", 4) == 2
+    assert "--resume-step 4" in (told := capsys.readouterr().err)
+    assert "there are 1, 2, 3" in told
+
+
+def test_the_last_checkpoint_before_the_first_unusable_update_outlives_the_rotation(tmp_path, train):
+    run = tmp_path / "run"
+    train("--lr", 1e15, "--epochs", 9, "--save-interval", 1, "--keep-checkpoints", 2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(line["step"] for line in lines if line["train/update_skipped"])
+    saved = sorted(int(path.name[-6:]) for path in (run / "checkpoints").iterdir())
+    assert first >= 1
+    assert saved == [first, lines[-1]["step"], lines[-1]["step"] + 1]
