@@ -1,17 +1,26 @@
-"""Where areno keeps what it can make again: below ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``."""
+"""Where areno keeps what it can make again, and what only a process of it needs.
+
+The first lies below ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cache/areno``. The second are folders in the
+temporary folder, locked by their owner: one whose owner was killed is deleted by the next process that makes one.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 # No build takes nearly as long.
 _ABANDONED_S = 24 * 3600
+# Longer than a new folder is without its lock.
+_NEW_S = 60
+_SCRATCH, _OWNED = "areno-scratch-", ".owned"
 
 
 def cache_folder(kind: str) -> Path:
@@ -31,5 +40,36 @@ def building_folder(target: Path) -> Iterator[Path]:
         with suppress(OSError):  # another build may be clearing them as well
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left)
-    with TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
         yield Path(folder)
+
+
+class ScratchFolder(tempfile.TemporaryDirectory[str]):
+    """A folder of this process in the temporary folder; gone when it is cleaned up, or when a later one finds it abandoned.
+
+    Args:
+        kind: a word for its name.
+    """
+
+    def __init__(self, kind: str) -> None:
+        _clear_abandoned(Path(tempfile.gettempdir()))
+        super().__init__(prefix=f"{_SCRATCH}{kind}-", ignore_cleanup_errors=True)
+        descriptor = os.open(Path(self.name, _OWNED), os.O_RDWR | os.O_CREAT, 0o600)
+        weakref.finalize(self, os.close, descriptor)
+        with suppress(OSError):  # a file system without locks, where no folder can be known to be abandoned
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _clear_abandoned(root: Path) -> None:
+    """Delete this user's scratch folders that no living process has locked."""
+    for folder in root.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW_S:
+                continue
+            descriptor = os.open(folder / _OWNED, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +25,17 @@ from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import load_hook
 from areno.config.prepare import LOADER_KEYWORDS
+from areno.config.resume import is_run
 from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
 from areno.config.validate import EVAL_LOADER_HOOK, check_length
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
+from areno.errors import UsageError
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
 from areno.observability.run_dir import RunDirectory
+from areno.observability.run_lock import run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,7 @@ def run_training(
         ArenoError: the run cannot go on; what was complete is saved.
     """
     run_dir = RunDirectory(options.run_path).create()
-    with setup_logging(run_dir, level=console_level):
+    with _locked(options), setup_logging(run_dir, level=console_level):
         began = time.perf_counter()
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         held_out = load_held_out(options, loader_fn)
@@ -81,6 +85,27 @@ def run_training(
             return _fit(options, loop, run_dir, began)
         finally:
             trainer.close()
+
+
+@contextmanager
+def _locked(options: TrainOptions) -> Iterator[None]:
+    """The run's directories for this process alone.
+
+    Raises:
+        UsageError: another process writes to one of them, or another run has just done so.
+    """
+    places = {
+        "--run-dir": options.run_path,
+        "--save-path": options.checkpoint_path,
+        "--metrics-log-dir": options.events_path,
+    }
+    with ExitStack() as held:
+        for option, place in places.items():
+            if option == "--run-dir" or options.run_path.resolve() not in place.resolve().parents:
+                held.enter_context(run_lock(place, f"or choose another {option}"))
+        if options.resume is None and is_run(options.run_path):
+            raise UsageError(f"--run-dir {options.run_path} already holds a run; choose another directory")
+        yield
 
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:

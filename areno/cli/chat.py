@@ -10,6 +10,7 @@ from typing import Any
 from areno.cli.serve import load_engine, need_server_packages
 from areno.config.serve_options import ChatOptions, chat_help, parse_chat
 from areno.errors import ArenoError
+from areno.observability.chart import printable
 from areno.observability.logs import setup_logging
 from areno.serving.client import ChatClient
 
@@ -125,7 +126,7 @@ def _answer_lines(conversation: Conversation) -> None:
             continue
         for text, is_reasoning in conversation.ask(question):
             if not is_reasoning:
-                print(text, end="", flush=True)
+                print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
         print(flush=True)
 
 
@@ -156,7 +157,9 @@ def _talk(conversation: Conversation) -> None:
 def _show(console: Any, conversation: Conversation, question: str) -> None:
     try:
         for text, is_reasoning in conversation.ask(question):
-            console.print(text, end="", style="dim italic" if is_reasoning else None, markup=False, soft_wrap=True)
+            console.print(
+                printable(text), end="", style="dim italic" if is_reasoning else None, markup=False, soft_wrap=True
+            )
         console.print()
     except KeyboardInterrupt:
         console.print("\nstopped; the question is forgotten", style="dim")

@@ -11,6 +11,7 @@ from typing import Any
 from areno.config.parser import TypedParser
 from areno.config.resume import is_run
 from areno.errors import UsageError
+from areno.observability.chart import printable
 from areno.observability.run_dir import RunDirectory
 
 _SHOWN = 60
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         lines = _show(_find(samples, arguments.sample), arguments.all)
     for line in lines:
-        print(line)
+        print(printable(line))  # a model may have written anything
     return 0
 
 

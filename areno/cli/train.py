@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from areno.config.algorithms import get_algorithm
 from areno.config.parser import train_help
 from areno.config.prepare import prepare_run
+from areno.config.resume import claim_run_dir
 from areno.config.summary import format_summary
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
@@ -28,12 +29,13 @@ def run(argv: Sequence[str]) -> int:
         print(train_help(argv), end="")
         return 0
     prepared = prepare_run(argv)
-    print(format_summary(prepared.options, get_algorithm(prepared.options.algo)), flush=True)
-    if prepared.options.dry_run:
-        return _dry_run(prepared.options)
+    options = prepared.options if prepared.options.dry_run else claim_run_dir(prepared.options)
+    print(format_summary(options, get_algorithm(options.algo)), flush=True)
+    if options.dry_run:
+        return _dry_run(options)
     from areno.api.run import run_training
 
-    return run_training(prepared.options, reward_fn=prepared.reward_fn, loader_fn=prepared.loader_fn)
+    return run_training(options, reward_fn=prepared.reward_fn, loader_fn=prepared.loader_fn)
 
 
 def _dry_run(options: TrainOptions) -> int:

@@ -39,6 +39,7 @@ class LoraOptions:
     )
     lora_adapter_path: str | None = _lora(
         None,
+        path="place",
         metavar="PATH",
         unset="a new adapter",
         help="Start from this PEFT adapter of --ckpt, with the rank, alpha and layers that it has.",

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from areno.errors import UsageError
 
@@ -46,6 +46,7 @@ class OptionInfo:
         unset: what happens when the option is not given and its default is None.
         stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
         bare: value of the flag when it is given without one.
+        path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; what exists is stored as an absolute path.
     """
 
     help: str
@@ -63,6 +64,7 @@ class OptionInfo:
     unset: str = ""
     stored: bool = True
     bare: str | None = None
+    path: Literal["", "place", "python"] = ""
 
 
 @dataclass(frozen=True, slots=True)

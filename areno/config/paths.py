@@ -34,6 +34,20 @@ def looks_like_path(text: str) -> bool:
     )
 
 
+def anchored(value: Any, *, python: bool) -> Any:
+    """The name of a file or folder that exists as an absolute path; anything else, such as a repo id, as it is.
+
+    Args:
+        value: of an option.
+        python: it is ``file.py`` or ``file.py:name``, or a name that no file has.
+    """
+    if not isinstance(value, str) or (python and ".py" not in value):
+        return value
+    end = value.rindex(".py") + len(".py") if python else len(value)
+    path = Path(value[:end]).expanduser()
+    return f"{path.absolute()}{value[end:]}" if path.exists() else value
+
+
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
     """Say why a model reference cannot work; empty for a usable local folder and for any well-formed repo id."""
     path = Path(text).expanduser()

@@ -20,7 +20,7 @@ from areno.config.algorithms import get_algorithm
 from areno.config.options import Option, flag_of, options_of
 from areno.config.parser import Problems, build_options, convert_values, extra_options
 from areno.config.train_options import TrainOptions
-from areno.config.yaml_io import load_config
+from areno.config.yaml_io import load_config, stored_value
 from areno.errors import UsageError
 
 RUNS_ROOT = Path("runs")
@@ -71,6 +71,26 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
     return path
 
 
+def claim_run_dir(options: TrainOptions) -> TrainOptions:
+    """Make the directory of a new run whose name was chosen here; another name where a second run was quicker.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    if options.resume is not None or "run_dir" in options.explicit:
+        return options
+    while True:
+        try:
+            options.run_path.mkdir(parents=True)
+            return options
+        except FileExistsError:
+            options = replace(options, run_dir=str(new_run_dir(options.algo)))
+        except OSError as error:
+            raise UsageError(
+                f"run directory {options.run_path} cannot be made: {error.strerror or error}; choose one with --run-dir"
+            ) from error
+
+
 def checkpoints(root: Path) -> list[Path]:
     """List the complete checkpoints under ``root``, oldest step first."""
     found = [(int(match[1]), path) for path in _folders(root) if (match := _STEP.fullmatch(path.name))]
@@ -102,9 +122,9 @@ class _StoredRun:
 
     def differences(self, options: TrainOptions, names: frozenset[str] | None = None) -> dict[str, tuple[Any, Any]]:
         """Return result-changing options whose values differ, as (stored, given); only among ``names`` if given."""
-        checked = [e.name for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
-        pairs = {name: (value_of(self.options, name), value_of(options, name)) for name in checked}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        checked = [e for e in self.entries if e.info.changes_results and (names is None or e.name in names)]
+        old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
+        return {e.name: (a, b) for e, a, b in zip(checked, old, new, strict=True) if a != b}
 
     @property
     def last_activity(self) -> tuple[bool, float]:

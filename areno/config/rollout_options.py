@@ -78,6 +78,7 @@ class RolloutOptions:
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that know the switch.")
     agent_fn: str | None = _rollout(
         None,
+        path="python",
         metavar="FILE.PY[:FUNCTION]",
         help="Agentic rollout: Python function that does the tasks; run_agent(ctx, batch) unless named.",
     )
@@ -114,11 +115,13 @@ class RolloutOptions:
     )
     reward_fn_path: str | None = _rollout(
         None,
+        path="python",
         metavar="FILE.PY[:FUNCTION]",
         help="Python function that scores one completion; reward_fn(record) unless named.",
     )
     reward_ckpt: str | None = _rollout(
         None,
+        path="place",
         help="Reward model in place of a function: a sequence classifier in Hugging Face format, or a repo id.",
     )
     reward_timeout_s: float = _rollout(

@@ -18,21 +18,26 @@ class BasicOptions:
     """What to train, on which data, for how long and on which devices."""
 
     ckpt: str | None = _basic(
-        None, help="Model and tokenizer to train: a folder in Hugging Face format or a repo id. Required."
+        None,
+        path="place",
+        help="Model and tokenizer to train: a folder in Hugging Face format or a repo id. Required.",
     )
     dataset_path: str | None = _basic(
         None,
+        path="place",
         help="Training data: a JSON, JSONL, Parquet, CSV, TSV or Arrow file, a folder of them, a save_to_disk folder, "
         "or a hub reference name[:config[:split]] such as gsm8k:main. Required.",
     )
     dataset_loader_fn: str | None = _basic(
         None,
+        path="python",
         metavar="FILE.PY[:FUNCTION]",
         help="Python function that turns the data into rows of the algorithm's schema; the function is "
         "load_training_dataset unless named. SFT needs one.",
     )
     algo: str = _basic(
         "gspo",
+        path="python",
         help="Training algorithm: gspo, grpo, ppo, sft, dpo, rm (a reward model), one that an installed package "
         "registers, or your own as file.py:NAME.",
     )
@@ -118,6 +123,7 @@ class CheckpointOptions:
     )
     save_path: str | None = _checkpoint(
         None,
+        path="place",
         metavar="PATH",
         unset="<run>/checkpoints",
         help="Directory for checkpoints, written as step_000100 and so on. The last step is always saved.",
@@ -154,10 +160,11 @@ class EvaluationOptions:
     """Measuring the model on rows that it is not trained on."""
 
     eval_dataset_path: str | None = _evaluation(
-        None, unset="no evaluation", help="Held-out data, in any form that --dataset-path takes."
+        None, path="place", unset="no evaluation", help="Held-out data, in any form that --dataset-path takes."
     )
     eval_dataset_loader_fn: str | None = _evaluation(
         None,
+        path="python",
         metavar="FILE.PY[:FUNCTION]",
         unset="--dataset-loader-fn",
         help="Loader of the held-out data where it needs another one.",
@@ -183,6 +190,7 @@ class ObservabilityOptions:
 
     metrics_log_dir: str | None = option(
         None,
+        path="place",
         group="Observability",
         metavar="PATH",
         changes_results=False,

@@ -68,12 +68,15 @@ class UpdateOptions:
     )
     ref_ckpt: str | None = option(
         None,
+        path="place",
         group="Train",
         algorithms=("dpo", "gspo", "grpo", "ppo"),
         unset="--ckpt",
         help="Reference model of the KL term or of DPO: a folder or a repo id.",
     )
-    critic_ckpt: str | None = _ppo(None, unset="--ckpt", help="Critic to start from: a folder or a repo id.")
+    critic_ckpt: str | None = _ppo(
+        None, path="place", unset="--ckpt", help="Critic to start from: a folder or a repo id."
+    )
     critic_lr: float = _ppo(1e-5, above=0, help="Learning rate of the critic.")
     critic_min_lr: float = _ppo(0.0, minimum=0, help="Learning rate of the critic at the end of its decay.")
     critic_lr_warmup_steps: int = _ppo(0, minimum=0, help="Critic steps over which its learning rate rises from 0.")
@@ -111,6 +114,7 @@ class UpdateOptions:
     )
     advantage: str = _groups(
         "group",
+        path="python",
         metavar="NAME|FILE.PY:FUNCTION",
         help="How rewards become advantages: group, group_mean, rloo, batch, or a function of your own.",
     )

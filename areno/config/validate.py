@@ -353,6 +353,11 @@ def _output_paths(options: TrainOptions) -> Iterator[str]:
     if options.run_dir and is_run(Path(options.run_dir)):
         place = options.run_dir
         yield f"--run-dir {place} already holds a run; choose another, or continue it with --resume {place}"
+    if options.metrics_log_dir and any(Path(options.metrics_log_dir).glob("events.out.tfevents.*")):
+        yield (
+            f"--metrics-log-dir {options.metrics_log_dir} already holds the events of another run, which TensorBoard would "
+            "show as one with this; choose an empty directory"
+        )
     if options.save_path and checkpoints(Path(options.save_path)):
         yield (
             f"--save-path {options.save_path} already holds checkpoints of another run; choose an empty directory, "

@@ -13,7 +13,8 @@ import yaml
 
 from areno.config.algorithms import get_algorithm
 from areno.config.effects import without_effect
-from areno.config.options import name_of, options_of
+from areno.config.options import Option, name_of, options_of
+from areno.config.paths import anchored
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
@@ -79,16 +80,24 @@ def _normalised(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values that ``config.yaml`` holds: all that the run reads, its algorithm's own options included."""
+    """Return the values that ``config.yaml`` holds: all that the run reads, its algorithm's own options included.
+
+    Files and folders have absolute paths, so that the run can be resumed from any folder.
+    """
     spec = get_algorithm(options.algo)
     silent = without_effect(options, spec)
     values = {
-        entry.name: getattr(options, entry.name)
+        entry.name: stored_value(entry, getattr(options, entry.name))
         for entry in options_of(TrainOptions)
         if entry.info.stored and entry.name not in silent
     }
     values |= options.extra
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def stored_value(entry: Option, value: Any) -> Any:
+    """The value of one option as ``config.yaml`` holds it."""
+    return anchored(value, python=entry.info.path == "python") if entry.info.path else value
 
 
 def dump_config(options: TrainOptions) -> str:

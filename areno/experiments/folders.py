@@ -12,14 +12,16 @@ import getpass
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
 from areno.observability.run_dir import RunDirectory
+from areno.observability.run_lock import run_lock
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +48,26 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
     if LoggingSetup.active is not None:
         yield run_dir
         return
-    with setup_logging(run_dir):
+    with _locked(config), setup_logging(run_dir):
         _log.info("%s/%s: everything is written to %s", *names, run_dir.path)
         yield run_dir
+
+
+@contextmanager
+def _locked(config: BaseExperimentConfig) -> Iterator[None]:
+    """The trial for this process alone, also where its checkpoints have roots of their own.
+
+    Raises:
+        UsageError: another process runs it.
+    """
+    names = config.experiment_name, config.trial_name
+    others = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
+    places = [ExperimentFolders(config.cluster.fileroot, *names).logs]
+    places += [ExperimentFolders(root, *names).checkpoints for root in sorted(others)]
+    with ExitStack() as held:
+        for place in places:
+            held.enter_context(run_lock(place, "or choose another trial_name"))
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,8 @@ class ExperimentFolders:
         """
         run_dir = self.run_dir
         try:
+            if self.fileroot == DEFAULT_FILEROOT:
+                Path(self.fileroot).expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             if not run_dir.checkpoints_path.is_symlink() and not run_dir.checkpoints_path.exists():

@@ -95,6 +95,11 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
     return "".join(" " if value is None else marks[_level(value, low, high, len(marks))] for value in columns)
 
 
+def printable(text: str) -> str:
+    """``text`` with Python's escape sequences for whatever a terminal would obey; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def one_line(text: str, limit: int, *, unicode: bool = True) -> str:
     """``text`` on one line, at most ``limit`` characters, with nothing in it that a terminal would obey.
 

@@ -60,12 +60,12 @@ class RunDirectory:
         return self
 
     def write_config(self, text: str) -> None:
-        """Replace ``config.yaml`` by ``text`` in one move.
+        """Replace ``config.yaml`` by ``text`` in one move; only its owner may read it, because settings may be private.
 
         Raises:
             ArenoError: the file cannot be written.
         """
-        _replace(self.config_path, [text.encode()])
+        _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the line ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``.
@@ -163,11 +163,13 @@ def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write(lines)
 
 
-def _replace(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write to a neighbour and rename, so that a reader or a kill never meets half a file."""
+def _replace(path: Path, chunks: Iterable[bytes], mode: int | None = None) -> None:
+    """Write to a neighbour and rename, so that a reader or a kill never meets half a file; ``mode`` is the file's."""
     temporary = path.with_name(path.name + ".tmp")
     with _writing(path):
         with open(temporary, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)  # before anything is in it
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from areno.cli.main import main
+from areno.observability.run_lock import run_lock
 from tests.support.cli import task_arguments, write_task
 
 
@@ -29,7 +31,9 @@ def resume(run, *more):
 
 def weights(checkpoint):
     found = load_file(checkpoint / "model.safetensors")
-    return {name: tensor.clone() for name, tensor in found.items()}  # what is loaded is the file, which a test may damage
+    return {
+        name: tensor.clone() for name, tensor in found.items()
+    }  # what is loaded is the file, which a test may damage
 
 
 def same(a, b):
@@ -73,3 +77,22 @@ def test_the_last_checkpoint_before_the_first_unusable_update_outlives_the_rotat
     saved = sorted(int(path.name[-6:]) for path in (run / "checkpoints").iterdir())
     assert first >= 1
     assert saved == [first, lines[-1]["step"], lines[-1]["step"] + 1]
+
+
+def test_a_run_that_another_process_writes_to_is_not_resumed_and_stays_as_it_is(tmp_path, train, capsys):
+    run = tmp_path / "run"
+    assert train("--max-steps", 1) == 0
+    before = (run / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    with run_lock(run, ""):
+        assert resume(run, "--max-steps", 2) == 2
+    assert f"process {os.getpid()} on" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints_or_events(tmp_path, train, capsys):
+    for option in ("--save-path", "--metrics-log-dir"):
+        place = tmp_path / option
+        with run_lock(place, ""):
+            assert train("--max-steps", 1, option, place) == 2
+        assert f"choose another {option}" in capsys.readouterr().err

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from areno.config.parser import parse_train
-from areno.config.resume import apply_resume, checkpoints, new_run_dir
+from areno.config.resume import apply_resume, checkpoints, claim_run_dir, new_run_dir
+from areno.config.validate import validate
 from areno.config.yaml_io import dump_config
 from areno.errors import UsageError
 from tests.config.workspace import GSPO, stored_run
@@ -42,7 +43,8 @@ def test_a_given_run_directory_stays(workspace):
 def test_resume_takes_everything_from_the_old_run(workspace):
     run = stored_run(workspace / "runs" / "old", config("--lr", "3e-5", "--seed", "7"), step=20)
     options = resume("--resume", str(run))
-    assert (options.lr, options.seed, options.ckpt, options.run_dir) == (3e-5, 7, "model", str(run))
+    assert (options.lr, options.seed, options.run_dir) == (3e-5, 7, str(run))
+    assert options.ckpt == str(workspace / "model")
     assert options.checkpoint_path == run / "checkpoints"
 
 
@@ -185,3 +187,67 @@ def test_own_options_of_an_algorithm_resume_too(workspace):
     assert resume("--resume", str(run)).extra == {"tau": 0.2}
     with pytest.raises(UsageError, match=r"--tau 0\.3 differs from 0\.2"):
         resume("--resume", str(run), "--algo", "algo.py:spec", "--tau", "0.3")
+
+
+def test_a_run_is_resumed_from_any_folder_with_the_files_that_it_began_with(workspace, monkeypatch):
+    outputs = ["--save-path", "saved", "--reward-fn-path", "reward.py:reward_fn"]
+    (workspace / "saved").mkdir()
+    run = stored_run(workspace / "runs" / "old", config(*outputs), step=None)
+    (workspace / "elsewhere").mkdir()
+    monkeypatch.chdir(workspace / "elsewhere")
+    options = resume("--resume", str(run))
+    assert options.ckpt == str(workspace / "model")
+    assert options.dataset_path == str(workspace / "data.jsonl")
+    assert options.reward_fn_path == str(workspace / "reward.py:reward_fn")
+    assert options.checkpoint_path == workspace / "saved"
+
+
+def test_names_that_are_no_paths_are_stored_as_they_are(workspace):
+    for name in ("gspo", "group", "gsm8k"):
+        (workspace / name).mkdir()  # folders that have nothing to do with the run
+    text = config("--ckpt", "Qwen/Qwen3-0.6B", "--algo", "gspo", "--advantage", "group")
+    assert "algo: gspo" in text
+    assert "advantage: group" in text
+    assert "ckpt: Qwen/Qwen3-0.6B" in text
+
+
+@pytest.mark.parametrize("step", ["3", "9"])
+def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
+    run = stored_run(workspace / "runs" / "old", config(), step=3)
+    if step == "3":
+        assert resume("--resume", str(run), "--resume-step", step).resume_step == 3
+        return
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; there are 3"):
+        resume("--resume", str(run), "--resume-step", step)
+
+
+def test_the_best_checkpoint_can_be_resumed_from_by_its_step(workspace):
+    run = stored_run(workspace / "runs" / "old", config(), step=3)
+    best = run / "checkpoints" / "best" / "trainer_state"
+    best.mkdir(parents=True)
+    (best / "state.json").write_text('{"step": 2}')
+    assert resume("--resume", str(run), "--resume-step", "2").resume_step == 2
+
+
+def test_a_step_without_a_run_to_resume_is_refused(workspace):
+    with pytest.raises(UsageError, match=r"--resume-step 2 goes with --resume"):
+        resume(*GSPO, "--resume-step", "2")
+
+
+def test_a_new_run_gets_a_directory_that_no_other_has_made_meanwhile(workspace):
+    first = apply_resume(parse_train(GSPO))
+    claimed = [claim_run_dir(first).run_path for _ in range(3)]  # three programs that have chosen the same name
+    assert claimed[0] == Path(first.run_dir)
+    assert len(set(claimed)) == 3
+    assert all(path.is_dir() for path in claimed)
+    mine = apply_resume(parse_train([*GSPO, "--run-dir", "mine"]))
+    assert claim_run_dir(mine) == mine
+    assert not Path("mine").exists()
+
+
+def test_events_of_another_run_are_not_mixed_with_this_one_s(workspace):
+    (workspace / "tb").mkdir()
+    validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))
+    (workspace / "tb" / "events.out.tfevents.1.host").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"--metrics-log-dir tb already holds the events of another run"):
+        validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))

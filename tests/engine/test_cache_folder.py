@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
-from areno.cache_folder import building_folder
+from areno.cache_folder import ScratchFolder, building_folder
 
 
 def test_it_lies_beside_its_target_and_is_gone_afterwards(tmp_path):
@@ -32,3 +36,37 @@ def test_what_killed_builds_left_a_day_ago_is_cleared_away_and_running_ones_stay
     with building_folder(tmp_path / "another.so"):
         pass
     assert sorted(os.listdir(tmp_path)) == [".building-new", "kept.so"]
+
+
+HOLDER = """
+import time
+from pathlib import Path
+from areno.cache_folder import ScratchFolder
+folder = ScratchFolder("test")
+print(folder.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_scratch_folder_goes_with_the_next_one_after_its_owner_was_killed_and_not_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    left = Path(owner.stdout.readline().strip())
+    foreign = tmp_path / "areno-scratch-weights-without-a-lock"
+    foreign.mkdir()
+    for folder in (left, foreign):
+        os.utime(folder, (time.time() - 3600,) * 2)
+    mine = ScratchFolder("test")
+    assert left.parent == tmp_path
+    assert left.exists()
+    owner.kill()
+    owner.communicate()
+    os.utime(mine.name, (time.time() - 3600,) * 2)
+    with ScratchFolder("test") as name:
+        assert sorted(os.listdir(tmp_path)) == sorted(
+            [foreign.name, os.path.basename(mine.name), os.path.basename(name)]
+        )
+    mine.cleanup()
+    assert os.listdir(tmp_path) == [foreign.name]

@@ -9,10 +9,14 @@ from functools import partial
 
 import pytest
 
+from areno.config.experiment import SFTConfig, config_from
 from areno.errors import CheckpointError, UsageError
-from areno.experiments.folders import ExperimentFolders
+from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.saving import Saver
+from areno.observability.logs import LoggingSetup
+from areno.observability.run_lock import run_lock
+from tests.config.experiment.samples import SFT, changed
 
 AT = StepInfo(1, 2, 6, 4, 20)
 
@@ -169,3 +173,40 @@ def test_an_unknown_mode_and_a_full_disk_are_said_with_their_remedy(tmp_path):
         Saver(tmp_path, every(1), mode="fast")
     with pytest.raises(CheckpointError, match=r"saver\.freq_"):
         Saver(tmp_path, every(1)).save("default", AT, writer(), needed_bytes=10**18)
+
+
+def experiment(root, **more):
+    return config_from(changed(SFT, {"cluster.fileroot": str(root), **more}), SFTConfig)
+
+
+def test_a_trial_is_run_by_one_process_at_a_time(tmp_path):
+    config = experiment(tmp_path)
+    held = ExperimentFolders(tmp_path, config.experiment_name, config.trial_name).logs
+    with run_lock(held, ""):
+        with (
+            pytest.raises(UsageError, match=rf"process {os.getpid()} on .*choose another trial_name"),
+            open_log(config),
+        ):
+            raise AssertionError("must not be reached")
+        with open_log(experiment(tmp_path, trial_name="other")), open_log(experiment(tmp_path, trial_name="other")):
+            pass  # the run and its trainer
+    with open_log(config):
+        pass
+
+
+def test_checkpoints_of_a_root_of_their_own_are_locked_too(tmp_path):
+    first, second = (experiment(tmp_path / name, **{"recover.fileroot": str(tmp_path / "all")}) for name in "ab")
+    with open_log(first):
+        active, LoggingSetup.active = LoggingSetup.active, None  # as in another process
+        with pytest.raises(UsageError, match="is being written to by process"), open_log(second):
+            raise AssertionError("must not be reached")
+        LoggingSetup.active = active
+
+
+def test_the_default_root_is_the_user_s_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = config_from(SFT, SFTConfig)
+    run_dir = ExperimentFolders(config.cluster.fileroot, "e", "t", user="me").create()
+    root = tmp_path / ".local/share/areno"
+    assert run_dir.path == root / "logs/me/e/t"
+    assert root.stat().st_mode & 0o777 == 0o700

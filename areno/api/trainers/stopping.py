@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM without losing a step.
+"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal) without losing a step.
 
 A signal may interrupt work that can be repeated (generating, rewarding) at once. Work that changes weights or files is
 finished first. The second signal ends the process the hard way.
@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(BaseException):
@@ -30,11 +32,12 @@ class StopController:
 
     @contextmanager
     def signals(self) -> Iterator[StopController]:
-        """Handle SIGINT and SIGTERM inside the block; does nothing outside the main thread."""
+        """Handle the signals inside the block, but none that is ignored (nohup); does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield self
         finally:

@@ -57,6 +57,8 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
         if wrong:
             better = value.translate(str.maketrans(dict.fromkeys(forbidden, "-" if name == "experiment_name" else "_")))
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
+        elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
+            yield f"{name} {value!r} names a folder: it must not begin with a dot, nor hold line breaks or outer spaces"
     for path, _, value in walk(config):
         section, _, name = path.rpartition(".")
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):

@@ -18,6 +18,7 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import config_from, parse_cli_args
 from areno.config.experiment.settings import paths_of
 from areno.config.experiment.tree import Override, Tree, apply_override, leaves, parse_override, read_yaml
+from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.config.parser import Problems
 from areno.errors import UsageError
 
@@ -51,7 +52,7 @@ LEGACY_KEYS: dict[str, LegacyKey] = {
         "Devices of generation + training, as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
         "areno.d1m1+d1m1",
     ),
-    "cluster.fileroot": LegacyKey(("cluster.fileroot",), "Root of logs and checkpoints.", "/tmp/areno/"),
+    "cluster.fileroot": LegacyKey(("cluster.fileroot",), "Root of logs and checkpoints.", DEFAULT_FILEROOT),
     "actor.type._class": LegacyKey(("actor.model_type",), "Model family of the actor, such as qwen3.", "any"),
     "ref.type._class": LegacyKey(("ref.model_type",), "Model family of the reference.", "any"),
     "critic.type._class": LegacyKey(("critic.model_type",), "Model family of the critic.", "any"),

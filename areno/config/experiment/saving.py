@@ -1,8 +1,15 @@
-"""Writes a configuration as plain data and as YAML that loads again to the same configuration."""
+"""Writes a configuration as plain data and as YAML that loads again to the same configuration.
+
+Special here: no secret is written. Keys that areno asks for are left out; any other text whose name or form says that it
+is secret, and all environment variables of workers, become ``${oc.env:NAME}``: who loads the file gives them by their
+environment, and is told which one is missing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +20,14 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 SECRETS = ("admin_api_key", "provider_api_key", "wandb_api_key", "api_key")
 """Settings that are not written into files."""
 
+_SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"}
+_SECRET_WORDS |= {"authorization", "bearer", "cookie"}
+# Whose keys are secret; other keys, such as prompt_key, are names of columns.
+_KEY_OWNERS = {"api", "access", "secret", "private", "admin", "auth", "account", "encryption", "signing"}
+# Whose tokens are text of a vocabulary.
+_TOKEN_OWNERS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop", "image", "special"}
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+
 
 def conf_as_dict(config: Any) -> dict[str, Any]:
     """Return a configuration, or a section, as nested dicts and lists."""
@@ -20,8 +35,13 @@ def conf_as_dict(config: Any) -> dict[str, Any]:
 
 
 def config_text(config: BaseExperimentConfig) -> str:
-    """Return the configuration as YAML, in order of declaration, keys (secrets) left out."""
-    return yaml.safe_dump(_public(conf_as_dict(config)), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    """Return the configuration as YAML, in order of declaration, without secrets."""
+    return yaml.safe_dump(public_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=False)
+
+
+def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
+    """:func:`conf_as_dict` without secrets."""
+    return dict(_public(conf_as_dict(config)))
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
@@ -38,11 +58,32 @@ def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
     if path.suffix not in (".yaml", ".yml"):
         path = path / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(config_text(config), encoding="utf-8")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(config_text(config))
+    path.chmod(0o600)  # where it was there before
     return path
 
 
 def _public(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _public(item) for key, item in value.items() if key not in SECRETS}
+        return {key: _public_value(str(key), item) for key, item in value.items() if key not in SECRETS}
     return [_public(item) for item in value] if isinstance(value, list) else value
+
+
+def _public_value(name: str, value: Any) -> Any:
+    if name == "env_vars" and isinstance(value, dict):
+        return {key: f"${{oc.env:{key}}}" for key in value}
+    if isinstance(value, str) and value and (_is_secret(name) or _URL_WITH_PASSWORD.search(value)):
+        return f"${{oc.env:{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}}}"
+    return _public(value)
+
+
+def _is_secret(name: str) -> bool:
+    """Whether the value of a setting or variable of this name is one that nobody else should read."""
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
+    owner = words[-2] if len(words) > 1 else ""
+    return (
+        not _SECRET_WORDS.isdisjoint(words)
+        or (words[-1] == "token" and owner not in _TOKEN_OWNERS)
+        or (words[-1] == "key" and (not owner or owner in _KEY_OWNERS or name.isupper()))
+    )

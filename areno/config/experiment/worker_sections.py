@@ -7,6 +7,9 @@ from typing import Any
 
 from areno.config.experiment.settings import section, setting
 
+DEFAULT_FILEROOT = "~/.local/share/areno/"
+"""Of the user's own: what is read back from a folder for all, such as /tmp, could have been written by anybody."""
+
 
 @dataclass
 class NameResolveConfig:
@@ -28,7 +31,7 @@ class ClusterSpecConfig:
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, help="Where workers publish their addresses.")
     cluster_name: str = setting("local", help="Name of the cluster, written into the run's description.")
-    fileroot: str = setting("/tmp/areno/", help="Root of logs and checkpoints; every machine must see it.")
+    fileroot: str = setting(DEFAULT_FILEROOT, help="Root of logs and checkpoints; every machine must see it.")
     n_nodes: int = setting(1, minimum=1, shown="this machine: 1 (cluster: 32)", help="Number of machines.")
     n_gpus_per_node: int | None = setting(
         None,

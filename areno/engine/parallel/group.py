@@ -7,8 +7,6 @@ that has the least to do; what it says does not depend on which.
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areno.cache_folder import ScratchFolder
 from areno.engine.device import rank_devices
 from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.parallel.peers import Layout
@@ -82,13 +81,15 @@ class EngineGroup:
         self._pending: dict[int, _Pending] = {}
         self._numbers: dict[Future[RolloutResult], int] = {}
         self._count = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
+        self._folder = ScratchFolder("ranks")
         self._on_failure = on_failure
         places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
         try:
             self.workers = WorkerGroup(
                 [
-                    functools.partial(_serve, path, replace(config, device=device), layout, rank, self._folder)
+                    functools.partial(
+                        _serve, path, replace(config, device=device), layout, rank, Path(self._folder.name)
+                    )
                     for rank, device in enumerate(places)
                 ],
                 on_event=self._heard,
@@ -99,7 +100,7 @@ class EngineGroup:
             )
             self._facts: Facts = self.workers.call("facts", ranks=[0])[0]
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
             raise
 
     @property
@@ -352,7 +353,7 @@ class EngineGroup:
                 self.workers.call("engine.close")
         finally:
             self.workers.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
 
     @property
     def _alive(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from areno.cache_folder import ScratchFolder
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
@@ -98,7 +98,8 @@ class Delivery:
         self._channel = ""
         self._members: list[EngineGroup] = []
         self._sender: AnyEngine | None = None
-        self._rooms = Path(tempfile.mkdtemp(prefix="areno-weights-"))
+        self._scratch = ScratchFolder("weights")
+        self._rooms = Path(self._scratch.name)
         self._channels = 0
 
     def deliver(self, engine: AnyEngine, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
@@ -151,7 +152,7 @@ class Delivery:
         if self._channel and self._sender is not None:
             with suppress(EngineError):
                 self._sender.each_rank(ranks.leave, self._channel)
-        shutil.rmtree(self._rooms, ignore_errors=True)
+        self._scratch.cleanup()
 
     def _memory(self) -> str:
         if self._segment is None:

@@ -25,7 +25,7 @@ from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.places import DATASETS, data_problems, held_out_is_trained
 from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
-from areno.config.experiment.saving import conf_as_dict, config_text
+from areno.config.experiment.saving import config_text, public_dict
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
@@ -207,7 +207,7 @@ class ExperimentTrainer(ABC):
         self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
         loggers = config.stats_logger
         services = open_services(
-            RunName(config.experiment_name, config.trial_name, conf_as_dict(config)),
+            RunName(config.experiment_name, config.trial_name, public_dict(config)),
             self.run_dir.path,
             wandb=asdict(loggers.wandb),
             swanlab=asdict(loggers.swanlab),

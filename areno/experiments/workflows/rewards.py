@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from areno.cache_folder import ScratchFolder
 from areno.config.hooks import named_object
 from areno.errors import RewardError, UsageError
 from areno.experiments.workflows.sending import name_of, pickled
@@ -63,7 +63,7 @@ class AsyncReward:
         else:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
         # As a file, so that workers load the function before a deadline runs.
-        self._folder = tempfile.TemporaryDirectory(prefix="areno-reward-")
+        self._folder = ScratchFolder("reward")
         self._file = Path(self._folder.name) / "reward.py"
         self._file.write_text(_FILE.format(sent=sent), encoding="utf-8")
         self._timeout_s, self._retries = timeout_seconds, max_retries

@@ -390,3 +390,9 @@ def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_act
 def test_concatenated_rows_are_asked_for_twice():
     assert "set chat_template_type to concat" in refused({"rollout.agent.export_style": "concat"})
     accepted({"rollout.agent": {"export_style": "concat", "chat_template_type": "concat"}})
+
+
+@pytest.mark.parametrize("name", ["experiment_name", "trial_name"])
+@pytest.mark.parametrize("value", ["..", ".", ".hidden", "a\nb", "a\x1b[2J", " a", "a\t"])
+def test_names_are_those_of_folders_inside_of_the_root(name, value):
+    assert f"{name} {value!r}" in refused({name: value})

@@ -30,6 +30,7 @@ from areno.config.experiment import (
     save_config,
     settled,
 )
+from areno.config.experiment.saving import public_dict
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.experiment.tree import Override, apply_override, parse_override
 from areno.errors import UsageError
@@ -71,6 +72,52 @@ def test_secrets_are_not_written(tmp_path):
     config = rl(stats_logger__wandb__wandb_api_key="s3cret", stats_logger__swanlab__api_key="s3cret")
     assert "s3cret" not in save_config(config, tmp_path).read_text()
     assert config.stats_logger.swanlab.api_key == "s3cret"
+
+
+SECRET = {
+    "HF_TOKEN": "s3cret-1",
+    "NCCL_DEBUG": "s3cret-2",  # everything in env_vars
+    "n": 1,
+}
+
+
+def test_secrets_in_free_settings_are_named_in_the_file_and_taken_from_the_environment(tmp_path, monkeypatch):
+    kwargs = {
+        **{
+            name: f"s3cret-{name}" for name in ("password", "access_token", "db-password", "apiKey", "S3_SECRET", "key")
+        },
+        "storage": {"secret": "s3cret-inner", "endpoint": "https://example.org"},
+        "dsn": "postgres://me:s3cret@db/rows",
+    }
+    harmless = {
+        "prompt_key": "question",
+        "pad_token": "<pad>",
+        "max_tokens": 7,
+        "columns": ["a", "b"],
+        "tokenizer": "x",
+    }
+    config = rl(rollout__scheduling_spec=[{"env_vars": SECRET}], train_dataset__dataset_kwargs={**kwargs, **harmless})
+    file = save_config(config, tmp_path)
+    text = file.read_text()
+    assert "s3cret" not in text
+    assert "s3cret" not in str(public_dict(config))
+    assert file.stat().st_mode & 0o777 == 0o600
+    stored = yaml.safe_load(text)["train_dataset"]["dataset_kwargs"]
+    assert {name: stored[name] for name in harmless} == harmless
+    assert stored["storage"]["endpoint"] == "https://example.org"
+    with pytest.raises(UsageError, match=r"HF_TOKEN|PASSWORD"):
+        load_expr_config(["--config", str(file)], GRPOConfig)
+    given = {"PASSWORD": "password", "ACCESS_TOKEN": "access_token", "DB_PASSWORD": "db-password", "APIKEY": "apiKey"}
+    for variable, name in {**given, "S3_SECRET": "S3_SECRET", "KEY": "key", "DSN": "dsn"}.items():
+        monkeypatch.setenv(variable, kwargs[name])
+    monkeypatch.setenv("SECRET", "s3cret-inner")
+    for variable, value in SECRET.items():
+        monkeypatch.setenv(variable, str(value))
+    again = load_expr_config(["--config", str(file)], GRPOConfig)[0]
+    assert again.train_dataset.dataset_kwargs == config.train_dataset.dataset_kwargs
+    assert {name: str(value) for name, value in again.rollout.scheduling_spec[0].env_vars.items()} == {
+        name: str(value) for name, value in SECRET.items()
+    }
 
 
 def test_names_and_root_are_written_once():

@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Literal
 
+from areno.cache_folder import ScratchFolder
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.compiled.spec import LayerShape, StepSpec
@@ -194,7 +194,7 @@ class _Build:
     """
 
     def __init__(self, spec: StepSpec) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="areno-build-")
+        self._folder = ScratchFolder("build")
         described = Path(self._folder.name) / "spec.json"
         described.write_text(json.dumps(asdict(spec)), encoding="utf-8")
         self._errors: IO[bytes] = open(Path(self._folder.name) / "errors", "w+b")  # noqa: SIM115

@@ -1,0 +1,21 @@
+"""``areno inspect`` shows what a model wrote and lets none of it steer the terminal."""
+
+from __future__ import annotations
+
+from areno.cli.main import main
+from areno.observability.run_dir import RunDirectory
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31mred\r\u202e"
+
+
+def test_escape_sequences_are_shown_and_not_sent(tmp_path, capsys):
+    run = RunDirectory(tmp_path / "run").create()
+    run.write_config("algo: gspo\n")
+    sample = {"step": 0, "prompt_index": 0, "sample_index": 0, "reward": 1.0, "advantage": 0.5, "response_len": 3}
+    run.append_samples([{**sample, "finish_reason": EVIL, "prompt": "2+2?", "completion": f"四 {EVIL}"}])
+    for more in ([], ["--sample", "0/0/0"]):
+        assert main(["inspect", str(run.path), *more]) == 0
+        shown = capsys.readouterr().out
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        assert "\\x1b[2J" in shown
+        assert "四" in shown
