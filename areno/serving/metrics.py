@@ -27,6 +27,8 @@ _LOAD = (
     (CounterMetricFamily, "areno_preemptions", "Samples that gave their slot back for a while.", "preemptions_total"),
     (CounterMetricFamily, "areno_drafted_tokens", "Tokens guessed ahead (--speculate).", "drafted_total"),
     (CounterMetricFamily, "areno_agreed_tokens", "Guessed tokens that were right.", "agreed_total"),
+    (CounterMetricFamily, "areno_decode_steps", "Decode steps.", "decode_steps_total"),
+    (CounterMetricFamily, "areno_replayed_steps", "Decode steps replayed from CUDA graphs.", "replayed_steps_total"),
 )
 
 

@@ -1,4 +1,7 @@
-"""Decode attention over pages against float64, and how much of the memory bandwidth it reaches."""
+"""Decode attention over pages: how much of the memory bandwidth each way to launch it reaches, then every feature against
+float64.
+
+Times are those inside a CUDA graph. They come first: each feature is another kernel to compile."""
 
 # ruff: noqa: I001  (shared comes first: it finds the checkout and imports areno before torch)
 
@@ -15,7 +18,7 @@ from typing import Any
 if "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from shared import Checks, Report, run_part, seconds
+from shared import Checks, Report, graph_seconds, run_stage, seconds
 
 import torch
 from torch import Tensor
@@ -96,45 +99,70 @@ def check_kernel(args: argparse.Namespace, checks: Checks) -> None:
         checks.below(name, float(gap), BOUNDS[dtype])
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    """Time and bandwidth of the paged kernel and of the alternatives, 16 query and 8 key heads of 128."""
-    layer = LayerAttention(0, 128**-0.5)
-    report["decode_attention"] = found = []
-    for rows, length in ((256, 512), (256, 1024), (32, 2048), (1, 8192)):
-        q, keys, values, table, own = case(args.device, torch.bfloat16, (16, 8), (128, 128), [length] * rows, 16)
-        size = 2 * rows * length * 8 * 128 * 2
-        for backend in (backends._TRITON, backends._VARLEN, backends.GATHER):
+def measure(args: argparse.Namespace, checks: Checks, report: Report) -> None:
+    """Time and bandwidth of the kernel's launches and of the alternatives, 16 query and 8 key heads of 128."""
+    from areno.engine.rollout.paged.kernel import CANDIDATES, decode_attention
+
+    layer, dtype = LayerAttention(0, 128**-0.5), torch.float32 if args.tiny else torch.bfloat16
+    shapes = ((2, 40), (1, 100)) if args.tiny else ((32, 2048), (1, 8192), (256, 1024), (64, 512), (8, 32_768))
+    best: dict[str, Any] = {}
+    for rows, length in shapes:
+        q, keys, values, table, own = case(args.device, dtype, (16, 8), (128, 128), [length] * rows, 16)
+        size = 2 * rows * length * 8 * 128 * dtype.itemsize
+        expected = backends.gather_attention(layer, q, keys, values, table, own.long() - 1, length).float()
+        ways = {
+            f"triton keys {c.keys} stages {c.stages}": lambda c=c, a=(layer, q, keys, values, table, own), n=length: (
+                decode_attention(*a, columns=n, launch=c)
+            )
+            for c in CANDIDATES
+        }
+        for backend in (backends._VARLEN, backends.GATHER):
+            arguments = (layer, q, keys, values, table, own.long() - 1, length)
+            ways[backend.name] = lambda b=backend, a=arguments: b.run(*a)
+        for name, run in ways.items():
+            entry: dict[str, Any] = {"rows": rows, "length": length, "way": name}
             try:
-                time = seconds(lambda: backend.run(layer, q, keys, values, table, own.long() - 1, length))  # noqa: B023
+                gap = float((run().float() - expected).abs().max())
+                time = graph_seconds(run) if args.device == "cuda" else seconds(run, 1, warm=0)
             except Exception as error:
-                found.append({"backend": backend.name, "rows": rows, "length": length, "error": str(error)[:200]})
+                report.add("table", {**entry, "error": str(error).splitlines()[0][:200] if str(error) else repr(error)})
                 continue
-            found.append({"backend": backend.name, "rows": rows, "length": length, "us": 1e6 * time})
-            found[-1]["tb_s"] = round(size / time / 1e12, 3)
-            print(found[-1], flush=True)
+            entry |= {"us": round(1e6 * time, 2), "tb_s": round(size / time / 1e12, 3), "gap": gap}
+            if "copy_tb_s" in report["machine"]:
+                entry["share_of_copy"] = round(entry["tb_s"] / report["machine"]["copy_tb_s"], 3)
+            report.add("table", entry)
+            if name.startswith("triton"):
+                checks.below(f"{name}, {rows} rows of {length}: difference from gathered pages", gap, BOUNDS[dtype])
+                known = best.get(f"{rows} x {length}")
+                if known is None or entry["us"] < known["us"]:
+                    best[f"{rows} x {length}"] = entry
+        report["best"] = best
 
 
-def part(args: argparse.Namespace, checks: Checks, report: Report) -> None:
-    device = torch.device(args.device)
+def candidates(report: Report) -> None:
+    """Which implementations prove themselves on this device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    decode = {"triton": backends._TRITON, "varlen_attn": backends._VARLEN}
+    report["decode_candidates"] = {
+        name: backends.why_not(backend, device, torch.bfloat16, 16) or "works" for name, backend in decode.items()
+    }
+    report["packed_candidates"] = {
+        kernel.name: varlen.why_not(kernel, device) or "works"
+        for kernel in (varlen.torch_varlen(), varlen.flash_attn_varlen())
+        if kernel is not None
+    }
+    report["chosen"] = backends.best_backend(device, torch.bfloat16, 16).name
+
+
+def stage(args: argparse.Namespace, checks: Checks, report: Report) -> None:
     if importlib.util.find_spec("triton") is None:
         report["skipped"] = "triton is not installed"
         return
+    if args.device.startswith("cuda"):
+        candidates(report)
+    measure(args, checks, report)
     check_kernel(args, checks)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-        candidates = {"triton": backends._TRITON, "varlen_attn": backends._VARLEN}
-        report["decode_candidates"] = {
-            name: backends.why_not(backend, device, torch.bfloat16, 16) or "works"
-            for name, backend in candidates.items()
-        }
-        report["packed_candidates"] = {
-            kernel.name: varlen.why_not(kernel, device) or "works"
-            for kernel in (varlen.torch_varlen(), varlen.flash_attn_varlen())
-            if kernel is not None
-        }
-        report["chosen"] = backends.best_backend(device, torch.bfloat16, 16).name
-        measure(args, report)
 
 
 if __name__ == "__main__":
-    run_part("kernel", part)
+    run_stage("kernel", stage)

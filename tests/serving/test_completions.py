@@ -177,7 +177,9 @@ def test_an_answer_is_cut_where_the_context_ends(server, reference):
 def test_every_figure_of_the_metrics_is_there_once(server):
     families = [f.name for f in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)]
     assert len(families) == len(set(families))
-    assert {"areno_reused_tokens", "areno_drafted_tokens", "areno_agreed_tokens"} <= set(families)
+    assert {"areno_reused_tokens", "areno_drafted_tokens", "areno_agreed_tokens", "areno_replayed_steps"} <= set(
+        families
+    )
 
 
 def test_token_times_are_in_the_metrics(server):

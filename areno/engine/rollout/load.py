@@ -39,6 +39,8 @@ class EngineLoad:
         preemptions_total: samples sent back to the queue.
         drafted_total: tokens that speculation proposed.
         agreed_total: those of them that were sampled.
+        decode_steps_total: decode steps since the loop began.
+        replayed_steps_total: those of them that were replayed from CUDA graphs.
     """
 
     waiting: int
@@ -51,6 +53,8 @@ class EngineLoad:
     preemptions_total: int
     drafted_total: int
     agreed_total: int
+    decode_steps_total: int = 0
+    replayed_steps_total: int = 0
 
     @classmethod
     def of(cls, scheduler: Scheduler, counters: RolloutCounters, incoming: int) -> EngineLoad:
@@ -66,4 +70,6 @@ class EngineLoad:
             preemptions_total=scheduler.preemptions,
             drafted_total=counters.drafted,
             agreed_total=counters.agreed,
+            decode_steps_total=counters.decode_steps,
+            replayed_steps_total=counters.replayed_steps,
         )

@@ -22,13 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from areno.engine.rollout.paged import kernel
 
-def translate(function, constants, arch, pointers):
+def translate(function, constants, arch, pointers, **options):
     names = function.arg_names
     kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     values = {(names.index(n),): value for n, value in constants.items()}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in kinds.items() if kind[0] == "*" or kind == "i32"}
     source = ASTSource(fn=function, signature=kinds, constexprs=values, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 half = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sink_ptr", "out_ptr"), "*bf16")
 pointers = half | {"table_ptr": "*i32", "length_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
@@ -44,6 +44,18 @@ for arch, parts in ((80, 1), (90, 8)):
     assert made.metadata.shared < 100_000
     assert made.asm["cubin"]
     assert translate(kernel._join, shape | dict(PARTS=8), arch, pointers).asm["cubin"]
+# Every launch that a table may hold fits the shared memory of an H100, and more stages do load ahead.
+plain = dict(HEADS=16, V_SIZE=128, SINKS=False, BLOCK_V=128, GROUP=2, K_SIZE=128, PAGE=16, PARTS=8)
+plain |= dict(WINDOWED=False, CAPPED=False, BLOCK_G=16, BLOCK_K=128)
+for launch in kernel.CANDIDATES:
+    made = translate(kernel._attend, plain | dict(BLOCK_N=launch.keys), 90, pointers, num_stages=launch.stages)
+    assert made.metadata.shared < 227 * 1024, launch
+    assert made.asm["ptx"].count("cp.async.commit") > launch.stages, launch
+    assert "ld.local" not in made.asm["ptx"], launch
+table = ((64, 4096, kernel.Launch(128, 5)), (64, 0, kernel.Launch(64, 5)), (256, 0, kernel.Launch(64, 3)))
+chosen = [kernel.choose_launch(*case, table) for case in ((64, 8192), (64, 512), (128, 8192))]
+assert chosen == [launch for _, _, launch in table]
+assert [kernel.choose_launch(size, 512).keys for size in (64, 128, 256)] == [64, 64, 32]
 # The context is split only where a GPU of 132 processors would idle, and not into crumbs.
 sizes = ((2048, 4096), (8, 4096), (8, 300), (64, 9000))
 assert [kernel.choose_parts(*size, 132) for size in sizes] == [1, 16, 2, 8]
@@ -67,9 +79,10 @@ def test_the_kernel_equals_attention_in_float64(tmp_path):
     script = REPO / "benchmarks" / "gpu" / "kernel.py"
     done = run([sys.executable, str(script), str(tmp_path), "--device", "cpu", "--tiny"], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    checks = json.loads((tmp_path / "kernel.json").read_text())["checks"]
-    assert len(checks) == 12
-    assert all(check["ok"] for check in checks)
+    report = json.loads((tmp_path / "kernel.json").read_text())
+    assert len(report["checks"]) == 12 + 2 * 4, "every feature, and every launch at two sizes"
+    assert all(check["ok"] for check in report["checks"])
+    assert set(report["best"]) == {"2 x 40", "1 x 100"}
 
 
 def test_the_kernel_is_translated_to_good_machine_code(tmp_path):
