@@ -111,6 +111,7 @@ def iter_prompt_batches(
     *,
     batch_size: int,
     max_prompt_tokens: int,
+    context_limit: int | None = None,
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
     order: Sequence[int] | None = None,
@@ -129,6 +130,7 @@ def iter_prompt_batches(
         tokenizer: a ``transformers`` tokenizer.
         batch_size: accepted rows per batch.
         max_prompt_tokens: longest accepted prompt, in tokens, template included.
+        context_limit: most tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
         prompt_key: key of the prompt, a text or a list of chat messages.
         solutions_key: key of the reference answer; may be absent.
         order: row indices in visiting order; None is the order of the file.
@@ -141,6 +143,7 @@ def iter_prompt_batches(
         UsageError: from position 0 on, every prompt is too long.
     """
     order = range(len(rows)) if order is None else order
+    longest, bound = prompt_limit(max_prompt_tokens, context_limit)
     batch = PromptBatch([])
     scanned = skipped = 0
     shortest: int | None = None
@@ -150,7 +153,7 @@ def iter_prompt_batches(
         rendered = render_prompt(tokenizer, prompt, disable_thinking, source, index)
         tokens = encode_rendered(tokenizer, [rendered])[0]
         shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
-        fits = len(tokens) <= max_prompt_tokens
+        fits = len(tokens) <= longest
         if fits and len(batch.items) == batch_size:
             yield batch
             batch = PromptBatch([], total_skipped_long=skipped)
@@ -167,9 +170,18 @@ def iter_prompt_batches(
         yield batch
     elif scanned and start == 0:
         raise UsageError(
-            f"{named_row(source)}all {scanned} prompts are longer than --max-prompt-tokens {max_prompt_tokens}; "
-            f"the shortest has {shortest} tokens"
+            f"{named_row(source)}all {scanned} prompts are longer than {bound}; the shortest has {shortest} tokens"
         )
+
+
+def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int, str]:
+    """Tokens of the longest prompt that leaves room for an answer, and what says so."""
+    if context_limit is None or context_limit > max_prompt_tokens:
+        return max_prompt_tokens, f"--max-prompt-tokens {max_prompt_tokens}"
+    return context_limit - 1, (
+        f"{context_limit - 1} tokens, which leave room for an answer in a context of {context_limit} (the model's limit, "
+        "or --max-context-len)"
+    )
 
 
 def build_sft_rows(
@@ -179,6 +191,7 @@ def build_sft_rows(
     max_prompt_tokens: int,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
+    context_limit: int | None = None,
     source: str = "",
     disable_thinking: bool = False,
 ) -> tuple[list[TrainSequence], int]:
@@ -193,6 +206,7 @@ def build_sft_rows(
         max_prompt_tokens: longest accepted prompt, in tokens.
         max_new_tokens: longest accepted response, in tokens, EOS included.
         eos_token_ids: ids that end a response; the tokenizer's own one, if any, is appended.
+        context_limit: most tokens of prompt and response together.
         source: what error messages call the data.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
 
@@ -212,7 +226,8 @@ def build_sft_rows(
     lengths: list[tuple[int, int]] = []
     for prompt_ids, response_ids in encode_examples(tokenizer, kept, eos_token_ids):
         lengths.append((len(prompt_ids), len(response_ids)))
-        if len(prompt_ids) <= max_prompt_tokens and 0 < len(response_ids) <= max_new_tokens:
+        fits = context_limit is None or len(prompt_ids) + len(response_ids) <= context_limit
+        if fits and len(prompt_ids) <= max_prompt_tokens and 0 < len(response_ids) <= max_new_tokens:
             mask = [True] * len(prompt_ids) + [False] * len(response_ids)
             eos = ending_token(tokenizer, eos_token_ids)
             sequences.append(TrainSequence(mask, prompt_ids + response_ids, eos_token_id=0 if eos is None else eos))
@@ -223,9 +238,16 @@ def build_sft_rows(
             shortest = f"the shortest row has {prompt_length} prompt and {response_length} response tokens"
         raise DataError(
             f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
-            f"--max-new-tokens {max_new_tokens}: {shortest}"
+            f"--max-new-tokens {max_new_tokens}{within(context_limit)}: {shortest}"
         )
     return sequences, len(rows) - len(sequences)
+
+
+def within(context_limit: int | None) -> str:
+    """Names a bound in an error message."""
+    return (
+        "" if context_limit is None else f" in a context of {context_limit} tokens (the model's, or --max-context-len)"
+    )
 
 
 def text_or_messages(row: Mapping[str, Any], key: str, source: str, index: int) -> str | list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from areno.api.trainer import Trainer
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import RewardError
-from areno.types import PromptBatch, RewardRecord, RolloutSequence, SamplingParams
+from areno.types import PromptBatch, RewardRecord, RolloutSequence, SamplingParams, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
 """Scores records, given with the token ids of prompt and response; None where a score failed."""
@@ -58,6 +58,7 @@ def rollout_sampling(options: TrainOptions) -> SamplingParams:
         stop=list(options.stop) or None,
         stop_token_ids=list(options.stop_token_ids) or None,
         ignore_eos=options.ignore_eos,
+        max_context_len=options.max_context_len,
     )
 
 
@@ -95,7 +96,8 @@ def evaluate_prompts(
         rewards: scores the answers of one piece at a time.
         sampling: generation controls; see :func:`evaluation_sampling`.
         n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts are passed over and counted.
+        max_prompt_tokens: longer prompts are passed over and counted, as are those that the model's context, or that of
+            ``sampling``, leaves no room behind.
         max_running: most answers generated at the same time.
         seed: fixes every draw; the same seed, rows and policy give the same answers.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
@@ -126,6 +128,8 @@ def evaluate_prompts(
         trainer.get_tokenizer(),
         batch_size=max(1, _WAVES * max_running // n_samples),
         max_prompt_tokens=max_prompt_tokens,
+        # What an agent makes of a row is not known before it asks.
+        context_limit=tightest(sampling.max_context_len, trainer.model_context_len()) if answers is None else None,
         disable_thinking=disable_thinking,
         source=source,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areno.api.datasets import encode_examples, ending_token, named_row, render_prompt, text_or_messages
+from areno.api.datasets import encode_examples, ending_token, named_row, render_prompt, text_or_messages, within
 from areno.errors import DataError
 from areno.text.chat import RenderedPrompt
 from areno.types import TrainSequence
@@ -26,6 +26,7 @@ def build_preference_rows(
     max_prompt_tokens: int,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
+    context_limit: int | None = None,
     source: str = "",
     disable_thinking: bool = False,
 ) -> tuple[list[Pair], int]:
@@ -41,6 +42,7 @@ def build_preference_rows(
         max_prompt_tokens: with ``max_new_tokens``, the longest accepted sequence, prompt and answer together.
         max_new_tokens: see there.
         eos_token_ids: ids that end an answer; the tokenizer's own one, if any, is appended.
+        context_limit: most tokens of a sequence, if that is less.
         source: what error messages call the data.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
 
@@ -66,11 +68,14 @@ def build_preference_rows(
             conversations.append(_conversations(row, chosen, rejected, tokenizer, source, index))
     encoded = encode_examples(tokenizer, texts, eos_token_ids)
     candidates = [tokens or (next(encoded), next(encoded)) for tokens in conversations]
-    pairs = list(_usable(candidates, max_prompt_tokens + max_new_tokens, ending_token(tokenizer, eos_token_ids) or 0))
+    longest = max_prompt_tokens + max_new_tokens
+    longest = longest if context_limit is None else min(longest, context_limit)
+    pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos_token_ids) or 0))
     if not pairs:
         raise DataError(
             f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
-            f"--max-new-tokens {max_new_tokens}, whose sum bounds a prompt with its answer: {_shortest(candidates)}"
+            f"--max-new-tokens {max_new_tokens}, whose sum bounds a prompt with its answer{within(context_limit)}: "
+            f"{_shortest(candidates)}"
         )
     return pairs, len(rows) - len(pairs)
 

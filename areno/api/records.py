@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutSequence
+from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutResult, RolloutSequence, SamplingParams
+
+
+def with_texts(results: list[RolloutResult], tokenizer: Any, sampling: SamplingParams) -> list[RolloutResult]:
+    """Decode the responses; those of requests with stop strings come decoded, cut before the stop string."""
+    sequences = [sequence for result in results for sequence in result.sequences]
+    if sampling.stop or not sequences:
+        return results
+    texts = tokenizer.batch_decode(
+        [sequence.resp_tokens for sequence in sequences], skip_special_tokens=sampling.skip_special_tokens
+    )
+    for sequence, text in zip(sequences, texts, strict=True):
+        sequence.text = text
+    return results
 
 
 def reward_record(item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> RewardRecord:

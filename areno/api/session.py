@@ -115,6 +115,8 @@ class RolloutSession:
     def samples(self, trajectories: Any) -> list[AgentSample]:
         """What an agent returned, as rows to train on and records to reward; also after the session has ended.
 
+        Where the loss mask policy trains on context, this waits for running generation, and the policy scores it.
+
         Args:
             trajectories: turns, trajectories, or lists of them.
 
@@ -126,13 +128,15 @@ class RolloutSession:
         """
         from areno.api.agentic.collect import by_item
         from areno.api.agentic.data import LossMaskPolicy
-        from areno.api.agentic.samples import make_sample
+        from areno.api.agentic.samples import fill_context_logprobs, make_sample
 
         policy, tokenizer = self.loss_mask_policy or LossMaskPolicy(), self.trainer.get_tokenizer()
-        return [
+        samples = [
             make_sample(turns[0].item, turns, self.agent_context, policy, tokenizer)
             for _, turns in sorted(by_item(trajectories).items())
         ]
+        fill_context_logprobs(self.trainer, samples)
+        return samples
 
     # -- beginning and end -----------------------------------------------------------------------------------------
 

@@ -7,14 +7,17 @@ roles (reference, critic, reward), the critic trains, the policy trains, a check
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areno.api import arguments
 from areno.api.backend.base import Areno, ArenoConfig, Backend, BackendType, get_backend
 from areno.api.datasets import iter_prompt_batches
 from areno.api.metrics import MetricsRecorder
+from areno.api.records import with_texts
 from areno.api.session import RolloutSession
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, UsageError
@@ -47,6 +50,8 @@ class Trainer:
         custom_config: Any = None,
         metrics_log_dir: str | None = None,
     ) -> None:
+        arguments.whole("world_size", world_size)
+        arguments.of_type("model_path", model_path, str | os.PathLike)
         kind = get_backend(backend_type) if isinstance(backend_type, str) else backend_type or Areno
         config = ArenoConfig() if custom_config is None and kind is Areno else custom_config
         self.world_size, self.model_path = world_size, model_path
@@ -55,6 +60,7 @@ class Trainer:
         self._depth = 0
         self._closed = False
         self._requests = 0
+        self._sampled_at: set[float] = set()  # temperatures
         self._steps = 0
         self.seed = 0
 
@@ -97,10 +103,11 @@ class Trainer:
     ) -> Iterator[PromptBatch]:
         """Tokenize a data set in order; see :func:`areno.api.datasets.iter_prompt_batches`."""
         return iter_prompt_batches(
-            dataset,
+            arguments.dataset(dataset),
             self.get_tokenizer(),
-            batch_size=batch_size,
-            max_prompt_tokens=max_prompt_tokens,
+            batch_size=arguments.whole("batch_size", batch_size),
+            max_prompt_tokens=arguments.whole("max_prompt_tokens", max_prompt_tokens),
+            context_limit=self.model_context_len(),
             prompt_key=prompt_key,
             solutions_key=solutions_key,
         )
@@ -128,14 +135,18 @@ class Trainer:
             disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
         """
         options: dict[str, Any] = {"proxy": proxy, "loss_mask_policy": loss_mask_policy, "timeout_s": timeout_s}
-        seed = self._seeds(1, sampling_params.seed)[0] if proxy and seed is None else seed or 0
+        params = arguments.sampling(sampling_params)
+        arguments.real("timeout_s", timeout_s, above=0)
+        self._sampled_at.add(params.logprob_temperature)
+        if seed is None:
+            seed = self._seeds(1, params.seed)[0] if proxy else 0
         options |= {"seed": seed, "disable_thinking": disable_thinking}
-        return RolloutSession(self, sampling_params, max_running_prompts, **options)
+        return RolloutSession(self, params, _at_once(max_running_prompts), **options)
 
     def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
         """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""
         if self._depth == 0:
-            self.backend.begin_rollout(max_running_prompts)
+            self.backend.begin_rollout(_at_once(max_running_prompts))
         self._depth += 1
 
     def end_rollout_session(self) -> None:
@@ -169,7 +180,7 @@ class Trainer:
 
     def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
         tokenizer = self.get_tokenizer()
-        return [encode_generation_prompt(tokenizer, prompt) for prompt in prompts]
+        return [encode_generation_prompt(tokenizer, prompt) for prompt in arguments.texts(prompts)]
 
     def rollout_token_batch(
         self,
@@ -192,10 +203,13 @@ class Trainer:
 
         Raises:
             EngineError: called outside a rollout session.
-            UsageError: a prompt is longer than ``sampling_params.max_prompt_len``.
+            TypeError: an argument is of the wrong type.
+            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or holds an id
+                that the model does not know.
+            ValueError: ``n_samples`` is below 1, or ``seeds`` do not fit it.
         """
         futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
-        return self._with_text([future.result() for future in futures], sampling_params)
+        return with_texts([future.result() for future in futures], self.get_tokenizer(), sampling_params)
 
     async def rollout_token_batch_async(
         self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
@@ -203,7 +217,7 @@ class Trainer:
         """:meth:`rollout_token_batch` without blocking the event loop."""
         futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
         results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-        return self._with_text(list(results), sampling_params)
+        return with_texts(list(results), self.get_tokenizer(), sampling_params)
 
     def _submit(
         self,
@@ -217,12 +231,14 @@ class Trainer:
                 "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
                 "proxy=False):`"
             )
-        prompts = [_token_ids(prompt) for prompt in prompt_tokens]
-        limit = sampling.max_prompt_len
-        for index, prompt in enumerate(prompts):
-            if limit is not None and len(prompt) > limit:
-                raise UsageError(f"prompt {index} has {len(prompt)} tokens, more than max_prompt_len={limit}")
-        seeds = seeds or [self._seeds(n_samples, sampling.seed) for _ in prompts]
+        arguments.whole("n_samples", n_samples)
+        context, vocabulary = self.model_context_len(), self.backend.vocabulary_size()
+        self._sampled_at.add(arguments.sampling(sampling).logprob_temperature)
+        prompts = arguments.prompts(prompt_tokens, sampling, context=context, vocabulary=vocabulary)
+        if seeds is None:
+            seeds = [self._seeds(n_samples, sampling.seed) for _ in prompts]
+        else:
+            seeds = arguments.seed_table(seeds, len(prompts), n_samples)
         return self.backend.submit(
             [Request(prompt, sampling, list(own)) for prompt, own in zip(prompts, seeds, strict=True)]
         )
@@ -232,18 +248,6 @@ class Trainer:
             return [derive_seed(base, index) for index in range(n_samples)]
         self._requests += 1
         return [derive_seed(self.seed, self._requests, index) for index in range(n_samples)]
-
-    def _with_text(self, results: list[RolloutResult], sampling: SamplingParams) -> list[RolloutResult]:
-        """Decode the responses; those of requests with stop strings come decoded, cut before the stop string."""
-        sequences = [sequence for result in results for sequence in result.sequences]
-        if sampling.stop or not sequences:
-            return results
-        texts = self.get_tokenizer().batch_decode(
-            [sequence.resp_tokens for sequence in sequences], skip_special_tokens=sampling.skip_special_tokens
-        )
-        for sequence, text in zip(sequences, texts, strict=True):
-            sequence.text = text
-        return results
 
     def train(
         self,
@@ -264,19 +268,18 @@ class Trainer:
             Scalar statistics of the call.
 
         Raises:
-            TypeError: ``loss_fn`` is not callable.
+            TypeError: an argument is of the wrong type.
+            UsageError: a row is longer than the model's context, or holds an id that the model does not know.
             ValueError: no rows, or sizes that do not fit the loss.
         """
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
-        mini_bs = _positive("mini_bs", mini_bs)
-        stats = self.backend.train(batch_data, loss_fn, mini_bs, gradient_accumulation_steps)
+        arguments.function("loss_fn", loss_fn)
+        rows = arguments.train_rows(batch_data)
+        arguments.refuse_unknown_temperatures(rows, self._sampled_at)
+        stats = self.backend.train(rows, loss_fn, *arguments.batch_sizes(mini_bs, gradient_accumulation_steps))
         if self._recorder is not None:
-            rewards = [row.reward for row in batch_data]
+            rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
-            self._recorder.record_step(
-                self._steps, rows=batch_data, train_stats=stats, timings=timings, rewards=rewards
-            )
+            self._recorder.record_step(self._steps, rows=rows, train_stats=stats, timings=timings, rewards=rewards)
         self._steps += 1
         return stats
 
@@ -300,7 +303,9 @@ class Trainer:
             EngineError: a role of that name is loaded from another checkpoint.
             UsageError: a checkpoint cannot serve as its role.
         """
+        arguments.of_type("roles", roles, dict)
         for name, role in roles.items():
+            arguments.of_type(f"roles[{name!r}]", role, ModelRole)
             if role.name != name:
                 raise UsageError(f"ensure_roles: key {name!r} holds ModelRole(name={role.name!r}); the two must agree")
         self.backend.ensure_roles(roles)
@@ -335,7 +340,8 @@ class Trainer:
         Raises:
             EngineError: there is no such role, or it predicts something else.
         """
-        return self.backend.score_logprobs(role, token_rows, temperatures, _positive("micro_bs", micro_bs))
+        rows, warmth = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
+        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs))
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
         """Values of fixed rows under a critic.
@@ -352,7 +358,8 @@ class Trainer:
         Raises:
             EngineError: there is no such role, or it predicts something else.
         """
-        return self.backend.score_values(role, token_rows, _positive("micro_bs", micro_bs))
+        rows = arguments.token_rows(token_rows)
+        return self.backend.score_values(role, rows, arguments.whole("micro_bs", micro_bs))
 
     def score_rewards(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[float]:
         """Scores of whole rows under a reward model, read at the last token of each row.
@@ -368,7 +375,8 @@ class Trainer:
         Raises:
             EngineError: there is no such role, or it predicts something else.
         """
-        return self.backend.score_rewards(role, token_rows, _positive("micro_bs", micro_bs))
+        rows = arguments.token_rows(token_rows)
+        return self.backend.score_rewards(role, rows, arguments.whole("micro_bs", micro_bs))
 
     def train_values(
         self,
@@ -400,12 +408,15 @@ class Trainer:
         """
         from areno.loss_fns import value_loss_fn  # here, so that importing the SDK imports no torch
 
-        missing = [index for index, row in enumerate(batch_data) if not row.returns or not row.values]
+        rows = arguments.train_rows(batch_data)
+        arguments.real("cliprange_value", cliprange_value, above=0)
+        arguments.real("value_loss_coef", value_loss_coef, least=0)
+        missing = [index for index, row in enumerate(rows) if not row.returns or not row.values]
         if missing:
             raise ValueError(f"train_values: row {missing[0]} has no returns or no values; a critic learns from both")
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
-        mini_bs = _positive("mini_bs", mini_bs)
-        return self.backend.train_role(role, batch_data, loss_fn, mini_bs, gradient_accumulation_steps)
+        sizes = arguments.batch_sizes(mini_bs, gradient_accumulation_steps)
+        return self.backend.train_role(role, rows, loss_fn, *sizes)
 
     def learning_rate(self, role: str = "actor") -> float:
         """Learning rate of a role's next optimizer step.
@@ -422,9 +433,7 @@ class Trainer:
             EngineError: there is no such role, or it is frozen.
             ValueError: the rate is negative or not finite.
         """
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative, got {value}")
-        self.backend.set_learning_rate(role, value)
+        self.backend.set_learning_rate(role, arguments.real("the learning rate", value, least=0))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -453,16 +462,20 @@ class Trainer:
         """
         from areno.api.evaluation import evaluate_prompts
 
-        return evaluate_prompts(
+        arguments.function("reward_fn", reward_fn)
+        before = set(self._sampled_at)
+        metrics = evaluate_prompts(
             self,
-            dataset,
+            arguments.dataset(dataset),
             lambda records, _: [float(reward_fn(record)) for record in records],
-            sampling=sampling_params,
-            n_samples=n_samples,
-            max_prompt_tokens=max_prompt_tokens,
-            max_running=max_running_prompts,
+            sampling=arguments.sampling(sampling_params),
+            n_samples=arguments.whole("n_samples", n_samples),
+            max_prompt_tokens=arguments.whole("max_prompt_tokens", max_prompt_tokens),
+            max_running=arguments.whole("max_running_prompts", max_running_prompts),
             seed=self.seed,
         )
+        self._sampled_at = before  # its answers are not trained on
+        return metrics
 
     def save_checkpoint(self, path: str) -> str:
         """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""
@@ -479,14 +492,5 @@ class Trainer:
             self._recorder = None
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    for name in ("input_ids", "ids"):
-        if hasattr(prompt, name):
-            return list(getattr(prompt, name))
-    return list(prompt)
+def _at_once(sequences: int | None) -> int | None:
+    return None if sequences is None else arguments.whole("max_running_prompts", sequences)

@@ -10,7 +10,6 @@ from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
 
 AGENT_OPTIONS = (
-    "max_context_len",
     "agent_timeout_s",
     "agent_retries",
     "agent_max_failures",

@@ -75,6 +75,11 @@ class EvalOptions:
     max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=256, unset="")
     max_prompt_tokens: int = as_in(RolloutOptions, "max_prompt_tokens")
     max_new_tokens: int = as_in(RolloutOptions, "max_new_tokens", help="Most tokens of an answer.")
+    max_context_len: int | None = as_in(
+        RolloutOptions,
+        "max_context_len",
+        help="Most tokens of prompt and answer together. The model's own limit also holds.",
+    )
     temperature: float | None = as_in(
         EvaluationOptions,
         "eval_temperature",

@@ -33,11 +33,11 @@ class RolloutOptions:
     )
     max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never cut.")
     max_new_tokens: int = _shared(3071, minimum=1, help="Most tokens of a generated or supervised response.")
-    max_context_len: int | None = _rollout(
+    max_context_len: int | None = _shared(
         None,
-        minimum=1,
+        minimum=2,
         unset="the model's limit",
-        help="Agentic rollout: most tokens of a whole trajectory, prompt and all turns.",
+        help="Most tokens of a row: prompt and response, or an agent's whole conversation. The model's own limit also holds.",
     )
     temperature: float = _rollout(1.0, above=0, help="Sampling temperature; log-probs are those of the scaled policy.")
     top_k: int = _rollout(-1, minimum=-1, help="Sample among the k most likely tokens; -1 for all.")

@@ -102,9 +102,9 @@ def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "batch_size": str(options.batch_size),
         "max_prompt_tokens": str(options.max_prompt_tokens),
         "max_new_tokens": str(options.max_new_tokens),
+        "max_context_len": str(options.max_context_len or "model limit"),
     }
     generated = {
-        "max_context_len": str(options.max_context_len or "model limit"),
         "n_samples": str(options.n_samples),
         "max_running_prompts": str(options.running_sequences),
         "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),

@@ -20,6 +20,7 @@ from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.contents import STATE_FOLDER
 from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
+from areno.engine.limits import check_tokenizer
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
@@ -131,6 +132,7 @@ class Engine:
         self.path, self.config = path, config
         use_device(config.device)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
+        check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
@@ -198,7 +200,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Width of the actor's logits."""
-        return int(self.actor.model.config.get_text_config().vocab_size)
+        return self.actor.model.vocab_size
 
     @property
     def kv_tokens(self) -> int:
@@ -322,6 +324,7 @@ class Engine:
         config = self.config
         options = config.load_options(f"role {name!r}")
         self._refuse_other_tokenizer(name, wanted.path)
+        check_tokenizer(self.tokenizer, wanted.path, option=options.option, trust_remote_code=config.trust_remote_code)
         if wanted.trainable:
             fields = dict(wanted.optimizer or {})
             if wanted.optimizer_lr is not None:

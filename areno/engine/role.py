@@ -15,6 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import is_adapter
+from areno.engine.limits import RowLimits
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
@@ -63,6 +64,11 @@ class Role:
     _step: TrainStep | None = None
 
     @property
+    def limits(self) -> RowLimits:
+        """What rows it takes."""
+        return RowLimits(self.name, self.model.context_length, self.model.vocab_size)
+
+    @property
     def trainable(self) -> bool:
         """Whether the role has an optimizer."""
         return self.optimizer is not None
@@ -100,10 +106,12 @@ class Role:
         accumulation: int | None = None,
     ) -> dict[str, float]:
         """Train on rows; see :meth:`TrainStep.run`."""
+        self.limits.check(row.tokens for row in rows)
         return self.training.run(rows, loss_fn, mini_bs, accumulation)
 
     def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
         """Loss and statistics without training; see :meth:`TrainStep.measure`."""
+        self.limits.check(row.tokens for row in rows)
         return self.training.measure(rows, loss_fn, mini_bs)
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
@@ -120,6 +128,7 @@ class Role:
             temperatures = [float(temperatures)] * len(rows)
         if len(temperatures) != len(rows):
             raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(temperatures)}")
+        self.limits.check(rows)
         with self._scoring(), self.model.gathered():
             return score_logprobs(self.model, rows, temperatures, micro_bs)
 
@@ -130,6 +139,7 @@ class Role:
         """Value after each token."""
         if not isinstance(self.model, ValueModel):
             raise self._cannot("values")
+        self.limits.check(rows)
         with self.model.gathered():
             return score_values(self.model, rows, micro_bs)
 
@@ -137,6 +147,7 @@ class Role:
         """Score at each row's last token."""
         if not isinstance(self.model, ValueModel):
             raise self._cannot("rewards")
+        self.limits.check(rows)
         with self.model.gathered():
             return score_rewards(self.model, rows, micro_bs)
 

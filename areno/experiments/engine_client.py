@@ -176,6 +176,7 @@ class ModelResponse:
             self.output_logprobs,
             "length" if self.stop_reason == "length" else "stop",
             versions=self.output_versions,
+            temperature=self.temperature,
         )
 
 
@@ -309,6 +310,6 @@ class EngineClient:
             stop_reason=sequence.finish_reason,
             latency=latency,
             ttft=latency,
-            temperature=1.0 if sampling.greedy else sampling.temperature,
+            temperature=sampling.logprob_temperature,
             stop_ids=stop_ids,
         )

@@ -30,8 +30,8 @@ class DataPack(TypedDict, total=False):
 
     Attributes:
         packed_response_mask: bool [A], tokens that count.
-        packed_logprobs: rollout log-probs [A].
-        packed_advantages: advantages [A].
+        packed_logprobs: rollout log-probs [A], where the rows have them.
+        packed_advantages: advantages [A], where the rows have them.
         packed_ref_logprobs: reference log-probs [A], where the rows have them.
         packed_values: old values [A], where the rows have them.
         packed_returns: value targets [A], where the rows have them.
@@ -67,6 +67,29 @@ class DataPack(TypedDict, total=False):
     packed_versions: Tensor
     packed_keep: Tensor
     rewards: Tensor
+
+
+_LISTS = {
+    "packed_logprobs": (
+        "logprobs",
+        "those of a rollout are [0.0] * len(prompt) + sequence.resp_logprobs; for rows that come from elsewhere, "
+        "trainer.score_logprobs('actor', token_rows) computes the policy's own before the update",
+    ),
+    "packed_advantages": ("advantages", "areno.compute_group_advantages makes them of rewards"),
+    "packed_ref_logprobs": ("ref_logprobs", "trainer.score_logprobs('ref', token_rows) computes them"),
+    "packed_values": ("values", "trainer.score_values('critic', token_rows) computes them"),
+    "packed_returns": ("returns", "areno.compute_gae makes them of rewards and values"),
+}
+
+
+class RowData(dict[str, Any]):
+    """A data pack of rows: a per-token list that they lack is not made up, and a loss that reads it is told what to do."""
+
+    def __missing__(self, key: str) -> Any:
+        if key not in _LISTS:
+            raise KeyError(key)
+        name, remedy = _LISTS[key]
+        raise ValueError(f"the loss reads {key}, and the rows have no {name}: give TrainSequence({name}=...); {remedy}")
 
 
 def reduces_over(

@@ -273,7 +273,7 @@ class ChatAnswer:
                 tokens=tokens,
                 finish=finish,
                 by_token=finish == "stop" and tokens[-1].token in self._job.stop_ids,
-                temperature=1.0 if sampling.greedy else sampling.temperature,
+                temperature=sampling.logprob_temperature,
                 text="".join(message.texts),
                 offsets=message.sample.offsets,
                 pieces=message.pieces,

@@ -4,17 +4,20 @@ from areno.types.reward import RewardEvent, RewardEventType, RewardRecord
 from areno.types.sampling import (
     FinishReason,
     GeneratedToken,
+    Logprobs,
     Request,
     RolloutResult,
     RolloutSequence,
     SamplingParams,
     TokenConstraint,
+    tightest,
 )
 from areno.types.training import ModelRole, PromptBatch, PromptItem, TrainSequence
 
 __all__ = [
     "FinishReason",
     "GeneratedToken",
+    "Logprobs",
     "ModelRole",
     "PromptBatch",
     "PromptItem",
@@ -27,4 +30,5 @@ __all__ = [
     "SamplingParams",
     "TokenConstraint",
     "TrainSequence",
+    "tightest",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +12,46 @@ if TYPE_CHECKING:
 MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+def tightest(*limits: int | None) -> int | None:
+    """The smallest of some limits, where None is no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+class Logprobs(list[float]):
+    """Log-probs that know which temperature they refer to. A list that they are added to knows it too, as does a part of them.
+
+    Args:
+        values: natural log-probs.
+        temperature: of the policy's softmax.
+    """
+
+    __slots__ = ("temperature",)
+
+    def __init__(self, values: Iterable[float] = (), temperature: float = 1.0) -> None:
+        super().__init__(values)
+        self.temperature = temperature
+
+    def __add__(self, other: list[Any]) -> list[Any]:
+        return self._joined(list(self), other)
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return self._joined(other, list(self))
+
+    def _joined(self, first: list[Any], second: list[Any]) -> list[Any]:
+        """Of two temperatures, neither holds for the whole."""
+        joined = list.__add__(list(first), list(second))
+        told = {part.temperature for part in (first, second) if isinstance(part, Logprobs)} | {self.temperature}
+        return Logprobs(joined, self.temperature) if len(told) == 1 else joined
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Logprobs(found, self.temperature) if isinstance(index, slice) else found
+
+    def copy(self) -> Logprobs:
+        """The same log-probs, at the same temperature."""
+        return Logprobs(self, self.temperature)
 
 
 @dataclass(slots=True)
@@ -62,6 +102,11 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     top_logprobs: int = 0
     min_new_tokens: int = 0
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Temperature that log-probs refer to: 1 for greedy answers."""
+        return 1.0 if self.greedy else self.temperature
 
     @property
     def edits_logits(self) -> bool:
@@ -162,12 +207,14 @@ class RolloutSequence:
 
     Attributes:
         resp_tokens: sampled token ids; a stop token, where one ended the response, is the last of them.
-        resp_logprobs: natural log-probability of each token under the temperature-scaled policy (not filtered by top-k/top-p).
+        resp_logprobs: natural log-probability of each token under the temperature-scaled policy (not filtered by top-k/top-p);
+            a :class:`Logprobs`, from which :class:`areno.TrainSequence` takes its temperature.
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: weight version that made each token.
         cut_mass: mean probability that top-k, top-p and min-p removed, per token.
         top_logprobs: the most likely tokens at each place with their log-probs; empty unless asked for.
+        temperature: that the log-probs refer to; 1 for greedy answers.
     """
 
     resp_tokens: list[int]
@@ -177,6 +224,10 @@ class RolloutSequence:
     versions: list[int] = field(default_factory=list)
     cut_mass: float = 0.0
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.resp_logprobs = Logprobs(self.resp_logprobs, self.temperature)
 
 
 @dataclass(slots=True)

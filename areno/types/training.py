@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from areno.types.sampling import Logprobs
 
 _LISTS = (
     *("prompt_mask", "tokens", "logprobs", "advantages", "returns", "values", "ref_logprobs"),
@@ -26,7 +29,8 @@ class TrainSequence:
         reward: scalar reward of the sequence; metrics only.
         eos_token_id: EOS id of the model.
         loss_mask: True where a token counts in the loss; None means wherever ``prompt_mask`` is False.
-        temperature: the temperature that the response was sampled at; training scores the same scaled policy.
+        temperature: that the response was sampled at, where training scores the same scaled policy; None is what ``logprobs``
+            made of a :class:`~areno.types.RolloutSequence`'s say, else 1.
         group: prompt index of the row inside its batch; metrics and group losses read it.
         truncated: the response ended at the token limit and not at EOS.
         prox_logprobs: log-probs of the policy that the update starts from, for the decoupled loss.
@@ -35,7 +39,7 @@ class TrainSequence:
         keep: False where a token is left out of the policy loss and still counts in its mean (M2PO).
 
     Raises:
-        ValueError: a per-token list does not have one entry per token.
+        ValueError: a per-token list does not have one entry per token, or the temperature is not above 0.
     """
 
     # None stands for "not given" in the constructor; every list is a list afterwards.
@@ -49,7 +53,7 @@ class TrainSequence:
     reward: float = 0.0
     eos_token_id: int = 0
     loss_mask: list[bool] | None = None
-    temperature: float = 1.0
+    temperature: float = None  # type: ignore[assignment]
     group: int = 0
     truncated: bool = False
     prox_logprobs: list[float] = None  # type: ignore[assignment]
@@ -61,6 +65,12 @@ class TrainSequence:
         for name in _LISTS:
             if getattr(self, name) is None:
                 setattr(self, name, [])
+        if self.temperature is None:
+            self.temperature = self.logprobs.temperature if isinstance(self.logprobs, Logprobs) else 1.0
+        else:
+            self.logprobs = Logprobs(self.logprobs, self.temperature)
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"TrainSequence.temperature must be finite and above 0, got {self.temperature}")
         if not self.tokens:
             raise ValueError("TrainSequence.tokens must hold at least one token")
         for name in (*_LISTS, "loss_mask"):
@@ -71,6 +81,11 @@ class TrainSequence:
                 )
         if not self.prompt_mask:
             raise ValueError("TrainSequence.prompt_mask is missing: True marks prompt tokens, False response tokens")
+
+    @property
+    def knows_temperature(self) -> bool:
+        """Whether the temperature was given, or came with the log-probs."""
+        return isinstance(self.logprobs, Logprobs)
 
     def trainable(self) -> list[bool]:
         """Per token: does it count in the loss? The first token never does, because nothing predicts it."""

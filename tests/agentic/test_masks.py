@@ -9,9 +9,13 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from areno import grpo_loss_fn
 from areno.api.agentic import AgentTrajectoryTurn, LossMaskPolicy
 from areno.api.agentic.rows import build_rows
+from areno.errors import UsageError
 from tests.agentic.stage import Script, batch_of, open_trainer, sampling, save_model
 from tests.agentic.templates import FORMATS, tokenizer_of
 
@@ -31,8 +35,8 @@ SPANS = {
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """The trainer, and a sample of two turns with every kind of span."""
+def returned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Any]]:
+    """The trainer, its session, and two turns of one sample with every kind of span."""
     form = FORMATS["thinking"]
     tokenizer = tokenizer_of(form)
     folder = save_model(tmp_path_factory.mktemp("masks") / "model", tokenizer, [tokenizer.eos_token_id])
@@ -52,9 +56,16 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
                 for call, text in zip(message.tool_calls or [], ("moss is a plant", "fern is one too"), strict=False):
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
             client.close()
-            [sample] = ctx.samples(returned)
-        assert sample.forks == []
-        yield trainer, sample
+        yield trainer, ctx, returned
+
+
+@pytest.fixture(scope="module")
+def played(returned: Any) -> tuple[Any, Any]:
+    """The trainer, and the sample of these turns."""
+    trainer, ctx, turns = returned
+    [sample] = ctx.samples(turns)
+    assert sample.forks == []
+    return trainer, sample
 
 
 def trained_texts(trainer: Any, sample: Any, policy: LossMaskPolicy) -> list[str]:
@@ -130,3 +141,28 @@ def test_the_record_tells_the_whole_story(played):
     assert record.rendered_completion.endswith("Both are plants.<|im_end|>")
     assert len(record.tokens) == len(record.logprobs)
     assert record.metadata["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("names", [["tool_results"], ["system_prompt", "user_prompt", "assistant_text"]])
+def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names, monkeypatch):
+    """Else it would train against 0.0, as if the policy had been certain of it."""
+    trainer, ctx, turns = returned
+    policy = replace(ALL_OFF, **dict.fromkeys(names, True))
+    monkeypatch.setattr(ctx, "loss_mask_policy", policy)
+    trainer.set_learning_rate(0.0)  # others use it too
+    [sample] = ctx.samples(turns)
+    module = AutoModelForCausalLM.from_pretrained(trainer.model_path, dtype=torch.float32)
+    for row in sample.rows:
+        ids = torch.tensor([row.tokens])
+        with torch.inference_mode():
+            expected = (module(input_ids=ids).logits / row.temperature).log_softmax(-1)[0, :-1]
+        expected = expected.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        context = [i for i, counts in enumerate(row.trained) if counts and not row.sampled[i]]
+        assert context
+        assert [row.logprobs[i] for i in context] == pytest.approx([expected[i - 1] for i in context], abs=1e-4)
+        trained = row.train_sequence(reward=1.0, group=0, eos_token_id=0)
+        trained.advantages = [1.0] * len(row.tokens)
+        assert trainer.train([trained], grpo_loss_fn)["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    [unscored] = build_rows(sample.turns, policy, trainer.get_tokenizer())
+    with pytest.raises(UsageError, match=r"were not sampled .* no log-probs yet: take samples from ctx\.samples"):
+        unscored.train_sequence(reward=1.0, group=0, eos_token_id=0)

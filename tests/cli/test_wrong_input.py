@@ -76,7 +76,6 @@ TRAIN = [
         [*GSPO, "--agent-fn", "agent.py"],
         "--agent-fn file does not exist: agent.py; expected callable run_agent(ctx, batch)",
     ),
-    ([*GSPO, "--max-context-len", "99"], "--max-context-len 99 has no effect without an agent; give --agent-fn too"),
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without an agent; give --agent-fn too"),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; give --tune-params too"),
     (

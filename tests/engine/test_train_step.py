@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -280,3 +281,20 @@ def test_rows_of_which_only_some_bring_a_list_are_refused(name):
     rows = [TrainSequence([True, False], [3, 4], **{name: [0.0, -1.0]}), TrainSequence([True, False], [5, 6])]
     with pytest.raises(ValueError, match=f"row 1 has no {name}, other rows have"):
         make_step(lr=1e-3).run(rows, sft_loss_fn, 1)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "remedy"),
+    [
+        ("logprobs", r"give TrainSequence\(logprobs=\.\.\.\); .*trainer\.score_logprobs\('actor', token_rows\)"),
+        ("advantages", r"give TrainSequence\(advantages=\.\.\.\); areno\.compute_group_advantages"),
+    ],
+)
+def test_rows_without_what_a_loss_reads_are_refused_with_the_remedy(lacking, remedy):
+    """Zeros in place of log-probs would be a policy that was certain of every token."""
+    step = make_step()
+    rows = [dataclasses.replace(row, **{lacking: []}) for row in random_rows(3)]
+    for loss_fn in (gspo_loss_fn, lambda pack, logprobs: (logprobs * pack[f"packed_{lacking}"]).sum()):
+        with pytest.raises(ValueError, match=remedy):
+            step.run(rows, loss_fn, 2)
+    assert math.isfinite(step.run(rows, sft_loss_fn, 2)["loss"])  # which reads neither

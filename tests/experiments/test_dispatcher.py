@@ -41,7 +41,7 @@ class Ticking(RolloutWorkflow):
             raise RuntimeError(f"row {data['row']} is broken")
         if data.get("fate") == "none":
             return None
-        return make_trajectory([(completion_row(answer.input_tokens, answer.sequence, 1.0), float(data["row"]))])
+        return make_trajectory([(completion_row(answer.input_tokens, answer.sequence), float(data["row"]))])
 
 
 class Books:

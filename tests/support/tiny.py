@@ -58,6 +58,7 @@ def tiny_config(
             n_head=heads,
             bos_token_id=0,
             eos_token_id=base["eos_token_id"],
+            n_positions=extra.get("n_positions", 1024),
         )
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     makers = {

@@ -8,6 +8,7 @@ from areno.api.agentic.context import AgentContext
 from areno.api.agentic.tape import TapeDeck
 from areno.serving.server import ServerThread
 from areno.serving.service import Service, ServingConfig
+from areno.types import tightest
 
 if TYPE_CHECKING:
     from areno.api.session import RolloutSession
@@ -30,8 +31,7 @@ class AgentProxy:
 
     def __init__(self, session: RolloutSession, engine: AnyEngine) -> None:
         sampling = session.sampling_params
-        limits = [limit for limit in (sampling.max_context_len, engine.context_length) if limit]
-        self.context_limit = min(limits, default=None)
+        self.context_limit = tightest(sampling.max_context_len, engine.context_length)
         self._session = session
         self._deck = TapeDeck(engine.tokenizer, sampling, self.context_limit)
         config = ServingConfig(

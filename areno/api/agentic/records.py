@@ -67,6 +67,7 @@ def sequence_of(recorded: Sequence[Turn]) -> RolloutSequence:
         finish_reason=recorded[-1].finish,
         text="\n".join(text_of(turn.answer.get("content")) for turn in recorded),
         versions=[version for turn in recorded for version in turn.versions],
+        temperature=recorded[-1].temperature,
     )
 
 

@@ -32,6 +32,7 @@ class TrajectoryRow:
         temperature: that the log-probs refer to.
         truncated: the last answer ended at the token limit.
         roles: tells the role of each token; looked up only where it is needed.
+        context_scored: tokens that count and were not sampled have got the policy's log-probs.
     """
 
     tokens: list[int]
@@ -43,14 +44,25 @@ class TrajectoryRow:
     temperature: float
     truncated: bool
     roles: Callable[[], list[Role]]
+    context_scored: bool = False
 
     @property
-    def trains_context(self) -> bool:
-        """Whether tokens count that were not sampled, which have no rollout log-prob of their own."""
-        return any(counts and not said for counts, said in zip(self.trained, self.sampled, strict=True))
+    def lacks_logprobs(self) -> bool:
+        """Whether tokens count that were not sampled, and therefore have no rollout log-prob, nor another one yet."""
+        marks = zip(self.trained, self.sampled, strict=True)
+        return not self.context_scored and any(counts and not said for counts, said in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """The row as training takes it, without advantages."""
+        """The row as training takes it, without advantages.
+
+        Raises:
+            UsageError: tokens count that have no log-prob.
+        """
+        if self.lacks_logprobs:
+            raise UsageError(
+                "a row trains on tokens that were not sampled (LossMaskPolicy), and they have no log-probs yet: take samples "
+                "from ctx.samples(), or give them to areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
+            )
         prompt = [not (said or counts) for said, counts in zip(self.sampled, self.trained, strict=True)]
         plain = all(counts != masked for counts, masked in zip(self.trained, prompt, strict=True))
         return TrainSequence(
@@ -142,7 +154,7 @@ def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
     return [role for turn in path for role in (*given_roles(turn, tokenizer), *sampled_roles(turn))]
 
 
-def completion_row(prompt: Sequence[int], sequence: RolloutSequence, temperature: float) -> TrajectoryRow:
+def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
     """The row of a prompt's completion."""
     given, said = len(prompt), len(sequence.resp_tokens)
     given_as_user: list[Role] = ["user"] * given
@@ -154,7 +166,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence, temperature
         turns=[0] * (given + said),
         logprobs=[0.0] * given + sequence.resp_logprobs,
         versions=[-1] * given + (sequence.versions or [-1] * said),
-        temperature=temperature,
+        temperature=sequence.temperature,
         truncated=sequence.finish_reason == "length",
         roles=lambda: [*given_as_user, *said_as_text],
     )

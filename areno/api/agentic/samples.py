@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.context import AgentContext
 from areno.api.agentic.data import AgentItem, LossMaskPolicy
@@ -14,7 +14,10 @@ from areno.api.agentic.tape import Turn
 from areno.api.agentic.trajectory import AgentTrajectory, AgentTrajectoryTurn, is_sequence
 from areno.errors import AgentError
 from areno.text.chat import encode_rendered, render_generation_prompt
-from areno.types import RewardRecord, RolloutSequence
+from areno.types import Logprobs, RewardRecord, RolloutSequence
+
+if TYPE_CHECKING:
+    from areno.api.trainer import Trainer
 
 
 @dataclass(slots=True)
@@ -85,10 +88,31 @@ def make_sample(
     return AgentSample(item, recorded, rows, record, sequence_of(recorded), rewards)
 
 
+def fill_context_logprobs(trainer: Trainer, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
+    """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1.
+
+    Args:
+        trainer: holds the policy; running generation is waited for.
+        samples: their rows are changed.
+        micro_bs: rows of one forward pass.
+    """
+    rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
+    if not rows:
+        return
+    tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
+    for row, scored in zip(
+        rows, trainer.score_logprobs("actor", tokens, temperatures=warmth, micro_bs=micro_bs), strict=True
+    ):
+        marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
+        row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
+        row.context_scored = True
+
+
 def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokenizer: Any) -> Turn:
     """A turn whose tokens the agent sampled through the trainer and not through the server."""
     messages = [dict(message) for message in turn.messages]
     rendered = render_generation_prompt(tokenizer, messages, tools=turn.tools or None)
+    logprobs = turn.response_logprobs
     given, text, parent = encode_rendered(tokenizer, [rendered])[0], rendered.text, None
     for other in earlier:
         known = [*other.prompt, *other.tokens]
@@ -110,8 +134,9 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
             "tool_calls": turn.parsed_tool_calls,
         },
         tokens=turn.response_tokens,
-        logprobs=turn.response_logprobs,
+        logprobs=logprobs,
         versions=[-1] * len(turn.response_tokens),
+        temperature=logprobs.temperature if isinstance(logprobs, Logprobs) else 1.0,
     )
 
 

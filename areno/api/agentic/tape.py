@@ -280,6 +280,7 @@ class _OpenTurn:
             "response_tokens": turn.tokens,
             "response_logprobs": turn.logprobs,
             "versions": turn.versions,
+            "temperature": turn.temperature,
         }
 
 

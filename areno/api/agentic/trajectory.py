@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.api.agentic.data import AgentItem
+from areno.types import Logprobs
 
 METADATA = "areno"
 """Key of a response under which the server describes its tokens."""
@@ -49,6 +50,8 @@ class AgentTrajectoryTurn:
             metadata = _metadata_of(self.response)
             self.response_tokens = list(metadata["response_tokens"])
             self.response_logprobs = list(metadata["response_logprobs"])
+            if "temperature" in metadata:
+                self.response_logprobs = Logprobs(self.response_logprobs, metadata["temperature"])
             self.parsed_tool_calls = _calls_of(self.response)
         if len(self.response_tokens) != len(self.response_logprobs):
             raise ValueError(

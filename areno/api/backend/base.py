@@ -77,6 +77,10 @@ class Backend(ABC):
     def context_length(self) -> int | None:
         """Most tokens of one sequence, where the model states a limit."""
 
+    def vocabulary_size(self) -> int | None:
+        """Number of token ids that the model knows; None where the backend cannot say."""
+        return None
+
     @abstractmethod
     def compute_dtype(self) -> str:
         """``float32`` or ``bfloat16``: what the model computes in."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.collect import AgentRunner, Collected
 from areno.api.agentic.data import AgentBatch, LossMaskPolicy
 from areno.api.agentic.lint import lint_chat_template
-from areno.api.agentic.samples import AgentSample
-from areno.api.agentic.spans import trains_context
+from areno.api.agentic.samples import AgentSample, fill_context_logprobs
 from areno.config.hooks import load_hook
 from areno.config.train_options import TrainOptions
 from areno.config.validate import AGENT_HOOK
@@ -74,10 +73,9 @@ class AgentRollouts:
             AgentError: too many of them fail, or none can be used although it may not be so.
         """
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
-        limit = config.max_context_len
         lifecycle.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(
-            sampling_params=replace(sampling, max_context_len=limit),
+            sampling_params=sampling,
             loss_mask_policy=self.policy,
             max_running_prompts=config.running_sequences,
             timeout_s=config.agent_timeout_s,
@@ -94,7 +92,7 @@ class AgentRollouts:
                 f"all {len(collected.samples)} trajectories of this step are longer than the context of {limit} tokens; "
                 "raise --max-context-len where the model allows it, or let the agent say less"
             )
-        self._fill_context_logprobs(kept)
+        fill_context_logprobs(self._instance, kept, config.score_micro_bs)
         self._say_built(kept)
         return AgentDraw(kept, self._stats(collected, kept))
 
@@ -122,21 +120,6 @@ class AgentRollouts:
         top = [_described(sample) for sample in long[:_SHOWN_FILTERED]]
         lifecycle.agentic_filtered(self._logger, limit, len(samples), [sample.longest for sample in long], top)
         return [sample for sample in samples if sample not in long]
-
-    def _fill_context_logprobs(self, samples: list[AgentSample]) -> None:
-        """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1."""
-        rows = [row for sample in samples for row in sample.rows if row.trains_context]
-        if not (trains_context(self.policy) and rows):
-            return
-        scores = self._instance.score_logprobs(
-            "actor",
-            [row.tokens for row in rows],
-            temperatures=[row.temperature for row in rows],
-            micro_bs=self._config.score_micro_bs,
-        )
-        for row, scored in zip(rows, scores, strict=True):
-            marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
-            row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
 
     def _say_built(self, samples: list[AgentSample]) -> None:
         records = [sample.record for sample in samples]

@@ -32,7 +32,7 @@ from areno.observability import lifecycle
 from areno.observability.display import create_progress
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor, unusable
 from areno.observability.run_dir import RunDirectory
-from areno.types import TrainSequence
+from areno.types import TrainSequence, tightest
 
 
 @dataclass(slots=True)
@@ -112,6 +112,11 @@ class TrainingLoop(ABC):
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
         """Do one step; work that can be repeated belongs inside ``self.stop.interruptible()``."""
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of a row: the smaller of ``--max-context-len`` and the model's own limit."""
+        return tightest(self.config.max_context_len, self.instance.model_context_len())
 
     def row_count(self) -> int:
         """Rows of an epoch."""

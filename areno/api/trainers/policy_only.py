@@ -62,7 +62,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         for sample, own in zip(samples, returns, strict=True):
             advantages = [next(values) for _ in own]
             sample.advantage = sum(advantages) / len(advantages)
-            for kept, row in zip(sample.rows(1.0), self.train_rows(sample), strict=True):
+            for kept, row in zip(sample.rows(), self.train_rows(sample), strict=True):
                 marks = zip(row.prompt_mask, kept.turns, strict=True)
                 row.advantages = [0.0 if prompt or turn < 0 else advantages[turn] for prompt, turn in marks]
                 rows.append(row)

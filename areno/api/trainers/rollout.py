@@ -19,7 +19,7 @@ import numpy as np
 
 from areno.api.agentic.rows import TrajectoryRow, completion_row, row_segments
 from areno.api.agentic.samples import AgentSample
-from areno.api.datasets import iter_prompt_batches
+from areno.api.datasets import iter_prompt_batches, prompt_limit
 from areno.api.evaluation import (
     EVALUATION_STREAM,
     Answer,
@@ -73,11 +73,11 @@ class Sample:
         """Whether there is nothing to train on."""
         return not (self.sequence.resp_tokens if self.agent is None else self.agent.rows)
 
-    def rows(self, temperature: float) -> list[TrajectoryRow]:
-        """What is trained on; ``temperature`` is that of prompt completions."""
+    def rows(self) -> list[TrajectoryRow]:
+        """What is trained on."""
         if self.agent is not None:
             return self.agent.rows
-        return [] if self.empty else [completion_row(self.item.input_tokens, self.sequence, temperature)]
+        return [] if self.empty else [completion_row(self.item.input_tokens, self.sequence)]
 
 
 class RolloutTrainer(TrainingLoop):
@@ -156,6 +156,7 @@ class RolloutTrainer(TrainingLoop):
             self.instance.get_tokenizer(),
             batch_size=self.config.batch_size,
             max_prompt_tokens=self.config.max_prompt_tokens,
+            context_limit=self._prompt_context,
             order=order,
             start=start,
             disable_thinking=self.config.disable_thinking,
@@ -165,6 +166,11 @@ class RolloutTrainer(TrainingLoop):
         for batch in batches:
             position += batch.scanned
             yield batch, position
+
+    @property
+    def _prompt_context(self) -> int | None:
+        """What bounds prompts besides ``--max-prompt-tokens``; what an agent makes of a row is not known before it asks."""
+        return self.context_limit if self._agents is None else None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class RolloutTrainer(TrainingLoop):
 
     def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
         """Put the step's most telling samples into the run directory, token by token."""
-        owned = [sample.rows(self._temperature) for sample in samples]
+        owned = [sample.rows() for sample in samples]
         shown = None
         if sum(map(len, owned)) == len(rows):  # a trainer of the user's own may make rows of another kind
             found = iter(rows)
@@ -213,19 +219,11 @@ class RolloutTrainer(TrainingLoop):
             )
         )
 
-    @property
-    def _temperature(self) -> float:
-        """What the log-probs of prompt completions refer to."""
-        return 1.0 if self.sampling.greedy else self.sampling.temperature
-
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config
         if batch.skipped_long:
-            self.logger.info(
-                "skipped %d prompts of more than --max-prompt-tokens=%d tokens",
-                batch.skipped_long,
-                config.max_prompt_tokens,
-            )
+            _, bound = prompt_limit(config.max_prompt_tokens, self._prompt_context)
+            self.logger.info("skipped %d prompts that are longer than %s", batch.skipped_long, bound)
         lifecycle.rollout_start(self.logger, epoch, step, self.role)
         samples = self._complete(batch) if self._agents is None else self._run_agents(self._agents, batch)
         lifecycle.rollout_end(self.logger, epoch, step, self.role)
@@ -264,7 +262,7 @@ class RolloutTrainer(TrainingLoop):
         decode = self.instance.get_tokenizer().decode
         if self._agents is not None:
             for sample in samples:
-                log_trajectory(self.logger, sample.record, rows=sample.rows(self._temperature), decode=decode)
+                log_trajectory(self.logger, sample.record, rows=sample.rows(), decode=decode)
             return
         log_completions(
             self.logger,
@@ -389,7 +387,7 @@ class RolloutTrainer(TrainingLoop):
         eos = min(self.instance.backend.eos_token_ids(), default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos)
-            for row in sample.rows(self._temperature)
+            for row in sample.rows()
         ]
 
     def score_reference(self, rows: Sequence[TrainSequence]) -> dict[str, float]:

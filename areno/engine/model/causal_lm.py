@@ -63,11 +63,6 @@ class CausalLM(PackedModel):
         self._head._modules = {**module._modules, self._prefix: _PassThrough()}
         self._share = _share_of(module)
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return int(self.config.get_text_config().vocab_size)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient where ranks share the vocabulary."""
         logits = self.own_logits(hidden)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from areno.engine.limits import context_length, vocabulary_size
 from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
 
@@ -73,8 +74,12 @@ class PackedModel:
     @property
     def context_length(self) -> int | None:
         """Most positions the model was made for, where its configuration says so."""
-        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return int(value) if value else None
+        return context_length(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table, and width of a policy's logits."""
+        return vocabulary_size(self.config)
 
     @property
     def weight_bytes(self) -> int:

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from areno.cache_folder import ScratchFolder
 from areno.engine.device import rank_devices
 from areno.engine.engine import ACTOR, Engine, EngineConfig
+from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.rollout.sequence import refuse_endless
 from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
@@ -73,6 +73,7 @@ class EngineGroup:
     ) -> None:
         self.path, self.config, self.layout = path, config, layout
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
         self._lock = threading.Lock()
         # With FSDP the weights are put together before the first request, by all ranks: calls must not overtake each other.
@@ -124,10 +125,10 @@ class EngineGroup:
         """Queue requests; one future each.
 
         Raises:
-            EngineError: a rank has failed, or a request can never fit the KV cache.
+            EngineError: a rank has failed, or a request cannot be answered.
         """
-        for request in requests:
-            refuse_endless(request, self.kv_tokens)  # the ranks would say the same, but only later
+        # The ranks would say the same, but only later.
+        requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
                 self.workers.call("engine.begin_rollout")

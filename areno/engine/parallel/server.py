@@ -125,6 +125,7 @@ class EngineServer:
         self, kind: str, role: str, rows: Sequence[Sequence[int]], micro_bs: int, temperatures: Sequence[float] | None
     ) -> list[tuple[int, Any]]:
         """Score this replica's share: row number and result."""
+        self.engine.role(role).limits.check(rows)  # on all ranks alike, before each looks at its own rows
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.dp_size)[self.peers.replica]
         chosen = [rows[index] for index in mine]
         if kind == "logprobs":

@@ -19,6 +19,7 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import most_tokens
 from areno.loss_fns.pack import declares_reduction, reads_entropy
+from areno.types import tightest
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,12 @@ class RunSizes:
         return held
 
     def longest_row(self, context: int | None) -> int:
-        """Tokens of the longest row; ``context`` is the model's limit, which bounds an agent's."""
+        """Tokens of the longest row; ``context`` is the model's limit."""
         run = self.options
-        if run.agent_fn is not None:
-            return run.max_context_len or context or run.max_prompt_tokens + run.max_new_tokens
-        return run.max_prompt_tokens + run.max_new_tokens
+        limit, longest = tightest(run.max_context_len, context), run.max_prompt_tokens + run.max_new_tokens
+        if limit is None:
+            return longest
+        return limit if run.agent_fn is not None else min(limit, longest)
 
     def rows_of_step(self) -> int:
         """Rows of one optimizer step, over all replicas."""

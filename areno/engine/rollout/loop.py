@@ -21,6 +21,7 @@ from torch import Tensor
 
 from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
+from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.native import release_workers
 from areno.engine.progress import PROGRESS
@@ -35,7 +36,7 @@ from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.rows import Rows, name_prefills, sampling_table
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, News, Sequence, StopText, refuse_endless
+from areno.engine.rollout.sequence import Group, News, Sequence, StopText
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
@@ -109,9 +110,10 @@ class RolloutLoop:
         """Queue requests; each future resolves to all samples of its request.
 
         Raises:
-            EngineError: the loop has died, or a request can never fit the KV budget.
+            EngineError: the loop has died, or a request cannot be answered; none is queued then.
         """
-        groups = [self._group(request) for request in requests]
+        limits = self.model.context_length, self.model.vocab_size, self.scheduler.budget_tokens
+        groups = [self._group(request) for request in fitted(requests, *limits)]
         release_workers()  # of whoever asks, and will most likely wait
         with self._wake:
             self._refuse_ended()
@@ -220,7 +222,6 @@ class RolloutLoop:
 
     def _group(self, request: Request) -> Group:
         sampling = request.sampling
-        refuse_endless(request, self.scheduler.budget_tokens)
         stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         group = Group(request.prompt_tokens, sampling, stop_ids, Future(), request.listener)
         for index, seed in enumerate(request.seeds):

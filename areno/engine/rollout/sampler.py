@@ -74,7 +74,7 @@ class SamplingTable:
         edits: Seq[LogitEdits | None] | None = None,
     ) -> None:
         self.seeds = list(seeds)
-        temperatures = [1.0 if p.greedy else p.temperature for p in params]
+        temperatures = [p.logprob_temperature for p in params]
         self.temperatures = torch.tensor(temperatures, device=device)
         self.scales = any(value != 1.0 for value in temperatures)
         self.greedy = torch.tensor([p.greedy for p in params], device=device)

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
-from areno.errors import EngineError
-from areno.types import FinishReason, GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
+from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
 
 Listener = Callable[[int, GeneratedToken], None]
 
@@ -123,6 +122,7 @@ class Sequence:
             versions=self.versions,
             cut_mass=self.cut_mass / max(len(self.output), 1),
             top_logprobs=self.top,
+            temperature=self.group.sampling.logprob_temperature,
         )
 
 
@@ -144,19 +144,3 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
-
-
-def refuse_endless(request: Request, kv_tokens: int) -> None:
-    """Check that a request can be answered over a cache of so many tokens.
-
-    Raises:
-        EngineError: it has no prompt, or could never fit.
-    """
-    prompt, more = len(request.prompt_tokens), request.sampling.max_new_tokens
-    if not prompt:
-        raise EngineError("a prompt must hold at least one token")
-    if prompt + more > kv_tokens:
-        raise EngineError(
-            f"a request of {prompt} prompt tokens and up to {more} new ones can never fit the KV cache of {kv_tokens} "
-            "tokens; raise --kv-cache-tokens or lower --max-new-tokens"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from areno.engine.device import upload
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.tree import TokenTree, TreePlan
-from areno.loss_fns.pack import DataPack, Reduction
+from areno.loss_fns.pack import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
 
@@ -59,7 +60,7 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     sequence = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[actions]
     scored = mask.nonzero()[:, 0]
     temperatures = torch.tensor([row.temperature for row in rows])[sequence]
-    data: DataPack = {
+    data: dict[str, Any] = {
         "packed_response_mask": upload(mask, device),
         "packed_seq_ids": upload(sequence, device),
         "packed_num_sequences": len(rows),
@@ -69,7 +70,7 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     for key, name, dtype in _STREAMS:
         stream = _stream(rows, name, actions, dtype)
         if stream is not None:
-            data[key] = upload(stream, device)  # type: ignore[literal-required]
+            data[key] = upload(stream, device)
     before = actions[scored] - 1
     return PackedBatch(
         tokens=upload(fed, device),
@@ -78,7 +79,7 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
         sources=upload(before if places is None else places[before], device),
         targets=upload(tokens[actions[scored]], device),
         temperatures=upload(temperatures[scored], device),
-        data=data,
+        data=cast(DataPack, RowData(data)),
     )
 
 
@@ -100,13 +101,12 @@ _STREAMS = (
     ("packed_versions", "versions", torch.int64),
     ("packed_keep", "keep", torch.bool),
 )
-_ALWAYS = {"logprobs", "advantages"}
 
 
 def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A per-token list of all rows on the action axis; absent where no row has it."""
     lists = [getattr(row, name) for row in rows]
-    if not any(lists) and name not in _ALWAYS:
+    if not any(lists):
         return None
     filled = (values or [0.0] * len(row.tokens) for row, values in zip(rows, lists, strict=True))
     return torch.tensor(list(chain.from_iterable(filled)), dtype=dtype)[actions]

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from areno.engine.engine import EngineConfig
+from areno.engine.limits import fitted
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.workers import STALL_S, Processes, available_cores
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.rollout.sequence import refuse_endless
 from areno.errors import EngineError, UsageError
 from areno.experiments.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
 from areno.experiments.fleet.tensors import wanted
@@ -155,12 +155,10 @@ class RolloutFleet:
         """Queue requests; one future each. While no replica is up, they wait for one.
 
         Raises:
-            EngineError: the fleet is closed, or a request can never fit the KV cache.
+            EngineError: the fleet is closed, or a request cannot be answered.
             WorkerFailedError: replicas have failed more often than they may.
         """
-        for request in requests:
-            refuse_endless(request, self.kv_tokens)
-        return self._desk.submit(requests)
+        return self._desk.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Answer one request with what it has so far."""

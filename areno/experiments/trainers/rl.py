@@ -125,22 +125,28 @@ class PPOTrainer(ExperimentTrainer):
         def length(row: Any) -> int:
             return len(input_ids_of(extract_prompt(row), self.engine.tokenizer, False))
 
-        rows, left_out = without_long(train, length, section.max_length)
+        longest = self._longest_prompt(section.max_length)
+        rows, left_out = without_long(train, length, longest)
         if left_out:
             _log.info(
                 "%d of %d prompts are longer than %s tokens and left out",
                 left_out,
                 left_out + len(rows),
-                section.max_length,
+                longest,
             )
         if valid is not None and config.valid_dataset is not None:
-            valid, _ = without_long(valid, length, config.valid_dataset.max_length)
+            valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
         if self.recovery.enabled and len(rows):
             plain_objects.check(
                 rows[0]
             )  # rows of the queue go into recovery points, the first of which may be hours away
         return RowSource(rows, batch_size=section.batch_size, seed=config.seed, **names), valid
+
+    def _longest_prompt(self, max_length: int | None) -> int | None:
+        """Tokens of the longest prompt that is kept: behind it, the model's context must leave room for an answer."""
+        context = self.engine.context_length
+        return max_length if max_length is None or context is None else min(max_length, context - 1)
 
     def ensure_roles(self) -> None:
         """Reference, critic and teacher."""

@@ -19,7 +19,7 @@ from areno.experiments.trainers.rows import RowSource
 from areno.experiments.trainers.update import REF
 from areno.loss_fns.named import language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
 from areno.loss_fns.shaping import sizes
-from areno.types import ModelRole, TrainSequence
+from areno.types import ModelRole, TrainSequence, tightest
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class SupervisedTrainer(ExperimentTrainer):
         return RowSource(found, batch_size=section.batch_size, seed=config.seed, **names), held_out
 
     def _encoded(self, rows: Sequence[Any], section: TrainDatasetConfig, name: str) -> Sequence[Any]:
-        found, left_out = self.encode(rows, section.max_length or _ANY_LENGTH, f"{name} {section.path}")
+        longest = tightest(section.max_length, self.engine.context_length) or _ANY_LENGTH
+        found, left_out = self.encode(rows, longest, f"{name} {section.path}")
         if left_out:
             _log.info("%s: %d of %d rows are too long or have no answer, and are left out", name, left_out, len(rows))
         return found

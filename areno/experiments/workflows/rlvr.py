@@ -78,7 +78,7 @@ class RLVRWorkflow(RolloutWorkflow):
         reward = await self.reward(
             prompt, said_in(answer, self.tokenizer, self.gconfig), answer.input_tokens, answer.output_tokens, **data
         )
-        row = completion_row(answer.input_tokens, answer.sequence, answer.temperature)
+        row = completion_row(answer.input_tokens, answer.sequence)
         return make_trajectory([(row, reward)])
 
     async def aclose(self) -> None:

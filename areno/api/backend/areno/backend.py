@@ -112,6 +112,10 @@ class ArenoBackend(Backend):
         """Positions that the model was made for."""
         return self.engine.context_length
 
+    def vocabulary_size(self) -> int | None:
+        """Rows of the embedding table."""
+        return self.engine.vocab_size
+
     def compute_dtype(self) -> str:
         """What the model computes in."""
         return str(self._config.dtype).removeprefix("torch.")

@@ -1,0 +1,173 @@
+"""What a model can read: how many positions, and which token ids. Known from its configuration, before any weight is.
+
+A row beyond either would index an embedding table out of its bounds, which on a GPU ends the process, or run a rotary model
+over positions that it was never trained on, which nothing reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areno.config.paths import base_of, tokenizer_of
+from areno.errors import EngineError, UsageError
+from areno.types import Request, tightest
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+# Kinds of scaled rotary embeddings whose configuration names the length before scaling.
+_SCALED = ("yarn", "llama3", "longrope")
+
+
+def context_length(config: Any) -> int | None:
+    """Most positions that a ``transformers`` configuration allows; None where it states no limit.
+
+    Most configurations with scaled rotary embeddings state the extended length. Those that state the original one
+    (Qwen's for YaRN, linear scaling) are extended by the factor.
+    """
+    text = config.get_text_config()
+    stated = next((int(value) for name in _POSITIONS if (value := getattr(text, name, None))), None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor, kind = rope.get("factor"), rope.get("rope_type")  # of several kinds of layers these are one level down
+    if stated is None or not factor:
+        return stated
+    if kind == "linear":
+        return int(stated * factor)
+    original = rope.get("original_max_position_embeddings") if kind in _SCALED else None
+    # transformers fills the original length in with the stated one, which llama3 and longrope have extended already.
+    if not original or (original == stated and kind != "yarn"):
+        return stated
+    return max(stated, int(original * factor))
+
+
+def vocabulary_size(config: Any) -> int:
+    """Rows of the embedding table."""
+    return int(config.get_text_config().vocab_size)
+
+
+def check_checkpoint(path: str, *, option: str = "--ckpt", trust_remote_code: bool = False) -> int | None:
+    """Check from a checkpoint's configuration and tokenizer alone that the two belong together.
+
+    Args:
+        path: folder or hub id.
+        option: what error messages call the place that named it.
+        trust_remote_code: allow code that the checkpoint ships.
+
+    Returns:
+        Most tokens of a row, where the model states a limit.
+
+    Raises:
+        UsageError: a file cannot be read, or the tokenizer has ids that the model has no embedding for.
+    """
+    from areno.text.chat import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
+    return check_tokenizer(tokenizer, path, option=option, trust_remote_code=trust_remote_code)
+
+
+def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
+    """Check that a checkpoint has an embedding for every id that a tokenizer can give.
+
+    Padding is never fed, so its id may be beyond. Arguments, result and errors are otherwise those of
+    :func:`check_checkpoint`.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"{option} {path}: its configuration could not be loaded: {reason}") from error
+    rows, padding = vocabulary_size(config), tokenizer.pad_token_id
+    padding = None if padding == tokenizer.eos_token_id else padding
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i != padding}
+    if beyond:
+        token = min(beyond, key=lambda name: beyond[name])
+        raise UsageError(
+            f"{option} {path}: the tokenizer has {len(beyond)} ids that the model has no embedding for: {token!r} is id "
+            f"{beyond[token]}, the model has {rows} rows (vocab_size in config.json); give the tokenizer that belongs to it, "
+            "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
+        )
+    return context_length(config)
+
+
+def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
+    """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
+
+    Args:
+        requests: of a caller; they stay as they are.
+        context: most tokens of a sequence, where the model has a limit.
+        vocabulary: rows of the embedding table.
+        kv_tokens: tokens that the cache holds.
+
+    Raises:
+        EngineError: a request could never be answered, or would end generation for all others; none is queued then.
+    """
+    return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
+
+
+def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: int) -> Request:
+    prompt, sampling = len(request.prompt_tokens), request.sampling
+    if not prompt:
+        raise EngineError("a prompt must hold at least one token")
+    if not request.seeds:
+        raise EngineError("a request needs a seed for each of its samples, at least one")
+    for what, ids in (
+        ("a prompt", request.prompt_tokens),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+    ):
+        if (wrong := unknown_id(ids or (), vocabulary)) is not None:
+            raise EngineError(f"{what} names token id {wrong}; this model has the ids 0 to {vocabulary - 1}")
+    most, limit = sampling.max_new_tokens, tightest(context, sampling.max_context_len)
+    if limit is not None:
+        if prompt >= limit:
+            raise EngineError(f"a prompt of {prompt} tokens leaves no room for an answer in a context of {limit}")
+        most = min(most, limit - prompt)
+    if prompt + most > kv_tokens:
+        raise EngineError(
+            f"a request of {prompt} prompt tokens and up to {most} new ones can never fit the KV cache of {kv_tokens} "
+            "tokens; raise --kv-cache-tokens or lower --max-new-tokens"
+        )
+    if most == sampling.max_new_tokens:
+        return request
+    cut = replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
+    return replace(request, sampling=cut)
+
+
+def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
+    """The first id without an embedding; None where all have one."""
+    return next((token for token in ids if not 0 <= token < vocabulary), None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """What rows a model takes, to be scored or trained on.
+
+    Attributes:
+        name: of the role, for messages.
+        context: most tokens of a row, where the model has a limit.
+        vocabulary: rows of the embedding table.
+    """
+
+    name: str
+    context: int | None
+    vocabulary: int
+
+    def check(self, rows: Iterable[Sequence[int]]) -> None:
+        """Check token rows.
+
+        Raises:
+            UsageError: one is too long, or has an id that the model does not know.
+        """
+        for index, row in enumerate(rows):
+            if self.context is not None and len(row) > self.context:
+                raise UsageError(
+                    f"row {index} has {len(row)} tokens, and the context of role {self.name!r} is {self.context}; leave "
+                    f"longer rows out, or give --max-context-len {self.context} (SamplingParams(max_context_len=...))"
+                )
+            if len(row) and (min(row) < 0 or max(row) >= self.vocabulary):
+                raise UsageError(
+                    f"row {index} holds token id {unknown_id(row, self.vocabulary)}; role {self.name!r} has the ids 0 to "
+                    f"{self.vocabulary - 1}"
+                )
