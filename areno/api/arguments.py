@@ -36,9 +36,7 @@ def real(name: str, value: Any, *, above: float = -math.inf, least: float = -mat
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value <= above or value < least:
-        bound = (
-            f" and above {above:g}" if above > -math.inf else f" and at least {least:g}" if least > -math.inf else ""
-        )
+        bound = f" and above {above:g}" if above > -math.inf else " and not negative" if least == 0 else ""
         raise ValueError(f"{name} must be finite{bound}, got {value}")
     return float(value)
 

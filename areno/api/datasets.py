@@ -18,6 +18,7 @@ from areno.config.splits import TRAIN
 from areno.errors import ArenoError, DataError, UsageError
 from areno.rewards.worker import describe_error, source_file
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
+from areno.text.markers import warn_of_markers
 from areno.types import PromptBatch, PromptItem, TrainSequence
 
 if TYPE_CHECKING:
@@ -275,11 +276,12 @@ def text_or_messages(row: Mapping[str, Any], key: str, source: str, index: int) 
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set.
+    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set; warns of markers that it has already.
 
     Raises:
         DataError: the chat template refuses the prompt; the message names source and row.
     """
+    warn_of_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)
     except UsageError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from areno.api import arguments
 from areno.errors import EngineError, UsageError
 from areno.types import SamplingParams
 
@@ -49,6 +50,10 @@ class RolloutSession:
         seed: int = 0,
         disable_thinking: bool = False,
     ) -> None:
+        if loss_mask_policy is not None:
+            from areno.api.agentic.data import LossMaskPolicy
+
+            arguments.of_type("loss_mask_policy", loss_mask_policy, LossMaskPolicy)
         self.trainer = trainer
         self.sampling_params = sampling_params
         self.max_running_prompts = max_running_prompts

@@ -140,6 +140,7 @@ class Trainer:
         self._sampled_at.add(params.logprob_temperature)
         if seed is None:
             seed = self._seeds(1, params.seed)[0] if proxy else 0
+        arguments.whole("seed", seed, -(2**63))
         options |= {"seed": seed, "disable_thinking": disable_thinking}
         return RolloutSession(self, params, _at_once(max_running_prompts), **options)
 
@@ -479,6 +480,7 @@ class Trainer:
 
     def save_checkpoint(self, path: str) -> str:
         """Write weights, configuration and tokenizer in Hugging Face format; returns the path."""
+        arguments.of_type("path", path, str | os.PathLike)
         Path(path).mkdir(parents=True, exist_ok=True)
         self.backend.save_model(Path(path))
         return str(path)

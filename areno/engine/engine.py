@@ -20,7 +20,7 @@ from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.contents import STATE_FOLDER
 from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
-from areno.engine.limits import check_tokenizer
+from areno.engine.limits import check_role_tokenizer, check_tokenizer
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
@@ -208,8 +208,17 @@ class Engine:
         return self.loop.scheduler.budget_tokens
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Decode no more sequences at once, on each replica; None is what was configured."""
-        self.loop.scheduler.max_running = sequences or self.config.max_running
+        """Decode no more sequences at once, on each replica; None is what was configured.
+
+        Raises:
+            ValueError: the number is below 1.
+        """
+        if sequences is not None and sequences < 1:
+            raise ValueError(f"max_running must be at least 1, got {sequences}")
+        wanted, loop = self.config.max_running if sequences is None else sequences, self.loop
+        if isinstance(loop, PagedRolloutLoop):
+            loop.make_room(wanted)
+        loop.scheduler.max_running = wanted
 
     def keep_contexts(self, wanted: bool) -> None:
         """Keep finished contexts for requests that begin like them, also where none are by configuration; or stop it."""
@@ -323,8 +332,7 @@ class Engine:
     def _load_role(self, name: str, wanted: ModelRole) -> Role:
         config = self.config
         options = config.load_options(f"role {name!r}")
-        self._refuse_other_tokenizer(name, wanted.path)
-        check_tokenizer(self.tokenizer, wanted.path, option=options.option, trust_remote_code=config.trust_remote_code)
+        check_role_tokenizer(self.tokenizer, self.path, name, wanted.path, config.trust_remote_code)
         if wanted.trainable:
             fields = dict(wanted.optimizer or {})
             if wanted.optimizer_lr is not None:
@@ -366,22 +374,6 @@ class Engine:
         if options is None or adapter is None:
             return None
         return replace(options, adapter_path=None, rank=adapter.rank)
-
-    def _refuse_other_tokenizer(self, name: str, path: str) -> None:
-        """Every role reads the actor's token ids, so a checkpoint that ships another vocabulary would score nonsense."""
-        if path == self.path:
-            return
-        try:
-            other = load_tokenizer(tokenizer_of(path), trust_remote_code=self.config.trust_remote_code)
-        except UsageError:
-            return  # weights without a tokenizer, or nothing at all, which loading the model reports
-        mine, theirs = self.tokenizer.get_vocab(), other.get_vocab()
-        if mine != theirs:
-            token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
-            raise UsageError(
-                f"role {name!r}: {path} has another tokenizer than {self.path}: token {token!r} is id {theirs.get(token)} "
-                f"there and {mine.get(token)} here; roles read the same token ids, so give a model of the same family"
-            )
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role.

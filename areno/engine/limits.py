@@ -7,7 +7,9 @@ over positions that it was never trained on, which nothing reports.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from areno.config.paths import base_of, tokenizer_of
@@ -77,7 +79,8 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
         config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{option} {path}: its configuration could not be loaded: {reason}") from error
+        where = "folder" if Path(path).exists() else "hub id"
+        raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
     rows, padding = vocabulary_size(config), tokenizer.pad_token_id
     padding = None if padding == tokenizer.eos_token_id else padding
     beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i != padding}
@@ -89,6 +92,35 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
             "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
     return context_length(config)
+
+
+def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
+    """Check that a role can read the actor's token ids: a checkpoint that ships another vocabulary would score nonsense.
+
+    Args:
+        tokenizer: the actor's.
+        own_path: of the actor.
+        name: of the role.
+        path: of its checkpoint.
+        trust_remote_code: allow code that the checkpoint ships.
+
+    Raises:
+        UsageError: the two have different vocabularies, or the checkpoint has no embedding for an id.
+    """
+    from areno.text.chat import load_tokenizer
+
+    if path == own_path:
+        return
+    mine = theirs = tokenizer.get_vocab()
+    with suppress(UsageError):  # weights without a tokenizer, or nothing at all, which the configuration tells
+        theirs = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code).get_vocab()
+    if mine != theirs:
+        token = next(t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t))
+        raise UsageError(
+            f"role {name!r}: {path} has another tokenizer than {own_path}: token {token!r} is id {theirs.get(token)} "
+            f"there and {mine.get(token)} here; roles read the same token ids, so give a model of the same family"
+        )
+    check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 
 
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:

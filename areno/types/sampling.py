@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_TOP_LOGPROBS = 20
+
+_OPTIONAL = ("max_context_len", "max_prompt_len", "seed")
+_KINDS: tuple[tuple[tuple[str, ...], type, str], ...] = (
+    (("greedy", "ignore_eos", "skip_special_tokens"), bool, "True or False"),
+    (("top_k", "max_new_tokens", "top_logprobs", "min_new_tokens", *_OPTIONAL), Integral, "a whole number"),
+    (
+        ("top_p", "temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        Real,
+        "a number",
+    ),
+)
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -115,7 +128,10 @@ class SamplingParams:
         return bool(penalties or self.logit_bias or self.min_new_tokens)
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self._check_types()
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be above 0, got {self.temperature}; for the most likely token use greedy=True"
             )
@@ -135,10 +151,32 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}")
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
+        for name, least in (("max_context_len", 2), ("max_prompt_len", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.stop and any(not text for text in self.stop):
             raise ValueError("stop strings must not be empty")
+
+    def _check_types(self) -> None:
+        for names, kind, wanted in _KINDS:
+            for name in names:
+                value: Any = getattr(self, name)
+                if value is None and name in _OPTIONAL:
+                    continue
+                if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                    raise TypeError(f"{name} must be {wanted}, got {value!r}")
+                if not math.isfinite(getattr(self, name)):
+                    raise ValueError(f"{name} must be finite, got {value}")
+        for name, element, wanted in (("stop", str, "texts"), ("stop_token_ids", Integral, "token ids")):
+            values = getattr(self, name)
+            if values is not None and not (
+                isinstance(values, list | tuple) and all(isinstance(value, element) for value in values)
+            ):
+                raise TypeError(f"{name} must be a list of {wanted}, got {values!r:.80}")
+        bias = self.logit_bias
+        if bias is not None and not (isinstance(bias, dict) and all(isinstance(token, Integral) for token in bias)):
+            raise TypeError(f"logit_bias must be a dict from token ids to numbers, got {bias!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

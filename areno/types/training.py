@@ -71,6 +71,9 @@ class TrainSequence:
             self.logprobs = Logprobs(self.logprobs, self.temperature)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"TrainSequence.temperature must be finite and above 0, got {self.temperature}")
+        for name in (*_LISTS, "loss_mask"):
+            if isinstance(getattr(self, name), str | bytes | dict):
+                raise TypeError(f"TrainSequence.{name} must be a list, got {getattr(self, name)!r:.60}")
         if not self.tokens:
             raise ValueError("TrainSequence.tokens must hold at least one token")
         for name in (*_LISTS, "loss_mask"):
@@ -120,6 +123,10 @@ class ModelRole:
     optimizer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"ModelRole.name must be a text, got {self.name!r}")
+        if self.optimizer_lr is not None and not 0 <= self.optimizer_lr < math.inf:
+            raise ValueError(f"ModelRole.optimizer_lr must be finite and not negative, got {self.optimizer_lr}")
         if self.kind not in ("auto", "policy", "value", "reward"):
             raise ValueError(f"ModelRole.kind {self.kind!r} is unknown; use auto, policy, value or reward")
         if not self.trainable and (self.optimizer_lr is not None or self.optimizer):

@@ -13,7 +13,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
-from areno.errors import UnsupportedModelError
+from areno.errors import UnsupportedModelError, UsageError
 from areno.loss_fns import grpo_loss_fn
 from areno.types import Request, SamplingParams, TrainSequence
 from tests.support.tiny import FAMILIES, VOCAB, tiny_module
@@ -164,3 +164,18 @@ def test_native_attention_equals_fused_attention(family):
 def test_a_model_that_ignores_the_plan_is_refused_by_name(family):
     with pytest.raises(UnsupportedModelError, match="ForCausalLM"):
         prepare(tiny_module(family), family)
+
+
+def test_broken_weights_are_called_that_and_not_an_unknown_architecture():
+    module = tiny_module("llama")
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    with pytest.raises(
+        UsageError, match=r"llama: weights hold numbers that are not finite: model\.layers\.1\.mlp"
+    ) as told:
+        prepare(module, "llama")
+    assert not isinstance(told.value, UnsupportedModelError)
+    with torch.no_grad():  # finite weights whose products are not
+        module.model.layers[1].mlp.up_proj.weight.fill_(3e38)
+    with pytest.raises(UsageError, match=r"computes numbers that are not finite in float32"):
+        prepare(module, "llama")

@@ -204,12 +204,27 @@ def _prepared(
     probe = _probe_tokens(module)
     with torch.no_grad():
         expected = torch.cat([stock(ids[None])[0] for ids in probe]).float()
+    if not expected.isfinite().all():
+        raise UsageError(_broken_weights(module, name))
     wrap_recurrent_layers(module)
     use_onednn(module)
     _use_areno_attention(module, name, attn_backend)
     model = wrap(module)
     _prove(model, ours, probe, expected, name)
     return model
+
+
+def _broken_weights(module: nn.Module, name: str) -> str:
+    """Why a model computes numbers that are not finite."""
+    broken = [key for key, weights in module.named_parameters() if not weights.isfinite().all()]
+    if not broken:
+        kind = str(next(module.parameters()).dtype).removeprefix("torch.")
+        return f"{name}: the model computes numbers that are not finite in {kind}; use --dtype float32"
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    return (
+        f"{name}: weights hold numbers that are not finite: {', '.join(broken[:3])}{more}; take an earlier checkpoint, or "
+        "fetch it again"
+    )
 
 
 def _switch_dropout_off(module: nn.Module) -> None:

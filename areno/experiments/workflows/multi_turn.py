@@ -17,6 +17,7 @@ from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward
 from areno.experiments.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
 from areno.serving.recording import ChatPrompt, RecordedAnswer
 from areno.text.chat import RenderedPrompt, render_generation_prompt
+from areno.text.markers import warn_of_markers
 from areno.types import GeneratedToken
 
 TRY_AGAIN = (
@@ -69,6 +70,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """See :meth:`RolloutWorkflow.arun_episode`."""
         prompt = self._prompt_of(data)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        warn_of_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
         tape, reward = AgentTape(self.tokenizer, 0), 0.0
         for _ in range(self.max_turns):
             turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))

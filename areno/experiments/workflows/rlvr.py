@@ -13,6 +13,7 @@ from areno.experiments.trajectory import Trajectory, make_trajectory
 from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.text.chat import Prompt, encode_generation_prompt
+from areno.text.markers import warn_of_markers
 
 GetInputIds = Callable[[Any, Any, bool], list[int]]
 ExtractPrompt = Callable[[dict[str, Any]], Any]
@@ -33,7 +34,8 @@ def extract_prompt(data: dict[str, Any]) -> Prompt:
 
 
 def input_ids_of(prompt: Any, tokenizer: Any, enable_thinking: bool) -> list[int]:
-    """Prompt tokens through the chat template."""
+    """Prompt tokens through the chat template; warns of a prompt that has one's markers already."""
+    warn_of_markers(tokenizer, prompt, f"the row {str(prompt)[:80]!r}")
     return encode_generation_prompt(tokenizer, prompt, disable_thinking=not enable_thinking)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from areno.api.backend.base import ArenoConfig, Backend
+from areno.api.backend.checks import check_config
 from areno.engine.device import rank_devices
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
@@ -28,22 +29,6 @@ from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 logger = logging.getLogger("areno.api.backend.areno.backend")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_RUNTIME = {
-    "attn_backend",
-    "activation_checkpointing",
-    "tree_training",
-    "offload_activations",
-    "keep_rollout_state",
-    "eager_decode",
-    "speculate",
-    "kv_cache_tokens",
-    "prefix_cache_tokens",
-    "device",
-    "dtype",
-    "trust_remote_code",
-    "trains",
-    "stall_timeout_s",
-}
 
 
 class ArenoBackend(Backend):
@@ -55,10 +40,11 @@ class ArenoBackend(Backend):
         config: the engine's configuration.
 
     Raises:
-        UsageError: a configuration key is unknown, or the sizes and devices do not fit each other.
+        UsageError: a configuration key or value is wrong, or the sizes and devices do not fit each other.
     """
 
     def __init__(self, model_path: str, world_size: int, config: ArenoConfig) -> None:
+        check_config(config)
         self._path = config.model_path or model_path
         self._layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
         self._stall_s = float((config.runtime or {}).get("stall_timeout_s", STALL_S))
@@ -220,13 +206,7 @@ class ArenoBackend(Backend):
 
 def _engine_config(config: ArenoConfig) -> EngineConfig:
     runtime = dict(config.runtime or {})
-    if unknown := sorted(set(runtime) - _RUNTIME):
-        raise UsageError(
-            f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
-        )
     runtime.pop("stall_timeout_s", None)
-    if runtime.get("trains", "policy") not in ("policy", "reward", "nothing"):
-        raise UsageError(f"ArenoConfig.runtime trains={runtime['trains']!r}: use policy, reward or nothing")
     if config.lora is not None and runtime.get("trains") == "nothing":
         raise UsageError("ArenoConfig.lora has no effect where nothing is trained; give an adapter as the model's path")
     device = _device(runtime.pop("device", "auto"), config.devices)

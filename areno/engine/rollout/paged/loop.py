@@ -87,7 +87,11 @@ class PagedRolloutLoop(RolloutLoop):
         columns = self._columns(budget_tokens)
         self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=columns)
         self.decode.decoder = PagedEagerDecode(model, self.cache, self._threads)
-        self.device_decode = DeviceDecode(model, self.cache, max_running, eager=eager_decode)
+        self._eager = eager_decode
+        self._make_rows(max_running)
+
+    def _make_rows(self, most: int) -> None:
+        self.device_decode = DeviceDecode(self.model, self.cache, most, eager=self._eager)
         self._pipeline = DecodePipeline(self.device_decode)
 
     def resize(self, budget_tokens: int) -> None:
@@ -95,13 +99,21 @@ class PagedRolloutLoop(RolloutLoop):
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens
-        pages = pages_for(budget_tokens, prefix_tokens, self.scheduler.max_running, self.cache.page_size)
+        pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows, self.cache.page_size)
         self.cache.resize(pages, self._columns(budget_tokens))
         super().resize(budget_tokens)
 
     def _columns(self, budget_tokens: int) -> int:
         """Tokens of the longest sequence, and of a step that is launched before its last token is read."""
         return min(self.model.context_length or budget_tokens, budget_tokens) + COLUMN_STEP
+
+    def make_room(self, sequences: int) -> None:
+        """Have room for so many rows on the device: where there is less, wait for what runs, and drop the cache."""
+        if sequences > self.device_decode.max_rows:
+            self.wait_idle()
+            self.device_decode.release()
+            self._make_rows(sequences)
+            self.resize(self.scheduler.budget_tokens)
 
     def drop_cache(self) -> None:
         """Give pages, graphs and stored prefixes back; nothing may be pending."""

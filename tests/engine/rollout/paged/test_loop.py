@@ -234,3 +234,19 @@ def test_a_dropped_cache_is_made_anew(open_loop):
     loop.drop_cache()
     assert loop.cache.nbytes() == 0
     assert outcome(loop, mixed_requests(6)) == first
+
+
+def test_room_for_more_rows_is_made_before_they_come(open_loop):
+    """Of 24 samples at once in a loop that was made for 8, none is lost, and none says anything else."""
+    model = model_of()
+    loop, request = (
+        open_loop(model, max_running=8),
+        Request([5, 6, 7], SamplingParams(max_new_tokens=9), list(range(24))),
+    )
+    few = outcome(loop, [request])
+    loop.make_room(24)
+    loop.scheduler.max_running = 24
+    assert outcome(loop, [request])[0] == few[0]
+    assert loop.device_decode.max_rows == 24
+    loop.make_room(4)  # never less
+    assert loop.device_decode.max_rows == 24
