@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from areno.config.paths import base_of, tokenizer_of
 from areno.errors import EngineError, UsageError
@@ -87,7 +87,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     if beyond:
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
-            f"{option} {path}: the tokenizer has {len(beyond)} ids that the model has no embedding for: {token!r} is id "
+            f"{option} {path}: the tokenizer has {len(beyond)} token ids that the model has no embedding for: {token!r} is id "
             f"{beyond[token]}, the model has {rows} rows (vocab_size in config.json); give the tokenizer that belongs to it, "
             "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
@@ -123,18 +123,32 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 
 
-def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
+class Readable(Protocol):
+    """A model, or an engine that has one."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of a sequence, where there is a limit."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        ...
+
+
+def fitted(requests: Iterable[Request], model: Readable, kv_tokens: int) -> list[Request]:
     """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
 
     Args:
         requests: of a caller; they stay as they are.
-        context: most tokens of a sequence, where the model has a limit.
-        vocabulary: rows of the embedding table.
+        model: will answer them.
         kv_tokens: tokens that the cache holds.
 
     Raises:
         EngineError: a request could never be answered, or would end generation for all others; none is queued then.
     """
+    context, vocabulary = model.context_length, model.vocab_size
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 
 

@@ -147,7 +147,7 @@ def test_a_classifier_is_trained_saved_and_loaded_by_transformers(tiny_checkpoin
 
 
 def test_an_unknown_kind_of_training_is_refused():
-    with pytest.raises(UsageError, match="trains='critic': use policy, reward or nothing"):
+    with pytest.raises(UsageError, match="trains must be one of policy, reward, nothing, got 'critic'"):
         Trainer(1, "x", custom_config=ArenoConfig(runtime={"trains": "critic"}))
 
 

@@ -112,8 +112,7 @@ class RolloutLoop:
         Raises:
             EngineError: the loop has died, or a request cannot be answered; none is queued then.
         """
-        limits = self.model.context_length, self.model.vocab_size, self.scheduler.budget_tokens
-        groups = [self._group(request) for request in fitted(requests, *limits)]
+        groups = [self._group(request) for request in fitted(requests, self.model, self.scheduler.budget_tokens)]
         release_workers()  # of whoever asks, and will most likely wait
         with self._wake:
             self._refuse_ended()
