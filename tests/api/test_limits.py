@@ -221,7 +221,9 @@ def with_vocabulary(folder, vocabulary, **more):
 
 def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path):
     size = with_vocabulary(tmp_path, -3)
-    message = rf"has 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
+    message = (
+        rf"has 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
+    )
     with pytest.raises(UsageError, match=message):
         check_checkpoint(str(tmp_path))
     trainer = Trainer(1, str(tmp_path))
