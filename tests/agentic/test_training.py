@@ -306,7 +306,7 @@ def test_impossible_values_are_refused(train, options, said):
 
 def test_options_of_agents_are_refused_without_one(tmp_path, tiny_checkpoint, capsys):
     arguments = [*map(str, task_arguments("grpo", tiny_checkpoint, write_task(tmp_path / "task"), tmp_path / "run"))]
-    for option in (["--max-context-len", "99"], ["--train-tool-results"], ["--agent-timeout-s", "9"], ["--agent-retries", "2"],
+    for option in (["--train-tool-results"], ["--agent-timeout-s", "9"], ["--agent-retries", "2"],
                    ["--agent-max-failures", "1"], ["--turn-discount", "0.9"]):  # fmt: skip
         assert main([*arguments, *option]) == 2
         assert f"{option[0]}" in (text := capsys.readouterr().err)
