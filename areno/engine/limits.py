@@ -68,9 +68,10 @@ def check_checkpoint(path: str, *, option: str = "--ckpt", trust_remote_code: bo
 
 
 def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
-    """Check that a checkpoint has an embedding for every id that a tokenizer can give.
+    """Check that a checkpoint has an embedding for every id that a tokenizer gives.
 
-    Padding is never fed, so its id may be beyond. Arguments, result and errors are otherwise those of
+    Special tokens that nothing writes of itself, such as padding or those that a tokenizer's class adds, may be beyond: a
+    prompt that spells one out is refused when it comes. Arguments, result and errors are otherwise those of
     :func:`check_checkpoint`.
     """
     from transformers import AutoConfig
@@ -81,14 +82,15 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "folder" if Path(path).exists() else "hub id"
         raise UsageError(f"{option} {path}: this {where} could not be loaded: {reason}") from error
-    rows, padding = vocabulary_size(config), tokenizer.pad_token_id
-    padding = None if padding == tokenizer.eos_token_id else padding
-    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i != padding}
+    rows, template = vocabulary_size(config), str(getattr(tokenizer, "chat_template", None) or "")
+    written = {tokenizer.bos_token, tokenizer.eos_token}
+    idle = {t for t in tokenizer.all_special_tokens if t not in written and t not in template}
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and token not in idle}
     if beyond:
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
-            f"{option} {path}: the tokenizer has {len(beyond)} token ids that the model has no embedding for: {token!r} is id "
-            f"{beyond[token]}, the model has {rows} rows (vocab_size in config.json); give the tokenizer that belongs to it, "
+            f"{option} {path}: the tokenizer gives {len(beyond)} token ids that the model has no embedding for: {token!r} is "
+            f"id {beyond[token]}, the model has {rows} rows (vocab_size in config.json); give the tokenizer that belongs to it, "
             "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
     return context_length(config)
@@ -158,11 +160,7 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
         raise EngineError("a prompt must hold at least one token")
     if not request.seeds:
         raise EngineError("a request needs a seed for each of its samples, at least one")
-    for what, ids in (
-        ("a prompt", request.prompt_tokens),
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", sampling.logit_bias),
-    ):
+    for what, ids in (("a prompt", request.prompt_tokens), ("logit_bias", sampling.logit_bias)):
         if (wrong := unknown_id(ids or (), vocabulary)) is not None:
             raise EngineError(f"{what} names token id {wrong}; this model has the ids 0 to {vocabulary - 1}")
     most, limit = sampling.max_new_tokens, tightest(context, sampling.max_context_len)

@@ -122,7 +122,6 @@ def test_the_engine_itself_refuses_what_would_end_generation_for_all(trainer):
         (Request([5], few, seeds=[]), "a seed for each of its samples"),
         (Request([], few), "at least one token"),
         (Request([5], SamplingParams(logit_bias={vocabulary: 1.0})), f"logit_bias names token id {vocabulary}"),
-        (Request([5], SamplingParams(stop_token_ids=[vocabulary])), "stop_token_ids names token id"),
     ):
         with pytest.raises(EngineError, match=re.escape(message)):
             engine.submit([Request([5], few), request])
@@ -222,7 +221,7 @@ def with_vocabulary(folder, vocabulary, **more):
 def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path):
     size = with_vocabulary(tmp_path, -3)
     message = (
-        rf"has 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
+        rf"gives 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
     )
     with pytest.raises(UsageError, match=message):
         check_checkpoint(str(tmp_path))
@@ -238,13 +237,17 @@ def test_a_model_with_rows_to_spare_is_fine(tmp_path, more):
     assert check_checkpoint(str(tmp_path)) == 4096
 
 
-def test_a_padding_token_beyond_the_table_is_never_fed(tmp_path):
+def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
     """Checkpoints of Llama 2 with a padding token that was added to the tokenizer alone are common."""
     with_vocabulary(tmp_path, 0)
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["<|turn|>"]})
     tokenizer.save_pretrained(tmp_path)
     assert check_checkpoint(str(tmp_path)) == 4096
+    tokenizer.chat_template = "<|turn|>" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"1 token ids that the model has no embedding for: '<\|turn\|>'"):
+        check_checkpoint(str(tmp_path))
 
 
 def test_checking_reads_no_weights(tmp_path):

@@ -45,7 +45,9 @@ PROMPTS = [[3, 4, 5], [7, 8], [9, 9, 9, 9], [6]]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     # The norms of single heads in qwen3 get a part of their gradient on each rank: the trap of the stock plan.
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=64)
+    return save_tiny_checkpoint(
+        tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=64, max_position_embeddings=8192
+    )
 
 
 def engine(path, layout=None, **more):

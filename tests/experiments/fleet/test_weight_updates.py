@@ -21,6 +21,7 @@ from areno.experiments.fleet.delivery import WeightOptions
 from areno.experiments.fleet.ranks import Update
 from areno.experiments.fleet.segment import layout
 from areno.experiments.fleet.tensors import wanted
+from areno.types import Request, SamplingParams
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import (
     adapter_of,
@@ -327,5 +328,5 @@ def test_mistakes_are_named(policy, trainer, open_fleet, tiny_checkpoint):
         fleet.update_weights(trainer, 1)
     with pytest.raises(UsageError, match="replicas=0: use at least 1"):
         open_fleet(replicas=0)
-    with pytest.raises(EngineError, match="can never fit"):
-        fleet.submit(requests(1, tokens=9000))
+    with pytest.raises(EngineError, match="5000 tokens leaves no room for an answer in a context of 4096"):
+        fleet.submit([Request([5] * 5000, SamplingParams())])
