@@ -90,7 +90,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
         token = min(beyond, key=lambda name: beyond[name])
         raise UsageError(
             f"{option} {path}: the tokenizer gives {len(beyond)} token ids that the model has no embedding for: {token!r} is "
-            f"id {beyond[token]}, the model has {rows} rows (vocab_size in config.json); give the tokenizer that belongs to it, "
+            f"id {beyond[token]}, the model has {rows} rows (vocab_size in config.json); give its own tokenizer, "
             "or resize the embeddings with transformers (resize_token_embeddings) and save the model again"
         )
     return context_length(config)
