@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areno.config.experiment import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-from areno.config.experiment.effect_table import REFUSED_VALUES
-from areno.config.experiment.effects import Refused, entry_of
+from areno.config.experiment.effect_table import HARMLESS, REFUSED, REFUSED_VALUES
+from areno.config.experiment.effects import words_of
 from areno.config.experiment.legacy import LEGACY_KEYS
 from areno.config.experiment.settings import Setting, paths_of, settings_of
 
@@ -45,6 +45,7 @@ GROUPS = {
         "TrackioConfig",
         "PerfTracerConfig",
         "SessionTracerConfig",
+        "MemoryProfilerConfig",
     ],
     "Machine and processes": [
         "ClusterSpecConfig",
@@ -53,10 +54,9 @@ GROUPS = {
         "SchedulingSpec",
         "SchedulingStrategy",
     ],
-    "Known, but not there yet": [
+    "Other backends": [
         "FSDPEngineConfig",
         "FSDPWrapPolicy",
-        "MemoryProfilerConfig",
         "SGLangConfig",
         "vLLMConfig",
         "ArchonEngineConfig",
@@ -110,8 +110,10 @@ file's path; a subclass of `GRPOConfig` may add fields of its own. `--help` prin
   a large GPU node stands in brackets.
 - **Saved.** `save_config` writes the whole resolved configuration, which loads to the same one. Keys to services
   (`admin_api_key`, `wandb_api_key` and the like) are left out; give them anew, or by the services' own variables.
-- **Errors.** All mistakes are told at once, each with the nearest name, the value and what to do. A setting that nothing
-  would read is a mistake too. What is known and not there yet is refused unless it has its default.
+- **Errors.** All mistakes are listed at once, each with the nearest name, the value and what to write instead. A setting
+  that asks for something that this version cannot do is an error, unless it has its default: areno's, or the one in brackets.
+- **Notice.** Settings that change nothing here are accepted, and one notice in the log lists them with the reasons: sections
+  of backends that are not used, resources for cluster schedulers, keys of services, what another setting decides.
 
 ## Backends
 
@@ -123,8 +125,10 @@ among them. On a CPU a device is a process. `ref` and `critic` live on the actor
 The grammar is `BACKEND[NAME]:SIZES` with the letters d (data), t (tensor), p (pipeline), c (context) and e (expert), for the
 backends areno, sglang, vllm (d, t, p) and fsdp, megatron, archon (all five). `megatron:(attn:d4p2t2|ffn:d2p2e4)` divides
 expert layers differently. `allocation_mode` holds several at once: `areno:d2+fsdp:d2` on devices of their own,
-`areno[rollout]:d2|fsdp[actor]:d2` on the same ones, and the dotted `areno.d2m1+d2m1` of earlier versions, in which m is tensor
-parallel. Of all these, areno and fsdp with d and t run today; the others are read, and an error says what to write.
+`areno[rollout]:d2|fsdp[actor]:d2` on the same ones. The forms of earlier versions, in which m is tensor parallel, are
+translated: `areno.d2m1+d2m1`; `d2m1` alone, which is generation and training on the same devices; and sizes by model, as
+`actor_gen:d2,*:d4`, where training has devices of its own. Only areno and fsdp with d and t are supported; for the others an
+error says what to write.
 
 ## Traps that are errors here
 
@@ -181,12 +185,13 @@ def _section(declaration: type, places: list[str]) -> str:
         lines.append(f"\nUsed as {shown}{' and others' if len(places) > 4 else ''}.")
     if bases:
         lines.append(f"\nHas the settings of {' and '.join(f'[{base}](#{base.lower()})' for base in bases)} as well.")
-    reasons = {row.words for entry in own if isinstance(row := entry_of(entry), Refused)}
-    whole = len(reasons) == 1 and all(isinstance(entry_of(entry), Refused) for entry in own)
-    if whole:
-        lines.append(f"\nNot there yet: {reasons.pop()}.")
+    whole = f"{declaration.__name__}.*"
+    if whole in REFUSED:
+        lines.append(f"\nNot supported: {REFUSED[whole]}.")
+    if whole in HARMLESS:
+        lines.append(f"\nAccepted without effect: {HARMLESS[whole]}.")
     if own:
-        lines += ["\n" + _COLUMNS, *(_row(entry, tell=not whole) for entry in own)]
+        lines += ["\n" + _COLUMNS, *(_row(entry, tell=whole not in {**REFUSED, **HARMLESS}) for entry in own)]
     return "\n".join([*lines, ""])
 
 
@@ -208,9 +213,10 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
     yield entry.info.help
     if entry.info.choices:
         yield f"One of {', '.join(entry.info.choices)}."
-    row = entry_of(entry)
-    if tell and isinstance(row, Refused):
-        yield f"*Only the default: {row.words}.*"
+    if tell and (words := words_of(entry, REFUSED)):
+        yield f"*Only the default: {words}.*"
+    if tell and (words := words_of(entry, HARMLESS)):
+        yield f"*Accepted without effect: {words}.*"
     for value, words in REFUSED_VALUES.get(f"{entry.owner}.{entry.name}", {}).items():
         yield f"*Not {value}: {words}.*"
 

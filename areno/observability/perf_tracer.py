@@ -59,7 +59,7 @@ class PerfTracer:
         role: what the process is: ``trainer``, ``rollout``, ...
         rank: of the process in its role.
         enabled: off, it does nothing and makes no file.
-        save_interval: events are written at each step whose number, counted from 1, is a multiple of it.
+        save_interval: events are written at each step whose number, counted from 1, is a multiple of it; 0 and less mean 1.
         profile_steps: global steps to run the torch profiler in.
     """
 
@@ -75,7 +75,7 @@ class PerfTracer:
     ) -> None:
         self.enabled = enabled
         self.path = trace_path(Path(logs), role, rank)
-        self._save_interval = save_interval
+        self._save_interval = max(save_interval, 1)
         self._profile_steps = frozenset(profile_steps or ())
         self._common: dict[str, Any] = {"rank": rank, "role": role}
         self._events: list[dict[str, Any]] = []

@@ -88,7 +88,7 @@ class SessionTracer:
         role: what the process is.
         rank: of the process in its role.
         enabled: off, it does nothing and makes no file.
-        flush_threshold: sessions that have ended are written when there are so many.
+        flush_threshold: sessions that have ended are written when there are so many; 0 and less mean 1.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SessionTracer:
         self.enabled = enabled
         self.path = Path(logs) / "session_tracer" / role / f"sessions-r{rank}.jsonl"
         self._common = {"rank": rank, "role": role}
-        self._threshold = flush_threshold
+        self._threshold = max(flush_threshold, 1)
         self._lock = threading.Lock()
         self._task_ids, self._session_ids = itertools.count(), itertools.count()
         self._open: dict[int, list[_Session]] = {}

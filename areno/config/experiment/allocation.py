@@ -6,6 +6,8 @@
     areno:d2+fsdp:d2                 generation and training, each on devices of its own
     sglang[rollout]:d4|fsdp[actor]:d4   both on the same devices
     sglang.d4p1m1+d2p2m1             the form of earlier versions, in which m is tensor parallel
+    actor_gen:d4,*:d8                sizes by model: generation on four devices, training on eight others
+    d4m1                             sizes alone: generation and training on the same devices
 
 ``|`` binds tighter than ``+``. The letters: d data, t tensor, p pipeline, c context, e expert parallel.
 """
@@ -30,7 +32,18 @@ _INFERENCE_DIMS, _TRAIN_DIMS = "dtp", "dptce"
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _HEAD = re.compile(rf"(?P<backend>{_NAME})(?:\[(?P<square>{_NAME})\]|\((?P<round>{_NAME})\))?(?::(?P<dims>.*))?")
 _DIM = re.compile(r"([a-z])([1-9][0-9]*)")
-_LEGACY = re.compile(r"([A-Za-z]+)\.((?:[dmp][1-9][0-9]*)+)(?:\+((?:[dmp][1-9][0-9]*)+))?")
+_SIZES = re.compile(r"(?:[dmtpce][1-9][0-9]*)+")
+_DOTTED = re.compile(rf"([A-Za-z]+)\.({_SIZES.pattern})")
+_MODELS = {
+    "actor_gen": "rollout",
+    "actor_train": "actor",
+    "actor": "actor",
+    "ref_inf": "ref",
+    "ref": "ref",
+    "critic_train": "critic",
+    "critic": "critic",
+    "*": "*",
+}
 
 
 class InvalidAllocationModeError(UsageError):
@@ -170,10 +183,10 @@ def _no_backend(spec: str, text: str) -> str:
     known = ", ".join((*INFERENCE_BACKENDS, *TRAIN_BACKENDS))
     if not text:
         return f"the backend is empty; write one such as fsdp:d1 (backends: {known})"
-    if re.fullmatch(r"([a-z][1-9][0-9]*)+", text):
-        return f"{spec!r} says no backend; write fsdp:{text} to train or areno:{text} to generate"
-    if _LEGACY.fullmatch(text):
-        return f"{spec!r} is the dotted form of allocation_mode; for one engine use a colon, such as {text.replace('.', ':')}"
+    if _SIZES.fullmatch(text):
+        return f"{spec!r} says no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
+    if _DOTTED.fullmatch(text):
+        return f"{spec!r} is the dotted form of allocation_mode; write {_component(text, first=True)} with a colon"
     word = re.split(r"[^A-Za-z_]", text, maxsplit=1)[0]
     hint = nearest(word, (*INFERENCE_BACKENDS, *TRAIN_BACKENDS))
     return f"{spec!r} is no backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {known}"
@@ -327,21 +340,54 @@ class AllocationMode:
 
 
 def translate_legacy(text: str) -> str:
-    """Write the dotted form with colons: ``sglang.d4p1m1+d2p2m1`` is ``sglang:d4+megatron:d2p2``; other texts stay.
+    """Write the forms of earlier versions with colons; other texts stay.
 
-    m becomes t. The training part named no backend: it is fsdp, or megatron where it has pipeline stages.
+    ``sglang.d4p1m1+d2p2m1`` is ``sglang:d4+megatron:d2p2``: m is tensor parallel, and a training part without a backend is
+    fsdp, or megatron where it has what fsdp lacks. ``actor_gen:d4,*:d8`` is ``areno:d4+fsdp:d8``. Sizes alone, such as
+    ``d2p2m1``, are one allocation of which generation and training share the devices.
     """
-    match = _LEGACY.fullmatch(re.sub(r"\s+", "", text))
-    if match is None:
-        return text
-    backend, rollout, train = match.groups()
-    parts = [f"{backend}:{_modern(rollout)}"]
-    if train:
-        sizes = dict(_DIM.findall(train))
-        parts.append(f"{'megatron' if int(sizes.get('p', 1)) > 1 else 'fsdp'}:{_modern(train)}")
-    return "+".join(parts)
+    compact = re.sub(r"\s+", "", text)
+    if "," in compact:
+        return _by_model(text, compact)
+    if _SIZES.fullmatch(compact):
+        return f"areno[rollout]:{_modern(compact)}|{_trains(compact, '[actor]')}"
+    parts = [_component(part, first=not index) for index, part in enumerate(compact.split("+"))]
+    return text if parts == compact.split("+") else "+".join(parts)
+
+
+def _component(part: str, *, first: bool) -> str:
+    if match := _DOTTED.fullmatch(part):
+        return f"{match[1]}:{_modern(match[2])}"
+    return _trains(part) if _SIZES.fullmatch(part) and not first else part
+
+
+def _by_model(text: str, compact: str) -> str:
+    """``NAME:SIZES`` for each model, with ``*`` for those that are not named."""
+    prefix, _, rest = compact.partition(".")
+    backend, rest = (prefix, rest) if prefix in INFERENCE_BACKENDS else ("areno", compact)
+    sizes: dict[str, str] = {}
+    for part in rest.split(","):
+        model, _, dims = part.partition(":")
+        role = _MODELS.get(model)
+        if role is None or not _SIZES.fullmatch(dims):
+            raise InvalidAllocationModeError(
+                f"{text!r}: {part!r} is not MODEL:SIZES; write MODEL as one of {', '.join(_MODELS)}, and SIZES such as d4"
+            )
+        sizes[role] = dims
+    generates, trains = sizes.pop("rollout", sizes.get("*", "")), sizes.pop("actor", sizes.get("*", ""))
+    others = [_trains(dims, f"[{role}]") for role, dims in sizes.items() if role != "*"]
+    named = ("[rollout]", "[actor]") if others else ("", "")
+    parts = [f"{backend}{named[0]}:{_modern(generates)}"] if generates else []
+    parts += [_trains(trains, named[1])] if trains else []
+    return "+".join([*parts, *others])
+
+
+def _trains(dims: str, name: str = "") -> str:
+    beyond = any(int(size) > 1 for letter, size in _DIM.findall(dims) if letter in "pe")
+    return f"{'megatron' if beyond else 'fsdp'}{name}:{_modern(dims)}"
 
 
 def _modern(dims: str) -> str:
     sizes = {letter: int(number) for letter, number in _DIM.findall(dims)}
-    return _dims_text(d=sizes.get("d", 1), p=sizes.get("p", 1), t=sizes.get("m", 1))
+    tensor = max(sizes.get("m", 1), sizes.get("t", 1))
+    return _dims_text(d=sizes.get("d", 1), p=sizes.get("p", 1), t=tensor, c=sizes.get("c", 1), e=sizes.get("e", 1))

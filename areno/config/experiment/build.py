@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.settings import Setting, paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, copied, leaves
@@ -27,41 +28,53 @@ Config = TypeVar("Config", bound=BaseExperimentConfig)
 ALIASES = {"actor.lr": "actor.optimizer.lr", "critic.lr": "critic.optimizer.lr"}
 """Short spellings, with what they stand for."""
 
+_REJECTION = "is now rejection_sampling.upper; write that, inside the section of this key"
+_PROGRAM = "belongs to the program that the file was written for; remove it"
 MOVED = {
-    "behave_imp_weight_cap": "is now rejection_sampling.upper",
+    "behave_imp_weight_cap": _REJECTION,
+    "behav_imp_weight_cap": _REJECTION,
     "behave_imp_weight_mode": (
         "is now rejection_sampling: token_mask is level: token with action: mask, token_truncate is level: token with "
         "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
     ),
     "recompute_logprobs": "is spelt recompute_logprob",
+    "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME",
+    "model_path": "is actor.path here; write actor.path=MODEL",
+    "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N",
+    "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N",
+    "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME",
+    "agent_run_args": "are arguments of the agent; write them as workflow.kwargs",
+    "eval_workflow": f"{_PROGRAM}, an evaluation takes the workflow of training",
+    "n_trajs": "is gconfig.n_samples here; write gconfig.n_samples=N",
+    "max_tokens_per_trajectory": "is gconfig.max_tokens here; write gconfig.max_tokens=N",
 }
-"""Keys of earlier versions of the format, by last name, with what became of them."""
+"""Keys of earlier versions of the format, and of programs that published files were written for, by last name."""
 
 _MISSING = "???"
 
 
-def build_config(given: Tree, config_cls: type[Config]) -> Config:
+def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> Config | None:
     """Make a configuration of raw values; combinations are not checked (see `areno.config.experiment.checks`).
 
     Args:
         given: nested dicts, as YAML gives them; not changed.
         config_cls: the class of the experiment.
+        problems: gets unknown, missing, ill-typed and out-of-bounds settings, and interpolations that lead nowhere.
 
-    Raises:
-        UsageError: unknown, missing, ill-typed or out-of-bounds settings, all of them at once; an interpolation that
-            leads nowhere.
+    Returns:
+        The configuration without its unknown keys; None where a value is missing or wrong.
     """
-    problems = Problems()
-    given = without_aliases(given)
-    for problem in unknown_keys(given, config_cls):
-        problems.add(problem)
-    problems.raise_if_any()
+    given = _known_part(without_aliases(given), config_cls, problems)
     known = dict(leaves(given))
     extra = {path: value for path, value in config_cls.dependent_defaults(known).items() if path not in known}
-    context = _Context(extra, frozenset(paths_of(config_cls)), problems)
-    resolved = _resolve(_with_defaults(given, config_cls, context), known)
-    config = _typed(resolved, config_cls, "", context)
-    problems.raise_if_any()
+    context = _Context(extra, frozenset(paths_of(config_cls)), Problems())
+    config = None
+    try:
+        config = _typed(_resolve(_with_defaults(given, config_cls, context), known), config_cls, "", context)
+    except UsageError as error:
+        problems.add(str(error))
+    for problem in context.problems.found:
+        problems.add(problem)
     return config
 
 
@@ -89,25 +102,37 @@ def real_path(path: str) -> str:
     return ALIASES.get(path, path)
 
 
-def unknown_keys(
-    given: Mapping[str, Any], declaration: type, prefix: str = "", root: type | None = None
-) -> Iterator[str]:
-    """Say which keys of a tree are no settings, each with the nearest name."""
+def _known_part(
+    given: Mapping[str, Any], declaration: type, problems: Problems, prefix: str = "", root: type | None = None
+) -> Tree:
+    """The part of a tree that are settings; every other key becomes a problem, with the nearest name."""
     root = root or declaration
-    known = settings_of(declaration)
+    kept: Tree = {}
     for key, value in given.items():
-        path = f"{prefix}{key}"
-        entry = known.get(str(key))
+        path, entry = f"{prefix}{key}", settings_of(declaration).get(str(key))
         if entry is None:
-            yield unknown_key(path, root)
+            problems.add(_old_teacher(path) or unknown_key(path, root, value))
         elif entry.shape == "section" and isinstance(value, Mapping):
-            yield from unknown_keys(value, entry.kind, path + ".", root)
+            kept[key] = _known_part(value, entry.kind, problems, path + ".", root)
         elif entry.shape == "section" and value is not None and "${" not in str(value) and value != _MISSING:
-            yield f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}"
-        elif entry.shape == "sections":
-            for index, item in enumerate(_items(value)):
-                if isinstance(item, Mapping):
-                    yield from unknown_keys(item, entry.kind, f"{path}.{index}.", root)
+            better = f"; write {path}.path={value}" if "path" in settings_of(entry.kind) else ""
+            problems.add(f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}{better}")
+        elif entry.shape == "sections" and _items(value):
+            kept[key] = [
+                _known_part(item, entry.kind, problems, f"{path}.{index}.", root) if isinstance(item, Mapping) else item
+                for index, item in enumerate(_items(value))
+            ]
+        else:
+            kept[key] = value
+    return kept
+
+
+def _old_teacher(path: str) -> str:
+    """Of earlier versions: a teacher with the settings of an engine of its own."""
+    section, _, name = path.partition(".")
+    if section != "teacher" or name not in settings_of(TrainEngineConfig):
+        return ""
+    return "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
 
 
 def _items(value: Any) -> Any:
@@ -119,14 +144,22 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, list) else []
 
 
-def unknown_key(path: str, root: type) -> str:
+def unknown_key(path: str, root: type, value: Any = None) -> str:
     """The message for a key that is no setting: what became of it, or the nearest name."""
     last = path.rpartition(".")[2]
     if last in MOVED:
-        return f"{path} {MOVED[last]}; change the file"
+        return f"{path} {MOVED[last]}"
+    if isinstance(value, Mapping) and not _alike(value, root):
+        return f"{path} is not a section of {root.__name__}; remove it, or declare it in a class of your own that extends it"
     near = nearest_path(path, list(paths_of(root)))
     hint = f" (did you mean {near}?)" if near else ""
     return f"{path} is not a setting of {root.__name__}{hint}; see --help"
+
+
+def _alike(value: Mapping[str, Any], root: type) -> bool:
+    """Whether some section has most of these keys."""
+    kinds = {entry.kind for entry in paths_of(root).values() if entry.shape in ("section", "sections")}
+    return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 
 
 def nearest_path(path: str, known: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a whole experiment: sections against each other, and what is asked for that is not there yet.
+"""Checks of a whole experiment: sections against each other, and what is asked for that is not supported.
 
 Everything that would be silently wrong is loud here: a KL without a reference, groups that are not the answers to one
 prompt, settings that nothing reads.
@@ -11,7 +11,7 @@ from typing import Any
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
 from areno.config.experiment.effects import refusals
-from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
+from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import (
     EXPERIMENTS,
     BaseExperimentConfig,
@@ -24,30 +24,20 @@ from areno.config.experiment.section_checks import CHECKS, check_actor, idle, sh
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
 from areno.config.packages import missing_lora_packages
-from areno.config.parser import Problems
 from areno.errors import UsageError
 
 SECTIONS_WITH_FILES = ("saver", "recover")
 """Sections whose files may lie under a root of their own; everything else is in the run directory."""
 
 
-def check_config(config: BaseExperimentConfig) -> None:
-    """Check that the settings make an experiment that can work.
-
-    Raises:
-        UsageError: every problem, with its setting, value and remedy; numbered if there are several.
-    """
-    problems = Problems()
-    for text in (
-        *_names(config),
-        *_sections(config),
-        *_experiment(config),
-        *idle_settings(config),
-        *refusals(config),
-        *_backends(config),
-    ):
-        problems.add(text)
-    problems.raise_if_any()
+def check_config(config: BaseExperimentConfig) -> Iterator[str]:
+    """Say why the settings make no experiment that can work: every problem, with its setting, value and remedy."""
+    yield from _names(config)
+    yield from _sections(config)
+    yield from _experiment(config)
+    yield from idle_settings(config)
+    yield from refusals(config)
+    yield from _backends(config)
 
 
 def _names(config: BaseExperimentConfig) -> Iterator[str]:
@@ -97,6 +87,7 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
         yield from _sampling(config)
         yield from _groups(config)
         yield from _rollout(config)
+        yield from _strategies(config)
     elif isinstance(actor, TrainEngineConfig):
         because = "in an experiment that generates nothing; leave it out"
         yield from (f"actor.{name} {text}" for name, text in idle(actor, ("weight_update_mode",), because))
@@ -119,8 +110,6 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
     evaluates = evaluator.eval_before_train or any(value is not None for value in frequencies)
     if valid is None and evaluates:
         yield "evaluator has nothing to evaluate on; give valid_dataset, or leave the evaluator's frequencies out"
-    if valid is not None and not evaluates:
-        yield "valid_dataset is never evaluated on; set evaluator.freq_epochs, freq_steps, freq_secs or eval_before_train"
     if valid is not None and valid.type != kind:
         yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
 
@@ -222,14 +211,27 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
         )
     if path == "agent" and not agent.agent_cls_path:
         yield "workflow.path agent needs rollout.agent.agent_cls_path; give the agent as file.py:NAME or module.NAME"
-    if (
-        config.actor.weight_update_mode not in (AUTO, "disk")
-        and config.rollout.scheduling_strategy.type == "colocation"
-    ):
+    ahead = config.rollout.max_head_offpolicyness
+    if config.async_training is not None and config.async_training != (ahead > 0):
         yield (
-            f"actor.weight_update_mode {config.actor.weight_update_mode} needs devices of their own for rollout and "
-            "training; use disk, or rollout.scheduling_strategy.type=separation"
+            f"async_training {shown(config.async_training)} contradicts rollout.max_head_offpolicyness {ahead}, which says "
+            "how far rollout runs ahead (0 is synchronous); remove async_training"
         )
+
+
+def _strategies(config: PPOConfig) -> Iterator[str]:
+    """Whose devices a role may share: rollout and actor each other's; the others live in the actor's processes."""
+    partners = {"rollout": "actor", "actor": "rollout", "ref": "actor", "critic": "actor"}
+    for role, partner in partners.items():
+        engine = getattr(config, role)
+        strategy = engine.scheduling_strategy if engine is not None else None
+        if strategy is None or strategy.type != "colocation":
+            continue
+        where = f"{role}.scheduling_strategy"
+        if strategy.target not in (None, "", partner):
+            yield f"{where}.target {strategy.target!r}: {role} shares the devices of {partner}; write {where}.target={partner}"
+        if not strategy.fork and role in ("actor", "rollout"):
+            yield f"{where}.fork false: processes that share a device are processes of their own here; remove it"
 
 
 def _backends(config: BaseExperimentConfig) -> Iterator[str]:
@@ -252,10 +254,11 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
     if found and config.allocation_mode:
         parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
         named = AllocationMode.from_str(config.allocation_mode).engines
-        better = "+".join(_replacement(engine) for engine in named[:2])
+        shares = bool(named[0].name) and AllocationMode.from_str(config.allocation_mode).colocated()
+        better = ("|" if shares else "+").join(_replacement(engine, engine.name if shares else "") for engine in named[:2])
         yield f"allocation_mode {config.allocation_mode}: {parts}; on this machine write allocation_mode={better}"
     else:
-        yield from (f"{what}: {missing}; use {better}" for what, missing, better in found)
+        yield from (f"{what}: {missing}; write {what.split()[0]}={better}" for what, missing, better in found)
 
 
 def roles(config: BaseExperimentConfig) -> dict[str, str]:
@@ -274,11 +277,12 @@ def _not_there(allocation: ModelAllocation) -> str:
     missing = [f"{name} parallelism of {size}" for name, size in sizes.items() if size > 1]
     if allocation.backend in products:
         missing.insert(0, products[allocation.backend])
-    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there yet" if missing else ""
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not supported" if missing else ""
 
 
-def _replacement(allocation: ModelAllocation) -> str:
+def _replacement(allocation: ModelAllocation, name: str = "") -> str:
     """What does the same work on as many devices."""
     tensor = allocation.parallel.tensor
     data = allocation.world_size // tensor
-    return f"{'areno' if allocation.is_inference else 'fsdp'}:d{data}" + (f"t{tensor}" if tensor > 1 else "")
+    backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")
+    return f"{backend}:d{data}" + (f"t{tensor}" if tensor > 1 else "")

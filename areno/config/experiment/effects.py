@@ -1,80 +1,33 @@
-"""What each setting does: the test that shows its effect, or the words with which it is refused.
+"""Which settings are refused, and which are accepted although they change nothing.
 
 The rows are in `areno.config.experiment.effect_table`. A refused setting is refused when its value differs from the
-default: files that spell defaults out load, and nothing is accepted that nothing reads.
+default, areno's or the documented one: files that spell defaults out load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areno.config.experiment.effect_table import EFFECTS, REFUSED, REFUSED_VALUES
+from areno.config.experiment.effect_table import HARMLESS, REFUSED, REFUSED_VALUES
 from areno.config.experiment.settings import Setting, walk
 
 
-@dataclass(frozen=True)
-class Refused:
-    """The setting is not there yet.
-
-    Attributes:
-        words: what is missing, and what to do instead; part of the error.
-    """
-
-    words: str
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The setting works.
-
-    Attributes:
-        test: the test that shows it, as ``tests/path.py::name``.
-    """
-
-    test: str
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A section: each of its settings has a row of its own."""
-
-
-Entry = Refused | Effect | Parts
-
-
-def entry_of(entry: Setting) -> Entry:
-    """Look up the row of a setting, by ``Class.field`` of the class that declares it first, else ``Class.*``.
-
-    Raises:
-        KeyError: there is no row; a user's own field has none.
-    """
-    key, all_of_class = f"{entry.owner}.{entry.name}", f"{entry.owner}.*"
-    if key in EFFECTS:
-        return Effect(EFFECTS[key])
-    for name in (key, all_of_class):
-        if name in REFUSED:
-            return Refused(REFUSED[name])
-    if entry.shape in ("section", "sections"):
-        return Parts()
-    raise KeyError(key)
+def words_of(entry: Setting, table: Mapping[str, str]) -> str:
+    """The row of a setting, by ``Class.field`` of the class that declares it first, else ``Class.*``; empty without one."""
+    return table.get(f"{entry.owner}.{entry.name}", table.get(f"{entry.owner}.*", ""))
 
 
 def refusal(entry: Setting, value: Any) -> str:
     """Words with which a value is refused; empty if it is not."""
-    try:
-        row = entry_of(entry)
-    except KeyError:  # a field of a user's own class
+    if value == entry.default or (value is not None and value == entry.info.documented):
         return ""
-    if isinstance(row, Refused):
-        return row.words if value != entry.default else ""
     values = REFUSED_VALUES.get(f"{entry.owner}.{entry.name}", {})
-    return values.get(value, "") if isinstance(value, str) else ""
+    return words_of(entry, REFUSED) or (values.get(value, "") if isinstance(value, str) else "")
 
 
 def refusals(config: Any) -> Iterator[str]:
-    """Say what a configuration asks for that is not there yet: one message per section and reason."""
+    """Say what a configuration asks for that is not supported: one message per section and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for path, entry, value in walk(config):
         if words := refusal(entry, value):
@@ -87,3 +40,16 @@ def refusals(config: Any) -> Iterator[str]:
             found.setdefault((where, words), []).append(text)
     for (where, words), names in found.items():
         yield f"{where + ': ' if where else ''}{', '.join(names)}: {words}"
+
+
+def harmless(config: Any) -> Iterator[tuple[str, str]]:
+    """Give each setting that has another value than its default and changes nothing, with the reason.
+
+    Of a section whose settings share one reason only the section is named.
+    """
+    for path, entry, value in walk(config):
+        reason = words_of(entry, HARMLESS)
+        if not reason or value == entry.default or entry.shape in ("section", "sections") and value is None:
+            continue
+        whole = f"{entry.owner}.*" in HARMLESS
+        yield (path.rpartition(".")[0] if whole else path), reason

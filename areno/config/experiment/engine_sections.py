@@ -46,6 +46,7 @@ class TrainEngineConfig:
     attn_impl: str = setting(
         AUTO,
         inherits="actor.attn_impl",
+        documented="flash_attention_2",
         shown="auto (GPU: flash_attention_2 if installed; CPU: sdpa)",
         help="Attention: eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, or a kernel of the hub as "
         "owner/repo[@revision][:entry].",
@@ -71,6 +72,7 @@ class TrainEngineConfig:
         choices=DTYPES,
         synonyms=DTYPE_SYNONYMS,
         inherits="actor.dtype",
+        documented="bfloat16",
         shown="auto (GPU: bfloat16, CPU: float32)",
         help="Number format of forward and backward passes.",
     )
@@ -90,6 +92,7 @@ class TrainEngineConfig:
     weight_update_mode: str = setting(
         AUTO,
         choices=(AUTO, "shm", "disk", "xccl"),
+        documented="xccl",
         shown="auto (GPU: xccl, CPU: shm)",
         help="How new weights reach rollout: shm by shared memory, xccl by a collective, disk by a checkpoint.",
     )

@@ -62,6 +62,7 @@ class BaseExperimentConfig:
     sglang: SGLangConfig = section(SGLangConfig, help="SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, help="vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, help="Who starts the worker processes.")
+    launcher: dict[str, Any] = setting({}, help="Resources for the launchers of earlier versions.")
 
     @classmethod
     def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +90,9 @@ class PPOConfig(BaseExperimentConfig):
     ref: PPOActorConfig | None = section(None, help="A frozen policy that the actor is held to; null has none.")
     critic: PPOCriticConfig | None = section(None, help="A value model; null has none.")
     teacher: TeacherConfig | None = section(None, help="A policy to learn from; null has none.")
+    async_training: bool | None = setting(
+        None, help="Of earlier versions: must agree with rollout.max_head_offpolicyness, which decides; null asks nothing."
+    )
     dynamic_bs: bool = setting(
         False, help="End a batch when accepted and rejected groups together make batch_size, and train on fewer."
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from areno.config.experiment.effect_table import HARMLESS
+from areno.config.experiment.effects import words_of
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.section_checks import idle, shown
 from areno.config.experiment.settings import settings_of, walk
 
 _OWN = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
-_OWN |= {"scheduling_strategy", "scheduling_spec"}
-_TRAINED = {"critic": {"optimizer", "mb_spec"}, "ref": {"mb_spec"}}
+_OWN |= {"scheduling_strategy", "scheduling_spec", "mb_spec", "optimizer", "archon", "megatron"}
+_TRAINED = ("critic", "ref")
 LOADER = "loader"
 """Key of ``dataset_kwargs`` that names the user's own loader."""
 
@@ -22,10 +24,10 @@ def idle_settings(config: BaseExperimentConfig) -> Iterator[str]:
     yield from _tokenizers(config)
     yield from _rows(config)
     yield from _environments(config)
-    for role, own in _TRAINED.items():
+    for role in _TRAINED:
         engine = getattr(config, role, None)
         if isinstance(engine, TrainEngineConfig):
-            yield from _shared(role, engine, config, own)
+            yield from _shared(role, engine, config)
     if isinstance(config, PPOConfig):
         yield from _teacher(config)
         if not config.actor.use_lora:
@@ -51,32 +53,30 @@ def _tokenizers(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _rows(config: BaseExperimentConfig) -> Iterator[str]:
-    if config.valid_dataset is not None:
+    if config.valid_dataset is not None and not config.train_dataset.drop_last:
         because = "because an evaluation takes all rows together; leave it out"
-        own = [
-            name
-            for name in ("batch_size", "shuffle", "drop_last")
-            if getattr(config.valid_dataset, name) != getattr(config.train_dataset, name)
-        ]
-        yield from (f"valid_dataset.{key} {text}" for key, text in idle(config.valid_dataset, tuple(own), because))
+        yield from (f"valid_dataset.{key} {text}" for key, text in idle(config.valid_dataset, ("drop_last",), because))
 
 
 def _environments(config: BaseExperimentConfig) -> Iterator[str]:
-    for role in ("actor", "critic", "ref"):
+    actor = getattr(config, "actor", None)
+    if not isinstance(actor, TrainEngineConfig) or not actor.scheduling_spec:
+        return
+    for role in _TRAINED:
         engine = getattr(config, role, None)
-        for index, spec in enumerate(engine.scheduling_spec if isinstance(engine, TrainEngineConfig) else ()):
-            if spec.env_vars and not index:
+        for spec in engine.scheduling_spec[:1] if isinstance(engine, TrainEngineConfig) else ():
+            if spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
                 yield (
-                    f"{role}.scheduling_spec.0.env_vars has no effect: training runs in the process that was started; set "
-                    "them in its environment"
+                    f"{role}.scheduling_spec.0.env_vars differs from the actor's, in whose processes {role} lives; write "
+                    "them into actor.scheduling_spec.0.env_vars"
                 )
 
 
-def _shared(role: str, engine: TrainEngineConfig, config: Any, own: set[str]) -> Iterator[str]:
+def _shared(role: str, engine: TrainEngineConfig, config: Any) -> Iterator[str]:
     for name, entry in settings_of(TrainEngineConfig).items():
         value = getattr(engine, name)
-        same = (settings_of(type(engine))[name].default, getattr(config.actor, name))
-        if name not in _OWN | own and value not in same and entry.shape != "sections":
+        same = (settings_of(type(engine))[name].default, getattr(config.actor, name), entry.info.documented)
+        if name not in _OWN and not words_of(entry, HARMLESS) and value not in same:
             words = f"{role}.{name} {shown(value)}".strip()
             yield f"{words} has no effect: {role} lives in the actor's engine, which decides it; leave it out"
 

@@ -93,6 +93,11 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     tree = _overridden(_file(args), args, BaseExperimentConfig, check=False)
     dataset = tree.get("train_dataset")
     kind = dataset.get("type") if isinstance(dataset, dict) else None
+    if dataset is None and {"resources", "run"} <= tree.keys():
+        raise UsageError(
+            f"--config {args.config_file} is a task of a cluster launcher, with keys such as resources and run, which are "
+            "not supported; give the experiment's own YAML file, which its run command names"
+        )
     if kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} names no kind of experiment; choose {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[kind]
@@ -113,8 +118,13 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
     Raises:
         UsageError: what is wrong with it, all problems at once.
     """
-    config = build_config(allocated(tree), config_cls)
-    check_config(config)
+    problems = Problems()
+    config = build_config(allocated(tree, config_cls), config_cls, problems)
+    if config is not None:
+        for text in check_config(config):
+            problems.add(text)
+    problems.raise_if_any()
+    assert config is not None  # else there are problems
     return config
 
 
@@ -144,7 +154,7 @@ def _given(config: Any) -> Tree:
     return tree
 
 
-def allocated(tree: Tree) -> Tree:
+def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
     """Give each role the backend that ``allocation_mode`` names for it; the tree is copied.
 
     Raises:
@@ -160,6 +170,8 @@ def allocated(tree: Tree) -> Tree:
     except UsageError as error:
         raise UsageError(f"allocation_mode {error}") from None
     for role, backend in backends.items():
+        if role == "rollout" and role not in settings_of(config_cls) and len(mode.components) == 1:
+            continue  # sizes alone are for all engines that there are
         section = tree.setdefault(role, {}) if role in ("rollout", "actor") else tree.get(role)
         if not isinstance(section, dict):
             raise UsageError(
@@ -172,7 +184,7 @@ def allocated(tree: Tree) -> Tree:
                 f"{role}.backend {own} differs from {backend} of allocation_mode {text}; leave one of the two out"
             )
         section["backend"] = backend
-        if role in shared:
+        if role in shared and shared[role] in settings_of(config_cls):
             section.setdefault("scheduling_strategy", {"type": "colocation", "target": shared[role]})
     return tree
 

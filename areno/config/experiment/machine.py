@@ -10,7 +10,7 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import roles
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.settings import walk
+from areno.config.experiment.settings import settings_of, walk
 from areno.config.parser import Problems
 
 
@@ -49,10 +49,10 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     """
     problems = Problems()
     needed = devices_needed(config)
-    for text in (*_attention(config, machine), *_devices(config, machine, needed)):
+    for text in _devices(config, machine, needed):
         problems.add(text)
     problems.raise_if_any()
-    lines = []
+    lines = list(_same_kernels(config, machine))
     for path, section, name, value in _choices(config, machine, needed):
         setattr(section, name, value)
         lines.append(f"{path}.{name} = {value} ({machine.name})")
@@ -69,14 +69,26 @@ def devices_needed(config: BaseExperimentConfig) -> int:
     )
 
 
-def _attention(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+def _same_kernels(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
     for path, entry, value in walk(config):
-        if entry.name == "attn_impl" and machine.gpus == 0 and str(value).startswith("flash_attention"):
-            yield f"{path} {value} needs a GPU, and there is none; leave it out, or use sdpa"
+        if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
+            yield f"{path} = sdpa computes with the kernels of flash_attention_2 on a GPU"
+
+
+def _is_open(section: Any, name: str) -> bool:
+    """Whether a setting is left to the machine: by auto, by null, or by the default that the format documents."""
+    return getattr(section, name) in (AUTO, None, settings_of(type(section))[name].info.documented)
 
 
 def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[str]:
-    given = config.cluster.n_gpus_per_node
+    cluster = config.cluster
+    given = None if _is_open(cluster, "n_gpus_per_node") else cluster.n_gpus_per_node
+    if machine.gpus and given == 0:
+        yield (
+            f"cluster.n_gpus_per_node 0 asks for no GPU, and this machine has {machine.gpus}; leave it out, or hide them "
+            "with CUDA_VISIBLE_DEVICES="
+        )
+        return
     if machine.gpus and given is not None and given > machine.gpus:
         yield f"cluster.n_gpus_per_node {given} is more than the {machine.gpus} GPUs of this machine; leave it out"
         return
@@ -100,19 +112,26 @@ def _smaller(machine: Machine, limit: int) -> str:
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:
-    if config.cluster.n_gpus_per_node is None:
-        yield "cluster", config.cluster, "n_gpus_per_node", machine.gpus or max(needed, 1)
+    cluster = config.cluster
+    if cluster.n_nodes != 1:
+        yield "cluster", cluster, "n_nodes", 1
+    devices = machine.gpus or max(needed, 1)
+    if _is_open(cluster, "n_gpus_per_node") and cluster.n_gpus_per_node != devices:
+        yield "cluster", cluster, "n_gpus_per_node", devices
     on_gpu = {"dtype": "bfloat16", "attn_impl": "flash_attention_2" if machine.flash_attention else "sdpa"}
     chosen = on_gpu if machine.gpus else {"dtype": "float32", "attn_impl": "sdpa"}
     for path, entry, value in walk(config):
         if entry.shape == "section" and isinstance(value, TrainEngineConfig):
             for name, choice in chosen.items():
-                if getattr(value, name) == AUTO:
+                given = getattr(value, name)
+                if given == AUTO or (given == "flash_attention_2" and not machine.gpus):
                     yield path, value, name, choice
         if entry.shape == "sections" and value and path in ("rollout.scheduling_spec", "actor.scheduling_spec"):
             for index, spec in enumerate(value):
                 if spec.cpu is None:
                     yield f"{path}.{index}", spec, "cpu", max(machine.cores // max(needed, 1), 1)
-    if isinstance(config, PPOConfig) and config.actor.weight_update_mode == AUTO:
+    if isinstance(config, PPOConfig):
         apart = config.rollout.scheduling_strategy.type == config.actor.scheduling_strategy.type == "separation"
-        yield "actor", config.actor, "weight_update_mode", ("xccl" if machine.gpus and apart else "shm")
+        mode = config.actor.weight_update_mode
+        if mode == AUTO or (mode == "xccl" and not apart):
+            yield "actor", config.actor, "weight_update_mode", ("xccl" if machine.gpus and apart else "shm")

@@ -152,7 +152,7 @@ class SessionTracerConfig:
     """A record of each rollout session's life."""
 
     enabled: bool = setting(False, help="Write sessions.jsonl.")
-    flush_threshold: int = setting(256, minimum=1, help="Write after so many finished sessions.")
+    flush_threshold: int = setting(256, help="Write after so many finished sessions; 0 and less mean 1.")
 
 
 @dataclass
@@ -163,7 +163,7 @@ class PerfTracerConfig:
     trial_name: str = setting("", inherits="trial_name", help="Written once, at the top.")
     fileroot: str = setting("", inherits="cluster.fileroot", shown="cluster.fileroot", help="Root of its files.")
     enabled: bool = setting(False, help="Write traces.")
-    save_interval: int = setting(1, minimum=1, help="Write every so many steps.")
+    save_interval: int = setting(1, help="Write every so many steps; 0 and less mean 1.")
     profile_steps: list[int] | None = setting(None, minimum=0, help="Steps that are also profiled by torch.")
     session_tracer: SessionTracerConfig | None = section(None, help="A record of each session's life.")
 

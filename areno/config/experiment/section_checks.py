@@ -27,6 +27,9 @@ from areno.config.options import nearest
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 
+MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+TRANSFORMERS_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 Problems = Iterator[tuple[str, str]]
 """Pairs of a setting's name inside the section and what is wrong with it."""
 
@@ -109,18 +112,20 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
             f"{name!r} is unknown{nearest(name, ATTENTION)}; choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]",
         )
     elif name not in ATTENTION_HERE:
-        yield "attn_impl", f"{name} is not there yet; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
+        yield "attn_impl", f"{name} is not supported; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
     if not config.use_lora:
         yield from idle(config, ("lora_rank", "lora_alpha", "target_modules"), "without an adapter; set use_lora too")
-    if config.pad_to_maximum and config.mb_spec.max_tokens_per_mb is None:
-        yield "pad_to_maximum", "pads to mb_spec.max_tokens_per_mb, which is null; give it"
     if config.enable_tree_training and config.mb_spec.packing_algorithm != "ffd":
         yield (
             "enable_tree_training",
             "packs rows by what they share; set mb_spec.packing_algorithm to ffd, or leave it out",
         )
-    if config.fsdp.memory_efficient_load and config.init_from_scratch:
-        yield "init_from_scratch", "reads no weights, so fsdp.memory_efficient_load has nothing to do; leave one out"
+    if megatron := sorted({*config.target_modules} & MEGATRON_LAYERS):
+        yield (
+            "target_modules",
+            f"{', '.join(megatron)} are layers of Megatron; write [{', '.join(TRANSFORMERS_LAYERS)}], or leave it out for "
+            "all linear layers",
+        )
     yield from _workers(config.scheduling_spec, (1, 2))
 
 
@@ -139,17 +144,11 @@ def check_rollout(config: InferenceEngineConfig) -> Problems:
 
 
 def check_agent(config: AgentConfig) -> Problems:
-    """Exports that need certain tokens, and settings of processes that are not started."""
+    """Settings of processes that are not started."""
     yield from _workers(config.scheduling_spec, (1,))
     for spec in config.scheduling_spec:
         because = "for agents, which run in the trainer's process or inherit its environment; leave it out"
         yield from ((f"scheduling_spec.0.{name}", text) for name, text in idle(spec, ("cpu", "env_vars"), because))
-    if config.export_style == "concat" and config.chat_template_type != "concat":
-        yield (
-            "export_style",
-            "concat joins the tokens of a conversation, which chat_template_type hf renders anew; set "
-            "chat_template_type to concat too",
-        )
     if config.mode != "subproc":
         yield from idle(config, ("subproc_max_workers",), "without processes; set mode to subproc too")
 
@@ -168,8 +167,6 @@ def check_strategy(config: SchedulingStrategy) -> Problems:
         yield "target", "is missing: name the role whose devices are shared, such as actor"
     if config.type == "separation":
         yield from idle(config, ("target", "fork"), "with type separation; use colocation")
-    elif not config.fork:
-        yield "fork", "false: processes that share a device are processes of their own here; leave it out"
 
 
 def check_actor(config: PPOActorConfig) -> Problems:
@@ -179,7 +176,7 @@ def check_actor(config: PPOActorConfig) -> Problems:
     if config.use_sapo_loss:
         if config.use_decoupled_loss:
             yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
-        yield from idle(config, ("eps_clip", "eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip")
+        yield from idle(config, ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it")
     else:
         yield from idle(config, ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too")
     if config.use_cispo_loss:
@@ -227,8 +224,6 @@ def _proximal(config: PPOActorConfig) -> Problems:
 def check_teacher(config: TeacherConfig) -> Problems:
     """A teacher is a model, scored by the engine that is named."""
     other = "train" if config.engine_type == "rollout" else "rollout"
-    if getattr(config, config.engine_type) is None:
-        yield config.engine_type, f"is missing: engine_type {config.engine_type} needs the section; {{}} takes defaults"
     if getattr(config, other) is not None:
         yield other, f"has no effect with engine_type {config.engine_type}; leave it out"
     if not config.path:

@@ -38,6 +38,7 @@ class SettingInfo(OptionInfo):
         required: must be given, or inherited.
         synonyms: further spellings of values, with what they stand for.
         shown: default as help and docs show it; empty shows the value itself.
+        documented: default that the format documents, where areno's own is another; accepted like an unset value.
     """
 
     inherits: str = ""
@@ -45,6 +46,7 @@ class SettingInfo(OptionInfo):
     required: bool = False
     synonyms: Mapping[str, str] = field(default_factory=dict)
     shown: str = ""
+    documented: Any = None
 
 
 @dataclass(frozen=True, slots=True)

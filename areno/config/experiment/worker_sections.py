@@ -32,12 +32,15 @@ class ClusterSpecConfig:
     name_resolve: NameResolveConfig = section(NameResolveConfig, help="Where workers publish their addresses.")
     cluster_name: str = setting("local", help="Name of the cluster, written into the run's description.")
     fileroot: str = setting(DEFAULT_FILEROOT, help="Root of logs and checkpoints; every machine must see it.")
-    n_nodes: int = setting(1, minimum=1, shown="this machine: 1 (cluster: 32)", help="Number of machines.")
+    n_nodes: int = setting(
+        1, minimum=1, documented=32, shown="this machine: 1 (cluster: 32)", help="Number of machines."
+    )
     n_gpus_per_node: int | None = setting(
         None,
-        minimum=1,
+        minimum=0,
+        documented=8,
         shown="what this machine has (node: 8)",
-        help="Devices per machine; without a GPU, the processes that may share the CPU.",
+        help="Devices per machine; 0 is a machine without a GPU, where processes share the CPU.",
     )
 
 

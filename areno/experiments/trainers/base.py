@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,12 @@ import torch
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
+from areno.config.experiment.notices import notice
 from areno.config.experiment.places import DATASETS, data_problems, held_out_is_trained
 from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.experiment.update_sections import MicroBatchSpec
+from areno.config.experiment.worker_sections import SchedulingSpec
 from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
@@ -89,9 +92,11 @@ class ExperimentTrainer(ABC):
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
         try:
+            self._set_environment(config.actor.scheduling_spec[0])
+            accepted = notice(config)
             resolved = resolve_for_machine(config, this_machine())
             self.run_dir.write_config(config_text(config))
-            for line in resolved:
+            for line in (accepted, *resolved) if accepted else resolved:
                 _log.info("%s", line)
             self._seed()
             self.tracker: StatsTracker = get("")
@@ -141,6 +146,14 @@ class ExperimentTrainer(ABC):
         """Go on from :meth:`states` and :meth:`rollout_state`; the engine has its weights already."""
 
     # -- making ----------------------------------------------------------------------------------------------------
+
+    def _set_environment(self, spec: SchedulingSpec) -> None:
+        """Set what was given for the process that trains: variables, which its ranks inherit, and threads of PyTorch."""
+        before = {name: os.environ.get(name) for name in spec.env_vars}
+        os.environ.update({name: str(value) for name, value in spec.env_vars.items()})
+        self._closing.callback(_restore, before)
+        if spec.cpu is not None:
+            torch.set_num_threads(spec.cpu)
 
     def _seed(self) -> None:
         seed = derive_seed(self.config.seed, 0, 0) % 2**32
@@ -423,6 +436,14 @@ class _Timed:
     def __exit__(self, *raised: Any) -> None:
         self._scope.__exit__(*raised)
         self._timing.__exit__(*raised)
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def frequency(section: FrequencyConfig, **more: Any) -> FrequencyControl:

@@ -56,7 +56,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
     """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more."""
     adapter = None
     if section.use_lora:
-        targets = list(section.target_modules) or ALL_LINEAR
+        targets = ALL_LINEAR if section.target_modules in ([], [ALL_LINEAR]) else list(section.target_modules)
         alpha = float(section.lora_alpha)
         adapter = AdapterOptions(rank=section.lora_rank, alpha=alpha, target_modules=targets, seed=seed)
     return EngineConfig(
@@ -125,7 +125,7 @@ def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout
     """
     if layout.world_size == 1:
         return Engine(section.path, config)
-    processes = Processes(startup_s=section.setup_timeout)
+    processes = Processes(startup_s=section.setup_timeout, threads=section.scheduling_spec[0].cpu)
     return EngineGroup(section.path, config, layout, stall_s=section.request_timeout, processes=processes)
 
 

@@ -18,6 +18,8 @@ import torch
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import PPOConfig
+from areno.config.experiment.generation_sections import AgentConfig
+from areno.config.options import nearest
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
@@ -74,12 +76,23 @@ from areno.loss_fns.shaping import (
 )
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
+from areno.text.reasoning import list_reasoning_parsers
+from areno.text.tool_calls import list_tool_call_parsers
 from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
 
 _EVAL_AHEAD = 10**12
+_PARSERS = {"tool_call_parser": list_tool_call_parsers, "reasoning_parser": list_reasoning_parsers}
 _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
+
+
+def _check_parsers(agent: AgentConfig) -> None:
+    for name, known in _PARSERS.items():
+        value = getattr(agent, name)
+        if value not in ("auto", *known()) and value.replace("-", "_") not in known():
+            near = nearest(value, known())
+            raise UsageError(f"rollout.agent.{name} {value!r} is unknown{near}; choose auto, {', '.join(known())}")
 
 
 class PPOTrainer(ExperimentTrainer):
@@ -96,6 +109,7 @@ class PPOTrainer(ExperimentTrainer):
         self.fleet: RolloutFleet | None = None
         self.dispatchers: list[BatchDispatcher] = []
         self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
+        _check_parsers(config.rollout.agent)
         super().__init__(config, train_dataset, valid_dataset)
         config = self.config
         try:
@@ -185,7 +199,7 @@ class PPOTrainer(ExperimentTrainer):
         devices = rollout_devices(self.config, this_machine().gpus)
         fleet = RolloutFleet(path, replace(engine, decode="auto"), options, weights, devices)
         if device_of().type == "cpu":
-            torch.set_num_threads(fleet.threads)
+            torch.set_num_threads(actor.scheduling_spec[0].cpu or fleet.threads)
         if actor.init_from_scratch:
             fleet.update_weights(self.engine, 0)
         return fleet

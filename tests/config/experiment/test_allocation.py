@@ -89,10 +89,19 @@ def test_shared_devices_are_those_of_the_first():
         ("sglang.d2m2p1+d4m2p1", "sglang:d2t2+fsdp:d4t2"),
         ("areno.d1+d1", "areno:d1+fsdp:d1"),
         ("vllm.d3m1", "vllm:d3"),
+        ("sglang.d4p1m1+megatron.d2p2m1", "sglang:d4+megatron:d2p2"),
+        ("sglang.d4m2+megatron:d2p2", "sglang:d4t2+megatron:d2p2"),
+        ("sglang:d1+d1", "sglang:d1+fsdp:d1"),
+        ("vllm:d2t2 + d2p1t1c2", "vllm:d2t2+fsdp:d2c2"),
+        ("d4m2", "areno[rollout]:d4t2|fsdp[actor]:d4t2"),
+        ("d2p2m1", "areno[rollout]:d2p2|megatron[actor]:d2p2"),
+        ("actor_gen:d4,*:d8", "areno:d4+fsdp:d8"),
+        ("vllm.actor_gen:d4p1m2,actor_train:d2p2", "vllm:d4t2+megatron:d2p2"),
+        ("actor_gen:d4,ref_inf:d2,*:d8", "areno[rollout]:d4+fsdp[actor]:d8+fsdp[ref]:d2"),
         ("sglang:d4+fsdp:d4", "sglang:d4+fsdp:d4"),
     ],
 )
-def test_the_dotted_form_is_translated(text, modern):
+def test_a_form_of_earlier_versions_is_translated(text, modern):
     assert translate_legacy(text) == modern
     assert AllocationMode.from_str(text) == AllocationMode.from_str(modern)
 
@@ -109,7 +118,8 @@ def test_the_dotted_form_is_translated(text, modern):
         ("fsdp:d2x", "numbers from 1"),
         ("fsdp:x2", "fsdp has no size 'x'"),
         ("sglang:c2", "sglang has no size 'c'; choose among d, t, p"),
-        ("sglang.d4", "for one engine use a colon, such as sglang:d4"),
+        ("sglang.d4p1m2", "write sglang:d4t2 with a colon"),
+        ("d2p2m1", "write megatron:d2p2 to train or areno:d2p2 to generate"),
         ("sglang:d4+fsdp:d4", "names several engines where one is expected"),
         ("fsdp:(attn:d2|ffn:d2)", "only megatron"),
         ("megatron:(attn:d2)", "write both parts"),
@@ -134,6 +144,8 @@ def test_what_is_not_in_the_grammar_is_named(text, words):
         ("sglang[a]:d1+fsdp[a]:d1", "two engines are called a"),
         ("sglang:d1+fsdp[actor]:d1+fsdp[ref]:d1", "three or more parts must all be named"),
         ("fsdp:d1++areno:d1", "the backend is empty"),
+        ("actor_gen:d4,other:d8", "'other:d8' is not MODEL:SIZES; write MODEL as one of actor_gen, actor_train"),
+        ("actor_gen:d4,*", "'*' is not MODEL:SIZES"),
     ],
 )
 def test_engines_that_contradict_each_other(text, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
+from areno.config.experiment.notices import notice
 from areno.config.experiment.settings import paths_of
 from areno.errors import UsageError
 from tests.config.experiment.samples import DPO, RL, RW, SFT, changed, rl
@@ -46,7 +47,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"actor.use_sapo_loss": True, "actor.sapo_tau_pos": 2.0},
         ),
         ({"actor.sapo_tau_neg": 2.0}, "without SAPO", {"actor.sapo_tau_neg": 2.0, "actor.use_sapo_loss": True}),
-        ({"actor.use_sapo_loss": True, "actor.eps_clip": 0.3}, "does not clip", {"actor.use_sapo_loss": True}),
+        (
+            {"actor.use_sapo_loss": True, "actor.eps_clip_higher": 0.3},
+            "does not clip",
+            {"actor.use_sapo_loss": True, "actor.eps_clip": 0.3},
+        ),
         ({"actor.use_sapo_loss": True, "actor.use_cispo_loss": True}, "two losses", {"actor.use_cispo_loss": True}),
         ({"actor.m2_threshold": 0.04}, "set use_decoupled_loss", {"actor.m2_threshold": 0.04} | DECOUPLED),
         (
@@ -95,21 +100,24 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         # evaluation
         ({"evaluator.freq_steps": 5}, "nothing to evaluate on", VALID),
         ({"eval_gconfig": {}}, "without valid_dataset", {"eval_gconfig": {}} | VALID),
-        (VALID | {"evaluator.freq_steps": None}, "never evaluated on", VALID | {"evaluator.eval_before_train": True}),
         (VALID | {"valid_dataset.type": "sft"}, "make them equal", VALID),
         # engines
         ({"actor.optimizer": None}, "nothing would be trained", {}),
         ({"critic": {}}, "the critic would not learn", {"critic.optimizer.lr": 1e-4}),
         (
-            {"ref": {"optimizer": {"lr": 1.0}}},
-            "ref.optimizer has no effect: ref lives in the actor's engine",
+            {"ref": {"gradient_checkpointing": True}},
+            "ref.gradient_checkpointing true has no effect: ref lives in the actor's engine",
             {"ref": {"optimizer": "${actor.optimizer}"}},
         ),
         ({"ref": {"eps_clip": 0.3}}, "ref.eps_clip 0.3 has no effect", {"ref": "${actor}"}),
         ({"actor.attn_impl": "sdp"}, "did you mean sdpa?", {"actor.attn_impl": "sdpa"}),
-        ({"actor.attn_impl": "owner/kernel@main:entry"}, "is not there yet", {"actor.attn_impl": "eager"}),
+        ({"actor.attn_impl": "owner/kernel@main:entry"}, "is not supported", {"actor.attn_impl": "eager"}),
         ({"actor.lora_rank": 8}, "set use_lora", {}),
-        ({"actor.pad_to_maximum": True}, "pads to mb_spec", {}),
+        (
+            {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["linear_qkv"]}},
+            "linear_qkv are layers of Megatron; write [q_proj, k_proj",
+            {"actor": RL["actor"] | {"use_lora": True, "target_modules": ["q_proj"]}},
+        ),
         (
             {"actor.enable_tree_training": True, "actor.mb_spec.packing_algorithm": "kk"},
             "set mb_spec.packing_algorithm to ffd",
@@ -132,11 +140,6 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"actor.scheduling_strategy.type": "colocation"},
             "name the role",
             {"actor.scheduling_strategy": {"type": "colocation", "target": "rollout"}},
-        ),
-        (
-            {"rollout.agent.export_style": "concat"},
-            "set chat_template_type",
-            {"rollout.agent": {"export_style": "concat", "chat_template_type": "concat"}},
         ),
         (
             {"rollout.agent.subproc_max_workers": 2},
@@ -172,7 +175,6 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             {"saver.mode": "off"},
         ),
         # teacher
-        ({"teacher": {"path": "a/teacher"}}, "teacher.rollout is missing", TEACHER),
         (
             TEACHER | {"teacher.train": {}},
             "teacher.train has no effect",
@@ -289,36 +291,39 @@ def test_allocation_mode_gives_each_role_its_backend():
     assert "differs from areno:d2 of allocation_mode" in refused({"allocation_mode": "areno:d2+fsdp:d2"})
     assert "there is no section critic" in refused({"allocation_mode": "areno:d1+fsdp[critic]:d1"}, base)
     accepted({"allocation_mode": "areno:d1+fsdp:d1"})  # says what the sections say
-    assert "allocation_mode 'd4' says no backend" in refused({"allocation_mode": "d4"}, base)
+    config = accepted({"allocation_mode": "d2m2"}, base)
+    assert (config.rollout.backend, config.actor.backend) == ("areno:d2t2", "fsdp:d2t2")
+    assert config.actor.scheduling_strategy.target == "rollout"
+    config = accepted({"allocation_mode": "actor_gen:d2,*:d4"}, base)
+    assert (config.rollout.backend, config.actor.backend) == ("areno:d2", "fsdp:d4")
+    without = changed(SFT, {"actor.backend": None, "allocation_mode": "d4"})
+    assert accepted({}, without, SFTConfig).actor.backend == "fsdp:d4"
+    assert "write allocation_mode=areno[rollout]:d4|fsdp[actor]:d4" in refused({"allocation_mode": "d2p2m1"}, base)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.backend": "sglang:d4"}, "SGLang is not there yet; use areno:d4"),
-        ({"rollout.backend": "vllm:d2t2"}, "vLLM is not there yet; use areno:d2t2"),
-        ({"rollout.backend": "areno:d2p2"}, "pipeline parallelism of 2 is not there yet; use areno:d4"),
-        ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not there yet; use fsdp:d4t2"),
-        ({"actor.backend": "archon:d2"}, "the backend archon is not there yet; use fsdp:d2"),
-        ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not there yet; use fsdp:d4"),
+        ({"rollout.backend": "sglang:d4"}, "SGLang is not supported; write rollout.backend=areno:d4"),
+        ({"rollout.backend": "vllm:d2t2"}, "vLLM is not supported; write rollout.backend=areno:d2t2"),
+        ({"rollout.backend": "areno:d2p2"}, "pipeline parallelism of 2 is not supported; write rollout.backend=areno:d4"),
+        ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not supported; write actor.backend=fsdp:d4t2"),
+        ({"actor.backend": "archon:d2"}, "the backend archon is not supported; write actor.backend=fsdp:d2"),
+        ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
         ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),
         ({"rollout.backend": "fsdp:d1"}, "trains; give one such as areno:d1"),
         ({"actor.backend": "d1"}, "write fsdp:d1 to train"),
         ({"ref.backend": "fsdp:d2"}, "ref lives on the actor's ranks"),
-        ({"actor._version": "v2"}, "_version v2) are not there yet"),
-        ({"rollout._version": "v2"}, "_version v2) are not there yet"),
-        ({"cluster.n_nodes": 2}, "more than one machine is not there yet"),
-        ({"cluster.name_resolve.type": "etcd3"}, "not there yet, neither by etcd"),
-        ({"cluster.name_resolve.type": "ray"}, "not there yet, neither by etcd nor by Ray"),
-        ({"scheduler.type": "slurm"}, "Slurm is not there yet; use local"),
-        ({"rollout.agent.mode": "online"}, "online) are not there yet"),
-        ({"train_dataset.scheduling_spec": {}}, "a data service"),
-        ({"sglang": {"context_length": 9, "dtype": "x"}}, "sglang: context_length=9, dtype=x: SGLang is not there yet"),
-        ({"actor.megatron.ddp.bucket_size": 1}, "the backend megatron is not there yet"),
-        ({"memory_profiler": {}}, "memory snapshots are not there yet"),
+        ({"actor._version": "v2"}, "_version v2) are not supported"),
+        ({"rollout._version": "v2"}, "_version v2) are not supported"),
+        ({"cluster.n_nodes": 2}, "write cluster.n_nodes=1"),
+        ({"cluster.name_resolve.type": "etcd3"}, "write cluster.name_resolve.type=nfs"),
+        ({"cluster.name_resolve.type": "ray"}, "write cluster.name_resolve.type=nfs"),
+        ({"scheduler.type": "slurm"}, "Slurm is not supported; write scheduler.type=local"),
+        ({"rollout.agent.mode": "online"}, "online) are not supported"),
     ],
 )
-def test_what_is_not_there_yet_says_so_and_what_to_use(changes, words):
+def test_what_is_not_supported_says_so_and_what_to_write(changes, words):
     text = refused(changes)
     assert words in text
 
@@ -361,13 +366,17 @@ def test_a_model_has_one_tokenizer():
 
 
 def test_an_evaluation_takes_all_rows():
-    assert "valid_dataset.batch_size 3 has no effect" in refused(VALID | {"valid_dataset.batch_size": 3})
-    accepted(VALID | {"valid_dataset.batch_size": 8})  # as for training, in files that repeat one section
+    given = VALID | {"valid_dataset.batch_size": 3, "valid_dataset.shuffle": True}
+    assert "  batch_size, shuffle of valid_dataset: an evaluation takes all rows" in notice(accepted(given))
+    no_rest = VALID | {"valid_dataset.drop_last": True, "train_dataset.drop_last": False}
+    assert "valid_dataset.drop_last true has no effect" in refused(no_rest)
 
 
 def test_environments_are_those_of_processes_that_are_started():
-    for path in ("actor.scheduling_spec.0.env_vars", "rollout.agent.scheduling_spec.0.env_vars"):
-        assert "env_vars" in refused({path: {"A": "1"}}), path
+    assert "env_vars" in refused({"rollout.agent.scheduling_spec.0.env_vars": {"A": "1"}})
+    given = {"ref": {}, "ref.scheduling_spec.0.env_vars": {"A": "1"}}
+    assert "write them into actor.scheduling_spec.0.env_vars" in refused(given)
+    accepted(given | {"actor.scheduling_spec.0.env_vars": {"A": "1"}})
     assert "in a second entry" in refused({"rollout.scheduling_spec": [{}, {"env_vars": {"A": "1"}}]})
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
 
@@ -376,23 +385,62 @@ def test_colocated_processes_are_processes():
     shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
     accepted(shared)
     assert "are processes of their own" in refused(shared | {"rollout.scheduling_strategy.fork": False})
+    wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
+    assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
+    for role in ("ref", "critic"):
+        given = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
+        assert f"type, target of {role}.scheduling_strategy: {role} lives in the actor's" in notice(accepted(given))
+        assert f"write {role}.scheduling_strategy.target=actor" in refused(
+            given | {f"{role}.scheduling_strategy.target": "rollout"}
+        )
 
 
 def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_actor():
     teacher = {"teacher.path": "t", "teacher.rollout": {}}
     accepted(teacher)
     accepted({"teacher.path": "t", "teacher.train": {}, "teacher.engine_type": "train"})
-    assert "teacher.rollout is missing" in refused({"teacher.path": "t"})
-    assert "teacher.train is missing" in refused({"teacher.path": "t", "teacher.engine_type": "train"})
+    accepted({"teacher.path": "t"})
+    assert "teacher.engine_type: the actor's engine" in notice(accepted({"teacher": {"path": "t", "engine_type": "train"}}))
     assert "teacher.rollout.queue_size 3 has no effect" in refused(teacher | {"teacher.rollout.queue_size": 3})
-
-
-def test_concatenated_rows_are_asked_for_twice():
-    assert "set chat_template_type to concat" in refused({"rollout.agent.export_style": "concat"})
-    accepted({"rollout.agent": {"export_style": "concat", "chat_template_type": "concat"}})
 
 
 @pytest.mark.parametrize("name", ["experiment_name", "trial_name"])
 @pytest.mark.parametrize("value", ["..", ".", ".hidden", "a\nb", "a\x1b[2J", " a", "a\t"])
 def test_names_are_those_of_folders_inside_of_the_root(name, value):
     assert f"{name} {value!r}" in refused({name: value})
+
+
+def test_conversations_go_on_by_their_own_tokens_in_any_case():
+    agent = {"workflow.path": "agent", "rollout.agent.agent_cls_path": "a.py:B", "rollout.agent.export_style": "concat"}
+    assert notice(accepted(agent)) == ""
+    given = agent | {"rollout.agent.chat_template_type": "concat"}
+    assert "  rollout.agent.chat_template_type: conversations go on" in notice(accepted(given))
+
+
+def test_settings_of_agents_change_nothing_without_an_agent():
+    agent = {"rollout.agent": {"turn_discount": 0.5, "export_style": "concat", "admin_api_key": "some-key"}}
+    assert "export_style, turn_discount of rollout.agent" in notice(accepted(agent)).replace(
+        "turn_discount, export_style", "export_style, turn_discount"
+    )
+    accepted({"memory_profiler": {"profile_steps": [1]}})
+
+
+def test_async_training_must_agree_with_how_far_rollout_runs_ahead():
+    ahead = {"rollout.max_head_offpolicyness": 2}
+    assert "async_training: rollout.max_head_offpolicyness says" in notice(accepted(ahead | {"async_training": True}))
+    accepted({"async_training": False})
+    assert "contradicts rollout.max_head_offpolicyness 0" in refused({"async_training": True})
+    assert "contradicts rollout.max_head_offpolicyness 2" in refused(ahead | {"async_training": False})
+
+
+def test_settings_that_cannot_matter_are_listed_with_their_reason():
+    cases = {
+        "valid_dataset": {"valid_dataset.path": "x", "valid_dataset.type": "rl"},
+        "eps_clip": {"actor.use_sapo_loss": True, "actor.eps_clip": 0.4},
+        "ref.optimizer": {"ref.optimizer": {"lr": 1.0}},
+        "ref.mb_spec": {"ref.mb_spec": {"n_mbs": 2, "granularity": 2}},
+        "ref.scheduling_spec.0.cpu": {"ref.scheduling_spec.0.cpu": 4},
+        "launcher": {"launcher": {"trainer_cpus_per_gpu": 4}},
+    }
+    for name, given in cases.items():
+        assert name in notice(accepted(given)), name

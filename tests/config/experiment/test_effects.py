@@ -16,12 +16,14 @@ from areno.config.experiment import (
     SFTConfig,
     config_from,
 )
-from areno.config.experiment.effect_table import EFFECTS, REFUSED, REFUSED_VALUES
-from areno.config.experiment.effects import Effect, Parts, Refused, entry_of
+from areno.config.experiment.effect_table import HARMLESS, REFUSED, REFUSED_VALUES
+from areno.config.experiment.effects import words_of
+from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk
 from areno.errors import UsageError
 from tests.config.experiment.samples import SAMPLES, changed
+from tests.config.experiment.shown_by import EFFECTS
 
 REPO = Path(__file__).parents[3]
 CLASSES = [GRPOConfig, DPOConfig, RWConfig, SFTConfig]
@@ -50,7 +52,6 @@ COMPANIONS: dict[str, dict] = {
     "actor.kl_ctl": {"ref": {}},
     "actor.kl_estimator": {"ref": {}},
     "actor.log_agent_stats_keys": {"actor.log_agent_stats": True},
-    "actor.pad_to_maximum": {"actor.mb_spec.max_tokens_per_mb": 64},
     "actor.lora_rank": {"actor.use_lora": True},
     "actor.lora_alpha": {"actor.use_lora": True},
     "actor.target_modules": {"actor.use_lora": True},
@@ -63,7 +64,6 @@ COMPANIONS: dict[str, dict] = {
     "gconfig.lora_name": {"actor.use_lora": True},
     "gconfig.greedy": {"gconfig.n_samples": 1},
     "rollout.on_stale": {"rollout.max_staleness": 2},
-    "rollout.agent.export_style": {"rollout.agent.chat_template_type": "concat"},
     "rollout.agent.subproc_max_workers": {"rollout.agent.mode": "subproc"},
     "rollout.agent.agent_cls_path": {"workflow.path": "agent"},
 }
@@ -84,6 +84,9 @@ VALUES = {
     "actor.adv_norm.group_size": 2,
     "rollout.agent.mode": "subproc",
     "scheduler.type": "local",
+    "actor.scheduling_strategy.target": "rollout",
+    "async_training": False,
+    "cluster.name_resolve.type": "memory",
     "actor.rejection_sampling.action": "clamp",
 }
 # Settings whose value must be another setting's, with the words that say so.
@@ -96,8 +99,6 @@ MUST_AGREE = {
     "tokenizer_path": "differs from actor.path",
     "rollout.tokenizer_path": "differs from actor.path",
     "actor.scheduling_strategy.fork": "are processes of their own",
-    "actor.scheduling_spec.0.env_vars": "set them in its environment",
-    "actor.scheduling_spec": "set them in its environment",
     "actor.is_critic": "is_critic",
     "train_dataset.type": "is for",
 }
@@ -123,7 +124,7 @@ def accepted_fields():
     return [
         pytest.param(cls, path, entry, id=f"{entry.owner}.{entry.name}")
         for cls, path, entry in one_path_per_field().values()
-        if not isinstance(entry_of(entry), Refused) and entry.info.choices != (entry.default,)
+        if not words_of(entry, REFUSED) and entry.info.choices != (entry.default,)
     ]
 
 
@@ -194,8 +195,8 @@ def disagreement(path, name):
 
 
 def test_every_refused_field_is_refused_in_the_words_of_the_table():
-    fields = [field for field in one_path_per_field().values() if isinstance(entry_of(field[2]), Refused)]
-    assert len(fields) > 180
+    fields = [field for field in one_path_per_field().values() if words_of(field[2], REFUSED)]
+    assert len(fields) > 20
     assert {cls for cls, _, _ in fields} == {GRPOConfig}
     values = {path: other_value(path, entry) for _, path, entry in fields}
     assert all(values[path] != entry.default for _, path, entry in fields)
@@ -204,10 +205,23 @@ def test_every_refused_field_is_refused_in_the_words_of_the_table():
     problems = str(caught.value).splitlines()
     for _, path, entry in fields:
         section, _, name = path.rpartition(".")
-        row = entry_of(entry)
-        assert isinstance(row, Refused)
-        said = [line for line in problems if row.words in line and (f" {section}: " in line or not section)]
+        said = [line for line in problems if words_of(entry, REFUSED) in line and (f" {section}: " in line or not section)]
         assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
+
+
+def test_every_harmless_field_is_accepted_and_listed_in_one_notice():
+    fields = [field for field in one_path_per_field().values() if words_of(field[2], HARMLESS)]
+    assert len(fields) > 180
+    values = {path: other_value(path, entry) for _, path, entry in fields}
+    lines = notice(config_from(changed(SAMPLES[GRPOConfig], values), GRPOConfig)).splitlines()
+    for _, path, entry in fields:
+        name = path.split(".")[-2 if f"{entry.owner}.*" in HARMLESS else -1]
+        assert any(name in line and line.endswith(words_of(entry, HARMLESS)) for line in lines), path
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_says_nothing_new_has_no_notice(cls):
+    assert notice(config_from(yaml.safe_load(config_text(config_from(SAMPLES[cls], cls))), cls)) == ""
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in REFUSED_VALUES for value in REFUSED_VALUES[key]])
@@ -230,10 +244,12 @@ def owners():
 
 def test_every_field_has_a_row_and_every_row_a_field():
     known = owners()
-    for entry in known.values():
-        assert isinstance(entry_of(entry), Refused | Effect | Parts), entry.name
+    for key, entry in known.items():
+        rows = [bool(words_of(entry, REFUSED)), bool(words_of(entry, HARMLESS)), key in EFFECTS]
+        sections = entry.shape in ("section", "sections")
+        assert sum(rows) == 1 or sections or (key in REFUSED and key in EFFECTS), key
     classes = {name.partition(".")[0] for name in known}
-    for key in (*EFFECTS, *REFUSED, *REFUSED_VALUES):
+    for key in (*EFFECTS, *REFUSED, *HARMLESS, *REFUSED_VALUES):
         assert key in known or (key.endswith(".*") and key.removesuffix(".*") in classes), key
 
 
@@ -254,6 +270,7 @@ def test_words_of_refusal_say_what_to_do():
     for key, words in {**REFUSED, **{f"{k}={v}": w for k, d in REFUSED_VALUES.items() for v, w in d.items()}}.items():
         assert "; " in words, key
         assert not words.endswith("."), key
+    assert not any(words.endswith(".") for words in HARMLESS.values())
 
 
 @pytest.mark.parametrize("cls", CLASSES)

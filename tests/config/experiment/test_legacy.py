@@ -45,7 +45,7 @@ def problem(*words, asynchronous=True):
 def test_the_printed_command_names_what_is_missing_in_one_message():
     text = problem(*COMMAND)
     assert "\n" not in text
-    assert "SGLang is not there yet" in text
+    assert "SGLang is not supported" in text
     assert "pipeline parallelism of 2" in text
     assert "allocation_mode=areno:d4+fsdp:d4" in text
 
@@ -151,7 +151,7 @@ def test_of_two_limits_of_the_actor_the_smaller_holds():
         ("group_size=x", "gconfig.n_samples 'x'"),
         ("ppo.adv_norm=3", "ppo.adv_norm 3: expected true or false"),
         ("trial_name=a-b", "must not contain '-'"),
-        ("n_nodes=2", "more than one machine"),
+        ("n_nodes=2", "several machines are not supported"),
     ],
 )
 def test_mistakes_are_named(word, words):

@@ -91,11 +91,32 @@ def test_cores_are_shared_by_the_processes():
     assert given.actor.scheduling_spec[0].cpu == 3
 
 
-def test_attention_that_needs_a_gpu():
-    config = rl(actor__attn_impl="flash_attention_2")
-    with pytest.raises(UsageError, match=r"actor\.attn_impl flash_attention_2 needs a GPU"):
-        resolve_for_machine(config, CPU)
-    resolve_for_machine(config, NODE)
+def test_documented_defaults_are_open_like_unset_values():
+    given = {"actor__attn_impl": "flash_attention_2", "cluster__n_nodes": 32, "cluster__n_gpus_per_node": 8}
+    config = rl(**given, actor__weight_update_mode="xccl")
+    lines = resolve_for_machine(config, Machine(gpus=2))
+    assert (config.actor.attn_impl, config.cluster.n_nodes, config.cluster.n_gpus_per_node) == ("flash_attention_2", 1, 2)
+    assert config.actor.weight_update_mode == "xccl"
+    assert {"cluster.n_nodes = 1 (GPU)", "cluster.n_gpus_per_node = 2 (GPU)"} <= set(lines)
+    config = rl(**given)
+    assert "actor.attn_impl = sdpa (CPU)" in resolve_for_machine(config, CPU)
+    shared = {"rollout__scheduling_strategy": {"type": "colocation", "target": "actor"}}
+    config = rl(**shared, actor__weight_update_mode="xccl")
+    assert "actor.weight_update_mode = shm (GPU)" in resolve_for_machine(config, Machine(gpus=1))
+
+
+def test_no_gpu_is_none():
+    config = rl(cluster__n_gpus_per_node=0)
+    resolve_for_machine(config, CPU)
+    assert config.cluster.n_gpus_per_node == 0
+    with pytest.raises(UsageError, match=r"n_gpus_per_node 0 asks for no GPU, and this machine has 8; .*CUDA_VISIBLE_DEV"):
+        resolve_for_machine(rl(cluster__n_gpus_per_node=0), NODE)
+
+
+def test_attention_of_one_kernel_by_two_names_is_said():
+    line = "actor.attn_impl = sdpa computes with the kernels of flash_attention_2 on a GPU"
+    assert line in resolve_for_machine(rl(actor__attn_impl="sdpa"), NODE)
+    assert line not in resolve_for_machine(rl(actor__attn_impl="sdpa"), CPU)
 
 
 def test_models_and_data_must_be_there(tmp_path):
