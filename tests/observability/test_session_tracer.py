@@ -166,7 +166,7 @@ def test_the_plot_has_a_bar_for_each_phase_and_the_numbers(tmp_path):
     assert render(sessions).count("<svg") == 1
 
 
-def test_memory_snapshots_are_refused_where_no_gpu_is_and_nothing_is_asked_is_nothing_done(tmp_path):
+def test_memory_snapshots_need_a_gpu(tmp_path):
     import torch
 
     from areno.errors import UsageError

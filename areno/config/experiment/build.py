@@ -132,7 +132,9 @@ def _old_teacher(path: str) -> str:
     section, _, name = path.partition(".")
     if section != "teacher" or name not in settings_of(TrainEngineConfig):
         return ""
-    return "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
+    return (
+        "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
+    )
 
 
 def _items(value: Any) -> Any:

@@ -255,7 +255,9 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
         parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
         named = AllocationMode.from_str(config.allocation_mode).engines
         shares = bool(named[0].name) and AllocationMode.from_str(config.allocation_mode).colocated()
-        better = ("|" if shares else "+").join(_replacement(engine, engine.name if shares else "") for engine in named[:2])
+        better = ("|" if shares else "+").join(
+            _replacement(engine, engine.name if shares else "") for engine in named[:2]
+        )
         yield f"allocation_mode {config.allocation_mode}: {parts}; on this machine write allocation_mode={better}"
     else:
         yield from (f"{what}: {missing}; write {what.split()[0]}={better}" for what, missing, better in found)

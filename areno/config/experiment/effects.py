@@ -49,7 +49,7 @@ def harmless(config: Any) -> Iterator[tuple[str, str]]:
     """
     for path, entry, value in walk(config):
         reason = words_of(entry, HARMLESS)
-        if not reason or value == entry.default or entry.shape in ("section", "sections") and value is None:
+        if not reason or value == entry.default or (entry.shape in ("section", "sections") and value is None):
             continue
         whole = f"{entry.owner}.*" in HARMLESS
         yield (path.rpartition(".")[0] if whole else path), reason

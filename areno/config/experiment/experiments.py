@@ -91,7 +91,8 @@ class PPOConfig(BaseExperimentConfig):
     critic: PPOCriticConfig | None = section(None, help="A value model; null has none.")
     teacher: TeacherConfig | None = section(None, help="A policy to learn from; null has none.")
     async_training: bool | None = setting(
-        None, help="Of earlier versions: must agree with rollout.max_head_offpolicyness, which decides; null asks nothing."
+        None,
+        help="Of earlier versions: must agree with rollout.max_head_offpolicyness, which decides; null asks nothing.",
     )
     dynamic_bs: bool = setting(
         False, help="End a batch when accepted and rejected groups together make batch_size, and train on fewer."

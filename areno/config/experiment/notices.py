@@ -31,14 +31,14 @@ def notice(config: BaseExperimentConfig) -> str:
 def _listed(places: dict[str, dict[str, None]]) -> str:
     """Names by section; sections that have the same names stand together."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for section, names in places.items():
-        alike.setdefault(tuple(names), []).append(section)
+    for section, its_names in places.items():
+        alike.setdefault(tuple(its_names), []).append(section)
     parts = []
-    for names, found in alike.items():
-        if len(names) == 1 or found == [""]:
-            parts += [f"{section}.{name}".lstrip(".") for section in found for name in names]
+    for names, sections in alike.items():
+        if len(names) == 1 or sections == [""]:
+            parts += [f"{section}.{name}".lstrip(".") for section in sections for name in names]
         else:
-            parts.append(f"{', '.join(names)} of {' and '.join(found)}")
+            parts.append(f"{', '.join(names)} of {' and '.join(sections)}")
     return ", ".join(parts)
 
 

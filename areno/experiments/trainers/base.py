@@ -92,7 +92,7 @@ class ExperimentTrainer(ABC):
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
         try:
-            self._set_environment(config.actor.scheduling_spec[0])
+            self._set_environment(self.config.actor.scheduling_spec[0])
             accepted = notice(config)
             resolved = resolve_for_machine(config, this_machine())
             self.run_dir.write_config(config_text(config))

@@ -224,8 +224,8 @@ EFFECTS: dict[str, str] = {
     "TrackioConfig.space_id": _SERVICES_TEST + "test_trackio_gets_what_its_section_says",
     "WandBConfig.wandb_base_url": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
     "WandBConfig.wandb_api_key": _SERVICES_TEST + "test_wandb_true_means_online_which_cannot_be_had_without_a_server",
-    "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_are_refused_where_no_gpu_is_and_nothing_is_asked_is_nothing_done",
-    "MemoryProfilerConfig.max_entries": "tests/observability/test_session_tracer.py::test_memory_snapshots_are_refused_where_no_gpu_is_and_nothing_is_asked_is_nothing_done",
+    "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
+    "MemoryProfilerConfig.max_entries": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
     "PPOConfig.async_training": _CHECKS + "test_async_training_must_agree_with_how_far_rollout_runs_ahead",
     "NameResolveConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_the_table",
 }

@@ -306,7 +306,10 @@ def test_allocation_mode_gives_each_role_its_backend():
     [
         ({"rollout.backend": "sglang:d4"}, "SGLang is not supported; write rollout.backend=areno:d4"),
         ({"rollout.backend": "vllm:d2t2"}, "vLLM is not supported; write rollout.backend=areno:d2t2"),
-        ({"rollout.backend": "areno:d2p2"}, "pipeline parallelism of 2 is not supported; write rollout.backend=areno:d4"),
+        (
+            {"rollout.backend": "areno:d2p2"},
+            "pipeline parallelism of 2 is not supported; write rollout.backend=areno:d4",
+        ),
         ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not supported; write actor.backend=fsdp:d4t2"),
         ({"actor.backend": "archon:d2"}, "the backend archon is not supported; write actor.backend=fsdp:d2"),
         ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
@@ -400,7 +403,9 @@ def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_act
     accepted(teacher)
     accepted({"teacher.path": "t", "teacher.train": {}, "teacher.engine_type": "train"})
     accepted({"teacher.path": "t"})
-    assert "teacher.engine_type: the actor's engine" in notice(accepted({"teacher": {"path": "t", "engine_type": "train"}}))
+    assert "teacher.engine_type: the actor's engine" in notice(
+        accepted({"teacher": {"path": "t", "engine_type": "train"}})
+    )
     assert "teacher.rollout.queue_size 3 has no effect" in refused(teacher | {"teacher.rollout.queue_size": 3})
 
 

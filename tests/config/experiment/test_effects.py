@@ -205,7 +205,9 @@ def test_every_refused_field_is_refused_in_the_words_of_the_table():
     problems = str(caught.value).splitlines()
     for _, path, entry in fields:
         section, _, name = path.rpartition(".")
-        said = [line for line in problems if words_of(entry, REFUSED) in line and (f" {section}: " in line or not section)]
+        said = [
+            line for line in problems if words_of(entry, REFUSED) in line and (f" {section}: " in line or not section)
+        ]
         assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
 
 

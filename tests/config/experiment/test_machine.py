@@ -95,7 +95,11 @@ def test_documented_defaults_are_open_like_unset_values():
     given = {"actor__attn_impl": "flash_attention_2", "cluster__n_nodes": 32, "cluster__n_gpus_per_node": 8}
     config = rl(**given, actor__weight_update_mode="xccl")
     lines = resolve_for_machine(config, Machine(gpus=2))
-    assert (config.actor.attn_impl, config.cluster.n_nodes, config.cluster.n_gpus_per_node) == ("flash_attention_2", 1, 2)
+    assert (config.actor.attn_impl, config.cluster.n_nodes, config.cluster.n_gpus_per_node) == (
+        "flash_attention_2",
+        1,
+        2,
+    )
     assert config.actor.weight_update_mode == "xccl"
     assert {"cluster.n_nodes = 1 (GPU)", "cluster.n_gpus_per_node = 2 (GPU)"} <= set(lines)
     config = rl(**given)
@@ -109,7 +113,9 @@ def test_no_gpu_is_none():
     config = rl(cluster__n_gpus_per_node=0)
     resolve_for_machine(config, CPU)
     assert config.cluster.n_gpus_per_node == 0
-    with pytest.raises(UsageError, match=r"n_gpus_per_node 0 asks for no GPU, and this machine has 8; .*CUDA_VISIBLE_DEV"):
+    with pytest.raises(
+        UsageError, match=r"n_gpus_per_node 0 asks for no GPU, and this machine has 8; .*CUDA_VISIBLE_DEV"
+    ):
         resolve_for_machine(rl(cluster__n_gpus_per_node=0), NODE)
 
 
