@@ -250,7 +250,12 @@ _PARSERS = {
         ReasoningParser("harmony"),
     )
 }
-_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "glm45": "think", "gpt_oss": "harmony", "magistral": "mistral"}
+_ALIASES = {
+    **dict.fromkeys(("qwen3", "qwen3_thinking", "deepseek_r1", "deepseek_v3", "glm45"), "think"),
+    **dict.fromkeys(("gpt_oss", "openai_gptoss"), "harmony"),
+    "seed_oss": "seed",
+    "magistral": "mistral",
+}
 _SIGNS = (
     ("<|channel|>", "harmony"),
     ("<|channel>", "gemma4"),

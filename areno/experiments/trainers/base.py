@@ -29,7 +29,6 @@ from areno.config.experiment.places import DATASETS, data_problems, held_out_is_
 from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.experiment.update_sections import MicroBatchSpec
-from areno.config.experiment.worker_sections import SchedulingSpec
 from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
@@ -92,7 +91,7 @@ class ExperimentTrainer(ABC):
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
         try:
-            self._set_environment(self.config.actor.scheduling_spec[0])
+            self._set_environment()
             accepted = notice(config)
             resolved = resolve_for_machine(config, this_machine())
             self.run_dir.write_config(config_text(config))
@@ -147,8 +146,9 @@ class ExperimentTrainer(ABC):
 
     # -- making ----------------------------------------------------------------------------------------------------
 
-    def _set_environment(self, spec: SchedulingSpec) -> None:
+    def _set_environment(self) -> None:
         """Set what was given for the process that trains: variables, which its ranks inherit, and threads of PyTorch."""
+        spec = self.config.actor.scheduling_spec[0]
         before = {name: os.environ.get(name) for name in spec.env_vars}
         os.environ.update({name: str(value) for name, value in spec.env_vars.items()})
         self._closing.callback(_restore, before)

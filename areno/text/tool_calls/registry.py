@@ -17,6 +17,7 @@ from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINIMAX
 
 _PARSERS: dict[str, ToolCallParser] = {}
 _ALIASES = {
+    "qwen25": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
     "qwen3_5": "qwen3_coder",
@@ -26,14 +27,20 @@ _ALIASES = {
     "gemma": "gemma4",
     "llama": "llama3",
     "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "llama4": "pythonic",
     "llama4_pythonic": "pythonic",
     "bailing_moe_linear_v2": "json",
     "deepseek_v3": "deepseek",
+    "deepseekv3": "deepseek",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
     "deepseek_r1": "deepseek",
     "glm4": "glm",
     "glm45": "glm",
     "glm47": "glm",
     "gpt_oss": "harmony",
+    "openai": "harmony",
     "kimi_k2": "kimi",
     "minimax_m2": "minimax",
 }
