@@ -300,7 +300,13 @@ def test_added_tokens_tell_the_format_where_the_template_does_not(make_tokenizer
 def test_names_have_aliases_and_unknown_ones_are_refused():
     assert parser_for(None, "qwen3-coder").name == "qwen3_coder"
     assert parser_for(None, "llama").name == "llama3"
-    others = {"qwen25": "qwen", "deepseekv31": "deepseek_v31", "llama4": "pythonic", "gpt-oss": "harmony", "openai": "harmony"}
+    others = {
+        "qwen25": "qwen",
+        "deepseekv31": "deepseek_v31",
+        "llama4": "pythonic",
+        "gpt-oss": "harmony",
+        "openai": "harmony",
+    }
     assert {name: parser_for(None, name).name for name in others} == others
     assert all(parser_for(None, name) for name in list_tool_call_parsers())
     with pytest.raises(UsageError, match=r"--tool-call-parser nosuch: unknown; known are auto, bailing"):
