@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.api.dataset_files import read_file, read_folder
+from areno.api.row_formats import sft_row
 from areno.config.paths import looks_like_path
 from areno.config.splits import TRAIN
 from areno.errors import ArenoError, DataError, UsageError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _ENCODE_ROWS = 1024
+LOADER_OPTION = "--dataset-loader-fn"
+"""The option of ``areno train`` that names a loader."""
 
 
 def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str = TRAIN) -> Dataset:
@@ -195,8 +198,10 @@ def build_sft_rows(
     context_limit: int | None = None,
     source: str = "",
     disable_thinking: bool = False,
+    loader: str = LOADER_OPTION,
+    limits: str = "",
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize ``prompt`` and ``response`` rows for supervised training.
+    """Tokenize rows for supervised training: ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``.
 
     A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
     response, and rows that are too long, are dropped.
@@ -210,6 +215,8 @@ def build_sft_rows(
         context_limit: most tokens of prompt and response together.
         source: what error messages call the data.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+        loader: setting that names a loader, for error messages.
+        limits: settings that bound a row, for error messages; empty names the options of ``areno train``.
 
     Returns:
         The sequences in row order, and how many rows were dropped.
@@ -219,9 +226,9 @@ def build_sft_rows(
     """
     kept: list[tuple[RenderedPrompt, str]] = []
     for index in range(len(rows)):
-        row = rows[index]
-        prompt = text_or_messages(row, "prompt", source, index)
-        if response := _response_of(row, source, index):
+        row = sft_row(rows[index])
+        prompt = text_or_messages(row, "prompt", source, index, loader)
+        if response := _response_of(row, source, index, loader):
             kept.append((render_prompt(tokenizer, prompt, disable_thinking, source, index), response))
     sequences: list[TrainSequence] = []
     lengths: list[tuple[int, int]] = []
@@ -238,10 +245,15 @@ def build_sft_rows(
             prompt_length, response_length = min(lengths, key=sum)
             shortest = f"the shortest row has {prompt_length} prompt and {response_length} response tokens"
         raise DataError(
-            f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
-            f"--max-new-tokens {max_new_tokens}{within(context_limit)}: {shortest}"
+            f"{named_row(source)}none of {len(rows)} rows can be used with "
+            f"{limits or flags_of(max_prompt_tokens, max_new_tokens) + within(context_limit)}: {shortest}"
         )
     return sequences, len(rows) - len(sequences)
+
+
+def flags_of(max_prompt_tokens: int, max_new_tokens: int) -> str:
+    """Names the bounds of ``areno train`` in an error message."""
+    return f"--max-prompt-tokens {max_prompt_tokens} and --max-new-tokens {max_new_tokens}"
 
 
 def within(context_limit: int | None) -> str:
@@ -251,7 +263,9 @@ def within(context_limit: int | None) -> str:
     )
 
 
-def text_or_messages(row: Mapping[str, Any], key: str, source: str, index: int) -> str | list[dict[str, Any]]:
+def text_or_messages(
+    row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
+) -> str | list[dict[str, Any]]:
     """The text or the chat messages under a key of a row; messages without the keys that Arrow filled with None.
 
     Raises:
@@ -261,7 +275,7 @@ def text_or_messages(row: Mapping[str, Any], key: str, source: str, index: int) 
     if value is None:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `{key}`; it has {', '.join(map(str, row)) or 'no keys'}. "
-            "Use --dataset-loader-fn to bring rows into shape"
+            f"Use {loader} to bring rows into shape"
         )
     if isinstance(value, str):
         return value
@@ -365,12 +379,12 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loade
         ) from error
 
 
-def _response_of(row: Mapping[str, Any], source: str, index: int) -> str:
+def _response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
     """The response text; empty where the row is to be dropped."""
     if "response" not in row:
         raise DataError(
             f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
-            "Use --dataset-loader-fn to bring rows into shape"
+            f"Use {loader} to bring rows into shape"
         )
     response = row["response"]
     if response is not None and not isinstance(response, str):

@@ -1,7 +1,8 @@
 """Preference data: rows with a chosen and a rejected answer become neighbouring training sequences.
 
 A row holds ``prompt``, ``chosen`` and ``rejected``. Two texts answer the prompt; two message lists are conversations,
-whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn.
+whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn. Transcripts as
+in hh-rlhf are conversations too (see `areno.api.row_formats`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areno.api.datasets import encode_examples, ending_token, named_row, render_prompt, text_or_messages, within
+from areno.api.datasets import (
+    LOADER_OPTION,
+    encode_examples,
+    ending_token,
+    flags_of,
+    named_row,
+    render_prompt,
+    text_or_messages,
+    within,
+)
+from areno.api.row_formats import pair_row
 from areno.errors import DataError
 from areno.text.chat import RenderedPrompt
 from areno.types import TrainSequence
@@ -17,6 +28,7 @@ from areno.types import TrainSequence
 Pair = tuple[TrainSequence, TrainSequence]
 Tokens = tuple[list[int], list[int]]
 Messages = list[dict[str, Any]]
+_SUM = ", whose sum bounds a prompt with its answer"
 
 
 def build_preference_rows(
@@ -29,6 +41,8 @@ def build_preference_rows(
     context_limit: int | None = None,
     source: str = "",
     disable_thinking: bool = False,
+    loader: str = LOADER_OPTION,
+    limits: str = "",
 ) -> tuple[list[Pair], int]:
     """Tokenize preference rows.
 
@@ -45,6 +59,8 @@ def build_preference_rows(
         context_limit: most tokens of a sequence, if that is less.
         source: what error messages call the data.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+        loader: setting that names a loader, for error messages.
+        limits: settings that bound a sequence, for error messages; empty names the options of ``areno train``.
 
     Returns:
         Pairs (chosen, rejected) in row order, their number as ``group``; and how many rows were dropped.
@@ -55,12 +71,12 @@ def build_preference_rows(
     texts: list[tuple[RenderedPrompt, str]] = []
     conversations: list[tuple[Tokens, Tokens] | None] = []
     for index in range(len(rows)):
-        row = rows[index]
-        chosen, rejected = (_answer(row, key, source, index) for key in ("chosen", "rejected"))
+        row = pair_row(rows[index], with_template=bool(tokenizer.chat_template))
+        chosen, rejected = (_answer(row, key, source, index, loader) for key in ("chosen", "rejected"))
         if not chosen or not rejected:
             continue
         if isinstance(chosen, str) and isinstance(rejected, str):
-            prompt = text_or_messages(row, "prompt", source, index)
+            prompt = text_or_messages(row, "prompt", source, index, loader)
             rendered = render_prompt(tokenizer, prompt, disable_thinking, source, index)
             texts += [(rendered, chosen), (rendered, rejected)]
             conversations.append(None)
@@ -73,16 +89,16 @@ def build_preference_rows(
     pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos_token_ids) or 0))
     if not pairs:
         raise DataError(
-            f"{named_row(source)}none of {len(rows)} rows can be used with --max-prompt-tokens {max_prompt_tokens} and "
-            f"--max-new-tokens {max_new_tokens}, whose sum bounds a prompt with its answer{within(context_limit)}: "
+            f"{named_row(source)}none of {len(rows)} rows can be used with "
+            f"{limits or flags_of(max_prompt_tokens, max_new_tokens) + _SUM + within(context_limit)}: "
             f"{_shortest(candidates)}"
         )
     return pairs, len(rows) - len(pairs)
 
 
-def _answer(row: Mapping[str, Any], key: str, source: str, index: int) -> str | Messages:
+def _answer(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
     """Text or messages; empty where the row is to be dropped."""
-    return [] if row.get(key) == [] else text_or_messages(row, key, source, index)
+    return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
 def _conversations(

@@ -151,6 +151,27 @@ def test_supervised_sequence_is_prompt_response_and_eos(tokenizer):
     assert (row.eos_token_id, dropped) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "w1 w2", "answer": "w3 w4"},
+        {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}]},
+    ],
+)
+def test_questions_and_conversations_are_supervised_rows_too(chat_tokenizer, row):
+    (found,), dropped = _sft([row], chat_tokenizer, max_prompt_tokens=9)
+    (plain,), _ = _sft([{"prompt": "w1 w2", "response": "w3 w4"}], chat_tokenizer, max_prompt_tokens=9)
+    assert (found.tokens, found.prompt_mask, dropped) == (plain.tokens, plain.prompt_mask, 0)
+
+
+def test_rows_without_an_answer_name_the_setting_of_a_loader(tokenizer):
+    rows = [{"messages": [{"role": "user", "content": "w1"}]}]
+    with pytest.raises(DataError, match=r"must contain `prompt`; it has messages\. Use train_dataset\.dataset_kwargs"):
+        _sft(rows, tokenizer, loader="train_dataset.dataset_kwargs.loader")
+    with pytest.raises(DataError, match=r"none of 1 rows can be used with max_length 2: "):
+        _sft([{"question": "w1", "answer": "w2 w2"}], tokenizer, context_limit=2, limits="max_length 2")
+
+
 def test_eos_is_not_doubled(tokenizer):
     (first, second), _ = _sft(
         [{"prompt": "w1", "response": "w3 </s>"}, {"prompt": "w1", "response": "w3 <eot>"}],

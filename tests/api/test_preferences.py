@@ -70,6 +70,38 @@ def test_answers_in_text_follow_the_prompt_and_end_with_eos(tokenizer):
     assert {row.eos_token_id for pair in pairs for row in pair} == {tokenizer.eos_token_id}
 
 
+TRANSCRIPTS = {
+    "chosen": "\n\nHuman: w1\n\nAssistant: w2\n\nHuman: w3\n\nAssistant: w4 w5",
+    "rejected": "\n\nHuman: w1\n\nAssistant: w2\n\nHuman: w3\n\nAssistant: w6",
+}
+
+
+def test_transcripts_are_conversations(chat_tokenizer):
+    asked = [("user", "w1"), ("assistant", "w2"), ("user", "w3")]
+    as_messages = {
+        "chosen": chat(*asked, ("assistant", "w4 w5")),
+        "rejected": chat(*asked, ("assistant", "w6")),
+    }
+    found, expected = (build([row], chat_tokenizer, max_prompt_tokens=60)[0] for row in (TRANSCRIPTS, as_messages))
+    assert [(row.tokens, row.prompt_mask) for row in found[0]] == [(row.tokens, row.prompt_mask) for row in expected[0]]
+
+
+def test_transcripts_without_a_template_stay_text(tokenizer):
+    ((chosen, rejected),), dropped = build([TRANSCRIPTS], tokenizer, max_prompt_tokens=60)
+    assert dropped == 0
+    assert [words(tokenizer, row)[1] for row in (chosen, rejected)] == ["w4 w5 </s>", "w6 </s>"]
+    assert words(tokenizer, chosen)[0] == words(tokenizer, rejected)[0]
+
+
+def test_transcripts_that_are_no_answers_to_one_prompt_are_left_out(tokenizer, chat_tokenizer):
+    unanswered = {"chosen": "\n\nHuman: w1\n\nAssistant: w2\n\nHuman: w3", "rejected": TRANSCRIPTS["rejected"]}
+    empty = {"chosen": "\n\nHuman: w1\n\nAssistant: ", "rejected": "\n\nHuman: w1\n\nAssistant: w2"}
+    assert build([TRANSCRIPTS, unanswered, empty], chat_tokenizer, max_prompt_tokens=60)[1] == 2
+    other = {"chosen": "\n\nHuman: w1\n\nAssistant: w2", "rejected": "\n\nHuman: w3\n\nAssistant: w2"}
+    tokenizer.chat_template = None
+    assert build([TRANSCRIPTS, unanswered, empty, other], tokenizer, max_prompt_tokens=60)[1] == 3
+
+
 def test_a_prompt_goes_through_the_chat_template_as_it_does_for_generation(chat_tokenizer):
     rows = [
         {"prompt": "w1", "chosen": "w2", "rejected": "w3"},

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from areno.api.datasets import build_sft_rows
 from areno.api.preferences import build_preference_rows
 from areno.config.experiment.experiments import DPOConfig, RWConfig
+from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.experiments.frequency import StepInfo
 from areno.experiments.trainers.base import ExperimentTrainer, in_scope
@@ -53,14 +54,17 @@ class SupervisedTrainer(ExperimentTrainer):
 
     def _encoded(self, rows: Sequence[Any], section: TrainDatasetConfig, name: str) -> Sequence[Any]:
         longest = tightest(section.max_length, self.engine.context_length) or _ANY_LENGTH
-        found, left_out = self.encode(rows, longest, f"{name} {section.path}")
+        bounds = {"max_length": section.max_length, "the model's context": self.engine.context_length}
+        limits = " and ".join(f"{what} {bound}" for what, bound in bounds.items() if bound is not None)
+        names = {"source": f"{name} {section.path}", "loader": f"{name}.dataset_kwargs.{LOADER}"}
+        found, left_out = self.encode(rows, longest, names | {"limits": limits or "no limit of their length"})
         if left_out:
             _log.info("%s: %d of %d rows are too long or have no answer, and are left out", name, left_out, len(rows))
         return found
 
     @abstractmethod
-    def encode(self, rows: Sequence[Any], longest: int, source: str) -> tuple[list[Any], int]:
-        """Rows as tokens, and how many were left out."""
+    def encode(self, rows: Sequence[Any], longest: int, names: dict[str, Any]) -> tuple[list[Any], int]:
+        """Rows as tokens, and how many were left out; ``names`` are those of the data and its settings in errors."""
 
     @abstractmethod
     def loss(self) -> Any:
@@ -97,22 +101,21 @@ def _sizes(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 class SFTTrainer(SupervisedTrainer):
-    """Supervised fine-tuning on ``prompt`` and ``response``."""
+    """Supervised fine-tuning: on a response to a prompt, an answer to a question, or the last message of a conversation."""
 
     section: ClassVar[str] = "sft"
 
-    def encode(self, rows: Sequence[Any], longest: int, source: str) -> tuple[list[Any], int]:
+    def encode(self, rows: Sequence[Any], longest: int, names: dict[str, Any]) -> tuple[list[Any], int]:
         """Prompts with their responses."""
-        found, left_out = build_sft_rows(
+        return build_sft_rows(
             rows,
             self.engine.tokenizer,
             max_prompt_tokens=_ANY_LENGTH,
             max_new_tokens=_ANY_LENGTH,
             eos_token_ids=self.engine.eos_ids,
-            source=source,
+            context_limit=longest,
+            **names,
         )
-        kept = [row for row in found if len(row.tokens) <= longest]
-        return kept, left_out + len(found) - len(kept)
 
     def loss(self) -> Any:
         """Mean negative log-prob of the response tokens."""
@@ -124,7 +127,7 @@ class PairTrainer(SupervisedTrainer):
 
     together: ClassVar[int] = 2
 
-    def encode(self, rows: Sequence[Any], longest: int, source: str) -> tuple[list[Any], int]:
+    def encode(self, rows: Sequence[Any], longest: int, names: dict[str, Any]) -> tuple[list[Any], int]:
         """Pairs of sequences."""
         return build_preference_rows(
             rows,
@@ -132,7 +135,7 @@ class PairTrainer(SupervisedTrainer):
             max_prompt_tokens=longest,
             max_new_tokens=0,
             eos_token_ids=self.engine.eos_ids,
-            source=source,
+            **names,
         )
 
     def sequences(self, batch: Sequence[Any]) -> list[TrainSequence]:

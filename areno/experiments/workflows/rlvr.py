@@ -29,7 +29,8 @@ def extract_prompt(data: dict[str, Any]) -> Prompt:
         if data.get(name):
             return data[name]
     raise DataError(
-        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; give data_extract_prompt_fn"
+        f"a row has neither messages nor prompt nor question, only {', '.join(data)}; give data_extract_prompt_fn, or bring "
+        "rows into shape by a loader (train_dataset.dataset_kwargs.loader)"
     )
 
 
