@@ -390,3 +390,22 @@ def _response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -
     if response is not None and not isinstance(response, str):
         raise DataError(f"{named_row(source, index)}`response` must be a text, got {response!r:.80}")
     return response or ""
+
+
+class SkippedPrompts:
+    """Counts the prompts that batches have passed over because they are too long."""
+
+    def __init__(self) -> None:
+        self._new = self._total = 0
+
+    def counted(self, batches: Iterator[PromptBatch]) -> Iterator[PromptBatch]:
+        """The same batches, counted as they are taken."""
+        for batch in batches:
+            self._new += batch.skipped_long
+            self._total += batch.skipped_long
+            yield batch
+
+    def take(self) -> dict[str, int]:
+        """Those since the last call, and all of them, as :meth:`MetricsRecorder.record_step` takes them."""
+        new, self._new = self._new, 0
+        return {"skipped_long": new, "total_skipped_long": self._total}

@@ -15,7 +15,7 @@ from typing import Any
 
 from areno.api import arguments
 from areno.api.backend.base import Areno, ArenoConfig, Backend, BackendType, get_backend
-from areno.api.datasets import iter_prompt_batches
+from areno.api.datasets import SkippedPrompts, iter_prompt_batches
 from areno.api.metrics import MetricsRecorder
 from areno.api.records import with_texts
 from areno.api.session import RolloutSession
@@ -62,6 +62,7 @@ class Trainer:
         self._requests = 0
         self._sampled_at: set[float] = set()  # temperatures
         self._steps = 0
+        self._skipped = SkippedPrompts()
         self.seed = 0
 
     def init(self) -> None:
@@ -101,16 +102,13 @@ class Trainer:
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """Tokenize a data set in order; see :func:`areno.api.datasets.iter_prompt_batches`."""
-        return iter_prompt_batches(
-            arguments.dataset(dataset),
-            self.get_tokenizer(),
-            batch_size=arguments.whole("batch_size", batch_size),
-            max_prompt_tokens=arguments.whole("max_prompt_tokens", max_prompt_tokens),
-            context_limit=self.model_context_len(),
-            prompt_key=prompt_key,
-            solutions_key=solutions_key,
-        )
+        """Tokenize a data set in order; see :func:`areno.api.datasets.iter_prompt_batches`. Metrics count what it skips."""
+        more: dict[str, Any] = {"prompt_key": prompt_key, "solutions_key": solutions_key}
+        for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
+            more[name] = arguments.whole(name, value)
+        more["context_limit"] = self.model_context_len()
+        rows = arguments.dataset(dataset)
+        return self._skipped.counted(iter_prompt_batches(rows, self.get_tokenizer(), **more))
 
     def rollout_session(
         self,
@@ -280,7 +278,8 @@ class Trainer:
         if self._recorder is not None:
             rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
-            self._recorder.record_step(self._steps, rows=rows, train_stats=stats, timings=timings, rewards=rewards)
+            told: dict[str, Any] = {"rows": rows, "rewards": rewards, **self._skipped.take()}
+            self._recorder.record_step(self._steps, train_stats=stats, timings=timings, **told)
         self._steps += 1
         return stats
 

@@ -21,10 +21,10 @@ from areno.config.paths import unwritable
 Status = Literal["OK", "INFO", "WARN", "FAIL"]
 _GIB = 1024**3
 _EXTRAS = {
-    "flash-attn": ("flash", "faster attention on CUDA; without it PyTorch's own kernels are used"),
-    "math-verify": ("math", "needed by the reward function of examples/math"),
-    "peft": ("lora", "needed to train adapters, --lora-rank"),
-    "bitsandbytes": ("qlora", "needed for a base in 4 bits, --load-in-4bit"),
+    "flash-attn": ("flash", "FlashAttention on CUDA"),
+    "math-verify": ("math", "rewards for mathematics"),
+    "peft": ("lora", "adapters (--lora-rank)"),
+    "bitsandbytes": ("qlora", "4-bit base weights (--load-in-4bit)"),
 }
 
 
@@ -69,15 +69,29 @@ def checks(report: dict[str, Any]) -> list[Check]:
 
 
 def format_checks(results: Sequence[Check]) -> str:
-    """Lay the results out: the verdict, each check with its detail, and the numbered remedies."""
+    """Lay the results out: the verdict, each check with its detail, what is ready, and what to mend, worst first.
+
+    How to add an optional part stands beside it: it is no step that a ready machine still needs.
+    """
     ready = not any(result.status == "FAIL" for result in results)
     lines = [f"AReno check: {'ready' if ready else 'not ready'}", ""]
     for result in results:
-        lines += [f"{result.status:<4} {result.name}", f"     {result.detail}"]
-    order = {"FAIL": 0, "WARN": 1, "INFO": 2, "OK": 3}
-    remedies = [r.remedy for r in sorted(results, key=lambda result: order[result.status]) if r.remedy]
-    steps = remedies + (["areno quickstart"] if ready else ["areno check"])
+        how = f"; to add it: {result.remedy}" if result.status == "INFO" and result.remedy else ""
+        lines += [f"{result.status:<4} {result.name}", f"     {result.detail}{how}"]
+    if ready:
+        lines += ["", f"Ready: {', '.join(_ready(results))}"]
+    remedies = [result.remedy for status in ("FAIL", "WARN") for result in results if result.status == status]
+    steps = remedies if not ready else [*remedies, "a first run: areno quickstart"]
+    steps += [] if ready else ["areno check"]
     return "\n".join([*lines, "", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, start=1))])
+
+
+def _ready(results: Sequence[Check]) -> list[str]:
+    """What this machine can do now."""
+    fine = {result.name for result in results if result.status == "OK"}
+    devices = [name.removeprefix("device ") for name in sorted(fine) if name.startswith("device ")]
+    parts = [use for name, (_, use) in _EXTRAS.items() if f"{name} (optional)" in fine]
+    return [f"training and serving on {' and '.join(devices)}", *parts]
 
 
 def _python(report: dict[str, Any]) -> list[Check]:
@@ -157,7 +171,9 @@ def _optional(report: dict[str, Any]) -> list[Check]:
             results.append(Check("OK", f"{name} (optional)", found["version"]))
         elif name != "flash-attn" or report["gpus"]:
             results.append(
-                Check("INFO", f"{name} (optional)", f"{found['error']}; {use}", f'pip install "areno[{extra}]"')
+                Check(
+                    "INFO", f"{name} (optional)", f"{found['error']}; needed for {use}", f'pip install "areno[{extra}]"'
+                )
             )
         else:
             results.append(Check("INFO", f"{name} (optional)", f"{found['error']}; of no use without a GPU"))

@@ -22,6 +22,7 @@ from typing import Any
 from areno import __version__
 from areno.config.parser import TypedParser
 from areno.config.resume import RUNS_ROOT
+from areno.cores import usable_cores
 
 REQUIRED = {
     "torch": "2.11",
@@ -34,6 +35,7 @@ REQUIRED = {
     "jinja2": "3.1",
     "numpy": "1.26",
     "omegaconf": "2.4",
+    "psutil": "5.9",
     "pyyaml": "6.0",
     "rich": "13.7",
     "tensorboard": "2.16",
@@ -141,7 +143,7 @@ def hf_cache() -> Path:
 
 
 def _cpu(with_torch: bool) -> dict[str, Any]:
-    report: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": _usable_cores()}
+    report: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": usable_cores()}
     if with_torch:
         import torch
 
@@ -153,11 +155,6 @@ def _cpu(with_torch: bool) -> dict[str, Any]:
             "available_bytes": available_bytes(torch.device("cpu")),
         }
     return report
-
-
-def _usable_cores() -> int | None:
-    # Only Linux can say that a process is confined to some of the cores.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _torch() -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -109,6 +109,8 @@ def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "max_running_prompts": str(options.running_sequences),
         "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),
         "sampling": _sampling(options),
+        "decode": "eager" if options.eager_decode else "compiled where it pays",
+        "rollout_state": "dropped after each rollout" if options.drop_rollout_state else "kept",
     }
     return rows | (generated if spec.requires_rollout else dict.fromkeys(generated, _NA))
 
@@ -134,7 +136,8 @@ def _training(options: TrainOptions) -> dict[str, str]:
         "mini_bs": str(options.mini_bs),
         "gradient_accumulation_steps": str(options.gradient_accumulation_steps or "auto"),
         "activation_checkpointing": "yes" if options.activation_checkpointing else "no",
-        "optimizer": f"AdamW lr={options.lr:g} ({decay}, warm-up {options.lr_warmup_steps}) "
+        "optimizer": f"{'8-bit AdamW' if options.adam_8bit else 'AdamW'} lr={options.lr:g} "
+        f"({decay}, warm-up {options.lr_warmup_steps}) "
         f"betas=({options.adam_beta1:g}, {options.adam_beta2:g}) eps={options.adam_eps:g} "
         f"weight_decay={options.weight_decay:g}",
         "grad_clip_norm": f"{options.grad_clip_norm:g}",

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
@@ -62,6 +63,7 @@ def _passes(
     results = []
     for batch in _micro_batches(rows, micro_bs):
         PROGRESS.tick()
+        CPU_THREADS.apply()
         plan = PackedPlan([len(row) for row in batch], model.device)
         tokens = torch.tensor([token for row in batch for token in row], device=model.device)
         results.append(one(model.body(tokens, plan.position_ids, plan), tokens, plan))

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areno.observability.chart import one_line, sparkline, speaks_unicode
-from areno.observability.logs import route_console
+from areno.observability.logs import BESIDE_DISPLAY, route_console
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class Progress(abc.ABC):
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
         values = "".join(f" {label}={stats[key]:.6f}" for label, key in shown if key in stats)
-        _log.info("step %d/%d%s %s", step + 1, self._total, values, self._pace.describe(self._total))
+        line = (step + 1, self._total, values, self._pace.describe(self._total))
+        _log.info("step %d/%d%s %s", *line, extra={BESIDE_DISPLAY: True})
 
     def evaluated(self, text: str) -> None:  # noqa: B027  (the trainer has logged it)
         """The model was measured on held-out data; a live display shows ``text`` until the next time."""
@@ -160,7 +161,7 @@ class LiveProgress(Progress):
             self._phase, self._phase_start = name, time.monotonic()
 
     def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Log the step as ``Progress`` does, and show its numbers and its sample."""
+        """Log the step as ``Progress`` does, which puts one line above the display, and show its numbers and its sample."""
         super().step_done(step, stats, sample)
         with self._lock:
             self._stats = dict(stats)

@@ -96,14 +96,19 @@ def rollout_logprob_mean(logger: Logger, epoch: int, step: int, value: float) ->
     logger.info("epoch=%d step=%d metric=rollout_logprob_mean value=%.6f", epoch, step, value)
 
 
+def rounded(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """For people: floats with six significant digits; ``metrics.jsonl`` has all of them."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in stats.items()}
+
+
 def train_stats(logger: Logger, epoch: int, step: int, stats: Mapping[str, Any]) -> None:
-    """``epoch=0 step=0 train_stats={'loss': 0.0, ...}``, a Python dictionary."""
-    logger.info("epoch=%d step=%d train_stats=%s", epoch, step, dict(stats))
+    """``epoch=0 step=0 train_stats={'loss': 0.0, ...}``, a Python dictionary; numbers have six digits."""
+    logger.info("epoch=%d step=%d train_stats=%s", epoch, step, rounded(stats))
 
 
 def evaluation(logger: Logger, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-    """``epoch=0 step=20 eval={'loss': 0.5, ...}``, a Python dictionary; here ``step`` counts the completed steps."""
-    logger.info("epoch=%d step=%d eval=%s", epoch, step, dict(metrics))
+    """``epoch=0 step=20 eval={'loss': 0.5, ...}``, as ``train_stats``; here ``step`` counts the completed steps."""
+    logger.info("epoch=%d step=%d eval=%s", epoch, step, rounded(metrics))
 
 
 def max_steps_reached(logger: Logger, epoch: int, step: int) -> None:

@@ -17,6 +17,8 @@ from areno.errors import UsageError
 from areno.observability.run_dir import RunDirectory
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+BESIDE_DISPLAY = "areno_beside_display"
+"""Attribute of records that a live display lets through whatever their level, as a bare message."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -39,9 +41,9 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         writer = ConsoleHandler.writer
         if writer is None:
             super().emit(record)
-        elif record.levelno >= self.live_level:
+        elif record.levelno >= self.live_level or hasattr(record, BESIDE_DISPLAY):
             try:
-                writer(self.format(record))
+                writer(self.format(record) if record.levelno >= self.live_level else record.getMessage())
             except Exception:  # the contract of logging.Handler.emit
                 self.handleError(record)
 

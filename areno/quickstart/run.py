@@ -142,7 +142,11 @@ def _write_inputs(root: Path, seed: int) -> int:
 
 
 def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command and run it in this process; returns the checkpoint."""
+    """Print the equivalent command and run it in this process; returns the checkpoint.
+
+    Raises:
+        SystemExit: the run was stopped, with its exit code.
+    """
     from areno.api.run import run_training
 
     data = root / "data"
@@ -155,9 +159,11 @@ def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str,
     live = create_progress()
     progress: Progress = _BriefLines() if isinstance(live, PlainProgress) else live
     logging.getLogger("areno.quickstart").debug("running %s", argv)
-    run_training(
+    code = run_training(
         run.options, reward_fn=run.reward_fn, loader_fn=run.loader_fn, progress=progress, console_level="WARNING"
     )
+    if code:
+        raise SystemExit(code)
     checkpoint = run.options.checkpoint_path
     return sorted(checkpoint.glob("step_*"))[-1]
 

@@ -9,7 +9,6 @@ fails.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
 from areno.rewards.lanes import Lane, Pool, ProcessPool, ThreadPool
 from areno.rewards.worker import Message, describe_error, is_async, source_file, timeout_text
@@ -88,7 +88,7 @@ class RewardRunner:
         self._retries = retries
         self._lock = threading.Lock()
         self._closed = False
-        size = workers or min(_cpus(), _MAX_DEFAULT_WORKERS)
+        size = workers or min(usable_cores(), _MAX_DEFAULT_WORKERS)
         self._pool: Pool
         if path is not None:
             self.name = path
@@ -303,8 +303,3 @@ class _Batch:
 def _shorten(text: str) -> str:
     text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} … {text[-_SHOWN_CHARS // 2 :]}"
     return repr(text)
-
-
-def _cpus() -> int:
-    # A container may lend fewer CPUs than the machine has; not every platform can say so.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -67,13 +67,21 @@ def test_more_minibatches_than_prompts_make_one_each():
 
 
 def test_statistics_of_several_calls_become_one_set():
-    first = {"loss": 1.0, "logp_diff_mean": 0.25, "step_rollout_time_s": 2.0, "clip_fraction": 0.0}
-    second = {"loss": 4.0, "logp_diff_mean": 9.0, "step_rollout_time_s": 0.5, "clip_fraction": 0.5, "kl_loss": 3.0}
+    first = {"loss": 1.0, "logp_diff_mean": 0.25, "step_rollout_time_s": 2.0, "clip_fraction": 0.0, "lr": 2e-3}
+    second = {
+        "loss": 4.0,
+        "lr": 1e-3,
+        "logp_diff_mean": 9.0,
+        "step_rollout_time_s": 0.5,
+        "clip_fraction": 0.5,
+        "kl_loss": 3.0,
+    }
     assert merge_stats([first, second]) == {
         "loss": 2.5,
         "logp_diff_mean": 0.25,
         "step_rollout_time_s": 2.5,
         "clip_fraction": 0.25,
+        "lr": 1e-3,
         "kl_loss": 3.0,
     }
     assert merge_stats([second]) == second

@@ -9,6 +9,7 @@ from functools import partial
 import httpx
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areno
@@ -251,6 +252,9 @@ def test_one_gspo_step_as_the_documentation_writes_it(tiny_checkpoint, tmp_path)
         )
         trainer.init()
         tokenizer = trainer.get_tokenizer()
+        texts = ["a", "b " * 50, "c", "d " * 50, "e " * 50]
+        prompts = trainer.load_prompt_batches([{"prompt": text} for text in texts], batch_size=1, max_prompt_tokens=40)
+        assert [len(batch.items) for batch in prompts] == [1, 1]
         prompt_tokens = tokenizer.encode("What is 1 plus 1?")
         sampling = SamplingParams(max_new_tokens=12, temperature=1.0)
         async with trainer.rollout_session(sampling_params=sampling, proxy=False):
@@ -277,7 +281,9 @@ def test_one_gspo_step_as_the_documentation_writes_it(tiny_checkpoint, tmp_path)
     assert stats["grad_norm"] > 0
     assert stats["step_rollout_time_s"] > 0
     assert stats["step_e2e_time_s"] >= stats["step_rollout_time_s"] + stats["step_train_time_s"] - 1e-6
-    assert any((tmp_path / "events").iterdir())
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("rollout/skipped_long")] == [3]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,19 @@ def test_this_machine_is_ready(workspace, capsys):
     assert "Next:" in lines
 
 
+def test_where_all_is_well_nothing_is_left_to_add(altered):
+    altered["dependencies"]["peft"] = {"version": None, "imported": False, "error": "not installed"}
+    altered["cpu"]["available_bytes"] = 2**33
+    results = [check for check in checks(altered) if check.status in ("OK", "INFO")]
+    told, steps = format_checks(results).split("Ready: ")
+    assert "peft (optional)\n     not installed; needed for adapters (--lora-rank); to add it: " in told
+    ready, after = steps.split("\n\n")
+    assert ready.startswith("training and serving on cpu") or "cuda" in ready
+    assert "rewards for mathematics" in ready
+    assert "adapters" not in ready
+    assert after == "Next:\n  1. a first run: areno quickstart"
+
+
 def test_each_result_is_a_status_line_and_an_indented_detail(report):
     body = format_checks(checks(report)).split("\n\n")[1].splitlines()
     assert all(re.match(r"(OK  |INFO|WARN|FAIL) \S", line) for line in body[::2])

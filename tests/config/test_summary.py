@@ -38,6 +38,14 @@ def test_values_and_placeholders_are_shown():
     assert shown["metrics_log_dir"] == "r/events"
 
 
+def test_options_that_change_how_a_step_runs_are_shown():
+    changed = rows(summary([*GSPO, "--adam-8bit", "--eager-decode", "--drop-rollout-state"], 200))
+    plain = rows(summary(GSPO, 200))
+    assert {name for name in plain if plain[name] != changed[name]} == {"optimizer", "decode", "rollout_state"}
+    assert changed["optimizer"].startswith("8-bit AdamW lr=")
+    assert (changed["decode"], changed["rollout_state"]) == ("eager", "dropped after each rollout")
+
+
 def test_what_an_algorithm_without_rollout_does_not_use_is_na():
     shown = rows(summary(SFT))
     assert {shown[name] for name in ("n_samples", "sampling", "reward_fn", "agent_fn", "max_running_prompts")} == {

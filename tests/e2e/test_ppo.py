@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import string
@@ -212,8 +213,11 @@ def test_warm_up_moves_the_critic_alone(tmp_path, tiny_checkpoint):
         assert outcome.stats["actor_train_skipped"] == 1
         assert outcome.stats["critic_value_loss"] > 0
         assert outcome.stats["step_rollout_time_s"] > 0
+        assert 0 < outcome.stats["step_train_time_s"] <= outcome.stats["critic_train_time_s"]
         assert "policy_loss" not in outcome.stats
     assert third.stats["actor_train_skipped"] == 0
+    policy_s = third.stats["actor_train_wall_time_s"]
+    assert policy_s < third.stats["step_train_time_s"] <= policy_s + third.stats["critic_train_time_s"]
     assert abs(third.stats["ratio_mean"] - 1) < 1e-5
 
 
@@ -339,6 +343,7 @@ def test_every_step_is_logged_and_recorded_warm_up_included(tmp_path, tiny_check
         "epoch=0 step=2 role=actor stage=train_end",
     ):
         assert line in log, line
+    assert len(re.findall(r"areno\.api\.backend\.areno\.backend: time rollout=\d+\.\d{6} train=", log)) == 3
     assert "step=2 role=actor stage=train_skip" not in log
     assert "step=0 role=actor stage=train_start" not in log
     assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3)]

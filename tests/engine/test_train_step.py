@@ -49,11 +49,12 @@ def test_three_microbatch_sizes_give_the_same_weights(loss_fn):
 
 def test_accumulation_makes_steps_of_mini_bs_times_accumulation_rows():
     rows = random_rows(8)
-    together, apart = (make_step(lr=2e-4, eps=1e-6) for _ in range(2))
+    together, apart = (make_step(lr=2e-4, eps=1e-6, lr_warmup_steps=4) for _ in range(2))
     stats = together.run(rows, sft_loss_fn, 2, accumulation=2)
     assert together.optimizer.steps == 2
     first, second = apart.run(rows[:4], sft_loss_fn, 4), apart.run(rows[4:], sft_loss_fn, 4)
     assert stats["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-5)
+    assert first["lr"] < second["lr"] == stats["lr"], "the current learning rate, not a mean"
     for name, value in weights(apart).items():
         assert (weights(together)[name] - value).abs().max() <= 1e-5 * value.abs().max()
 

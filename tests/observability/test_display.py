@@ -138,6 +138,11 @@ def test_lines_pass_above_the_live_display_and_leave_it_whole(tmp_path):
     assert re.match(r"\d{4}-\d\d-\d\d .* WARNING areno\.observability\.display: rewards look odd$", lines[warning])
     assert lines[warning + 1] == "a stray print of a reward function"
     assert [line.split()[0] for line in lines[warning + 2 :]] == ["step", "phase", "reward", "sample"]
+    steps = [line for line in lines[:warning] if line.startswith("step ")]
+    assert [line.split(" 0.")[0] for line in steps] == [
+        "step 3/10 reward=0.250000 loss=0.012500",
+        "step 4/10 reward=0.500000 loss=0.012500",
+    ], "one line a step stays above the display"
     assert len(lines) == warning + 2 + 4, "the display is drawn once, and leaves no torn copies"
 
 

@@ -26,8 +26,8 @@ LINES = [
     ),
     (
         lifecycle.train_stats,
-        (0, 3, {"loss": 0.0, "lr": 1e-06}),
-        "epoch=0 step=3 train_stats={'loss': 0.0, 'lr': 1e-06}",
+        (0, 3, {"loss": 0.0, "lr": 1e-06, "train_logprobs_mean": -0.2500366196036339, "rows": 12345678}),
+        "epoch=0 step=3 train_stats={'loss': 0.0, 'lr': 1e-06, 'train_logprobs_mean': -0.250037, 'rows': 12345678}",
     ),
     (lifecycle.max_steps_reached, (0, 3), "epoch=0 step=3 stage=max_steps_reached"),
     (

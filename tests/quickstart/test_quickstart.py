@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areno.api.trainers.sft import SFTTrainer
 from areno.cli.main import main
 from areno.config.prepare import prepare_run
 from areno.quickstart import run as quickstart_run
@@ -134,3 +136,12 @@ def test_a_quickstart_teaches_the_model_within_three_minutes(seed, tmp_path):
     assert_nothing_held_out_is_trained_on(root)
     trained = {row["prompt"] for path in (root / "data").glob("*.jsonl") for row in rows_of(path)}
     assert not trained & {w.format(a=p.a, b=p.b) for p in held_out for w in WORDINGS}
+
+
+def test_a_stopped_run_stops_the_quickstart(tmp_path, monkeypatch):
+    """SIGINT in the SFT phase: no GSPO on a half-trained model, and the exit code of ``areno train``."""
+    step = SFTTrainer.run_step
+    monkeypatch.setattr(SFTTrainer, "run_step", lambda *args: signal.raise_signal(signal.SIGINT) or step(*args))
+    monkeypatch.setattr(quickstart_run, "HELD_OUT", 4)
+    assert main(["quickstart", "--run-dir", str(tmp_path / "run")]) == 130
+    assert not (tmp_path / "run" / "gspo").exists()

@@ -55,13 +55,16 @@ def merge_stats(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The statistics of a step's train calls as one set.
 
     Times (``*_time_s``) are added up. The gap between rollout and training (``logp_*``) is that of the first call,
-    because later ones see a policy that has moved. All else is the mean over the calls that report it.
+    because later ones see a policy that has moved. The learning rate (``lr``) is that of the last. All else is the mean over
+    the calls that report it.
     """
     merged = {}
     for name in dict.fromkeys(chain.from_iterable(calls)):
         values = [stats[name] for stats in calls if name in stats]
         if name.startswith("logp_"):
             merged[name] = values[0]
+        elif name == "lr":
+            merged[name] = values[-1]
         else:
             merged[name] = sum(values) / (1 if name.endswith("_time_s") else len(values))
     return merged

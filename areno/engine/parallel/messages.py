@@ -21,12 +21,14 @@ class Start:
         make: makes the object whose methods are called, given a way to send :class:`Event` payloads.
         search_path: of modules, as in the process that asks.
         threads: for PyTorch.
+        sharing: processes that share the CPU cores and adapt their threads to what other programs leave; 0 keeps ``threads``.
         own_log: write log records to the error output, too, which is a file.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
     search_path: list[str]
     threads: int
+    sharing: int = 0
     own_log: bool = False
 
 

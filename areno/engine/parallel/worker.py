@@ -45,7 +45,10 @@ class _Worker:
         sys.path[:] = start.search_path
         import torch
 
+        from areno.engine.cpu_threads import CPU_THREADS
+
         torch.set_num_threads(start.threads)
+        CPU_THREADS.share(start.sharing, os.getppid(), fixed=start.sharing == 0)
         self._answer(Call(0, "start"), lambda: self._make(start))
         threading.Thread(target=self._read, name="areno-reader", daemon=True).start()
         while (call := self._calls.get()) is not None:

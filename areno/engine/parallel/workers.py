@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import areno
+from areno.cores import openmp_threads, usable_cores
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
 from areno.frames import FrameError, Frames
@@ -59,7 +60,7 @@ class Processes:
         name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
         log_file: what they log, print and say when they crash is added to it; None leaves it with the starter's output.
         environment: variables beside those of the starter.
-        threads: of PyTorch in each; None shares the cores out.
+        threads: of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores.
         startup_s: how long they may take to make their objects; None trusts that they get on.
     """
 
@@ -101,7 +102,8 @@ class WorkerGroup:
         self._numbers = 0
         self._failure: EngineError | None = None
         self._closing = False
-        threads = self._processes.threads or max(available_cores() // len(makers), 1)
+        chosen = self._processes.threads or openmp_threads()
+        threads, sharing = chosen or max(usable_cores() // len(makers), 1), 0 if chosen else len(makers)
         self._ranks = [_spawn(rank, threads, self._processes) for rank in range(len(makers))]
         started: list[Future[Any]] = []
         for rank in self._ranks:
@@ -116,7 +118,7 @@ class WorkerGroup:
             timer.start()
         try:
             for rank, make in zip(self._ranks, makers, strict=True):
-                start = Start(make, list(sys.path), threads, self._processes.log_file is not None)
+                start = Start(make, list(sys.path), threads, sharing, self._processes.log_file is not None)
                 with contextlib.suppress(OSError):  # the watching thread says why
                     self._send(rank, dumps(start))
             self._gather("start", started)
@@ -375,11 +377,6 @@ class WorkerGroup:
             self._thread.join(timeout=5.0)
         for rank in self._ranks:
             rank.frames.close()
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:

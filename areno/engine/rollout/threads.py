@@ -1,14 +1,15 @@
 """How many threads a rollout call is worth.
 
 A decode step of a small model is hundreds of small operations, and below some size a second thread costs more than it
-gains. The rule looks at the work of an average matrix product, so it depends on model and batch alone; measuring instead
-would make runs irreproducible.
+gains. The rule looks at the work of an average matrix product, so it depends on model and batch alone; above that size the
+process's number of threads holds (:mod:`areno.engine.cpu_threads`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 
 # Where two threads begin to win, measured on two cores with a model of 0.9 M parameters: 16 to 32 rows. At 256 rows two
@@ -32,14 +33,16 @@ class ThreadRule:
 
     def threads(self, rows: int) -> int:
         """Threads for a call over ``rows`` tokens."""
-        return self._all if rows * self._flop_per_row >= PARALLEL_FLOP else 1
+        if rows * self._flop_per_row < PARALLEL_FLOP:
+            return 1
+        return CPU_THREADS.current() if CPU_THREADS.adapts else self._all
 
     def apply(self, rows: int) -> None:
         """Use that many in the calling thread."""
-        if self._active and torch.get_num_threads() != self.threads(rows):
-            torch.set_num_threads(self.threads(rows))
+        if self._active and torch.get_num_threads() != (threads := self.threads(rows)):
+            torch.set_num_threads(threads)
 
     def reset(self) -> None:
         """Back to all threads; torch hands the last setting on to threads that start later."""
         if self._active:
-            torch.set_num_threads(self._all)
+            torch.set_num_threads(CPU_THREADS.current() if CPU_THREADS.adapts else self._all)

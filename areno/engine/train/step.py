@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.native import are_large, give_freed_memory_back
@@ -132,7 +133,7 @@ class TrainStep:
             accumulation: microbatches of one optimizer step; None makes one step of all rows. Only with a number of rows.
 
         Returns:
-            Scalar statistics: means over the call's optimizer steps, ``logp_*`` of its first.
+            Scalar statistics: means over the call's optimizer steps; ``logp_*`` of its first, ``lr`` of its last.
 
         Raises:
             ValueError: no rows, rows that bring different lists, a pair loss with an odd number of rows or of rows that stay
@@ -154,7 +155,8 @@ class TrainStep:
             self.model.weights.release()
         means = _means(results)
         # Later steps of a call train a policy that has moved; the gap to the rollout is a matter of the first alone.
-        return means | {name: value for name, value in results[0].items() if name.startswith("logp_")}
+        gap = {name: value for name, value in results[0].items() if name.startswith("logp_")}
+        return means | gap | {"lr": results[-1]["lr"]}
 
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over rows of this replica's own, and forget them: the memory of a step, and no update.
@@ -213,6 +215,7 @@ class TrainStep:
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         for chunk in passes:
             PROGRESS.tick()
+            CPU_THREADS.apply()
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
+from areno.cores import usable_cores
 from areno.engine.engine import EngineConfig
 from areno.engine.limits import fitted
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
-from areno.engine.parallel.workers import STALL_S, Processes, available_cores
+from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.experiments.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
@@ -130,7 +131,7 @@ class RolloutFleet:
     ) -> None:
         self.path, self.options, self.weights = path, options, weights or WeightOptions()
         self.config = replace(config, trains="nothing", neighbours=options.replicas)
-        self.threads = options.threads or max(available_cores() // (options.replicas * options.tp_size + 1), 1)
+        self.threads = options.threads or max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
         self.version = 0
         self._devices = devices
         self._desk = Desk()

@@ -16,11 +16,12 @@ from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.lora_options import ALL_LINEAR
+from areno.cores import usable_cores
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout
-from areno.engine.parallel.workers import Processes, available_cores
+from areno.engine.parallel.workers import Processes
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
@@ -44,7 +45,7 @@ def layout_of(backend: str, section: str) -> Layout:
 def this_machine() -> Machine:
     """What this process may use."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(gpus, available_cores(), importlib.util.find_spec("flash_attn") is not None)
+    return Machine(gpus, usable_cores(), importlib.util.find_spec("flash_attn") is not None)
 
 
 def device_of() -> torch.device:

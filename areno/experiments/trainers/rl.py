@@ -20,6 +20,7 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.generation_sections import AgentConfig
 from areno.config.options import nearest
+from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import UsageError
@@ -200,6 +201,8 @@ class PPOTrainer(ExperimentTrainer):
         fleet = RolloutFleet(path, replace(engine, decode="auto"), options, weights, devices)
         if device_of().type == "cpu":
             torch.set_num_threads(actor.scheduling_spec[0].cpu or fleet.threads)
+            CPU_THREADS.share(parallel.data * parallel.tensor + 1)
+            CPU_THREADS.begin()
         if actor.init_from_scratch:
             fleet.update_weights(self.engine, 0)
         return fleet

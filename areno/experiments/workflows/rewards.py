@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 from areno.cache_folder import ScratchFolder
 from areno.config.hooks import named_object
+from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
 from areno.experiments.workflows.sending import name_of, pickled
 from areno.observability import tracing
@@ -53,7 +53,7 @@ class AsyncReward:
         max_workers: int | None = None,
         max_retries: int = 3,
     ) -> None:
-        workers = max((os.cpu_count() or 1) // 2, 1) if max_workers is None else max_workers
+        workers = max(usable_cores() // 2, 1) if max_workers is None else max_workers
         if workers < 1:
             raise UsageError(f"max_workers must be at least 1, got {workers}; None takes half of the CPUs")
         sent: bytes | str

@@ -14,7 +14,7 @@ import torch
 from areno.api.backend.base import ArenoConfig, Backend
 from areno.api.backend.checks import check_config
 from areno.engine.device import rank_devices
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.native import release_workers
 from areno.engine.parallel.group import AnyEngine, EngineGroup
@@ -51,7 +51,7 @@ class ArenoBackend(Backend):
         self._config = _engine_config(config)
         self._devices = rank_devices(self._config.device, world_size, torch.cuda.device_count(), config.devices)
         self._engine: AnyEngine | None = None
-        self._rollout_s = 0.0
+        self._rollout_s = self._train_s = 0.0
         self._rollout_began: float | None = None
         self._step_began: float | None = None
 
@@ -129,27 +129,33 @@ class ArenoBackend(Backend):
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
     ) -> dict[str, float]:
         """Train on rows, and close the step: its times are added to the statistics and logged."""
-        began = time.perf_counter()
-        stats = self.engine.train(rows, loss_fn, mini_bs, accumulation)
-        times = self._close_step(began)
-        lifecycle.backend_time(logger, *times.values())
-        return {**stats, **times, "policy_train_wall_time_s": times["step_train_time_s"]}
+        before = self._train_s
+        stats = self._timed_train(rows, loss_fn, mini_bs, accumulation, ACTOR)
+        policy_s = self._train_s - before
+        return {**stats, **self.finish_step(), "policy_train_wall_time_s": policy_s}
 
     def finish_step(self) -> dict[str, float]:
-        """Close a step that trained no actor."""
-        return self._close_step(time.perf_counter())
-
-    def _close_step(self, train_began: float) -> dict[str, float]:
-        ended = time.perf_counter()
-        rollout, train, total = self._rollout_s, ended - train_began, ended - (self._step_began or train_began)
-        self._rollout_s, self._step_began = 0.0, None
+        """Close a step: returns its times, of all roles that were trained in it, and logs them."""
+        now = time.perf_counter()
+        rollout, train, total = self._rollout_s, self._train_s, now - (self._step_began or now)
+        self._rollout_s, self._train_s, self._step_began = 0.0, 0.0, None
+        lifecycle.backend_time(logger, rollout, train, total)
         return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
 
     def train_role(
         self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
     ) -> dict[str, float]:
         """Train an auxiliary role; the step goes on."""
-        return self.engine.train(rows, loss_fn, mini_bs, accumulation, role)
+        return self._timed_train(rows, loss_fn, mini_bs, accumulation, role)
+
+    def _timed_train(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None, role: str
+    ) -> dict[str, float]:
+        began = time.perf_counter()
+        self._step_began = self._step_began or began
+        stats = self.engine.train(rows, loss_fn, mini_bs, accumulation, role)
+        self._train_s += time.perf_counter() - began
+        return stats
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load auxiliary roles that are not there yet."""

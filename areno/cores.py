@@ -1,0 +1,109 @@
+"""CPU cores: how many this process may use, and how many of them other programs keep busy."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it is confined to, at most what its container's CPU limit amounts to."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup_limit()
+    return cores if limit is None else max(min(cores, math.ceil(limit)), 1)
+
+
+def openmp_threads() -> int | None:
+    """What ``OMP_NUM_THREADS`` asks for, at the outermost level; None where it asks for nothing."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def cgroup_limit(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float | None:
+    """Cores' worth of time that the process's control groups allow, as ``docker run --cpus`` sets it; None is no limit."""
+    limits = [quota / period for quota, period in _quotas(root, membership) if quota > 0 and period > 0]
+    return min(limits, default=None)
+
+
+def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
+    """Quota (below 0 is none) and period, in microseconds, of each group from the process's own up to the root."""
+    try:
+        lines = membership.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Inside a container the named group may be the mounted root itself.
+        for group in (own := PurePosixPath("/" + path.strip("/")), *own.parents):
+            folder = root / "cpu" / group.relative_to("/") if controllers else root / group.relative_to("/")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            try:
+                quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+                yield -1.0 if quota == "max" else float(quota), float(period)
+            except (OSError, ValueError):
+                continue
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """A reading of the clocks, in seconds.
+
+    Attributes:
+        wall: elapsed time.
+        busy: time that the usable cores have been busy with anything.
+        own: time that this run's processes have computed.
+    """
+
+    wall: float
+    busy: float
+    own: float
+
+
+def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:
+    """Cores that other programs kept busy between two readings, on average."""
+    busy, own = after.busy - before.busy, after.own - before.own
+    return max(busy - own, 0.0) / max(after.wall - before.wall, 1e-9)
+
+
+def read_cpu_times(root_pid: int) -> CpuTimes | None:
+    """The clocks now.
+
+    Args:
+        root_pid: the process that started this run; it and all its descendants are the run's own.
+
+    Returns:
+        None where the system does not tell.
+    """
+    import psutil
+
+    try:
+        cores = psutil.cpu_times(percpu=True)
+        root = psutil.Process(root_pid)
+        tree = [root, *root.children(recursive=True)]
+    except (psutil.Error, OSError):
+        return None
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    busy = sum(getattr(cores[i], name, 0.0) for i in allowed if i < len(cores) for name in names)
+    return CpuTimes(time.monotonic(), busy, sum(map(_process_seconds, tree)))
+
+
+def _process_seconds(process: object) -> float:
+    """CPU time of a process and of its children that have ended."""
+    import psutil
+
+    assert isinstance(process, psutil.Process)
+    try:
+        times = process.cpu_times()
+    except (psutil.Error, OSError):
+        return 0.0
+    return sum(getattr(times, name, 0.0) for name in ("user", "system", "children_user", "children_system"))
