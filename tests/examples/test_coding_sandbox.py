@@ -98,9 +98,7 @@ def test_the_home_folder_and_other_files_cannot_be_read(box, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("SECRET")
     secret.chmod(0o644)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)  # also another user could read it
+    _open_to_others(tmp_path)
     program = f"""
 import os
 for place in ({str(secret)!r}, {str(FOLDER / "sandbox.py")!r}, "/etc/passwd", "/etc/shadow", "/proc/1/environ"):
@@ -230,7 +228,46 @@ def test_files_and_the_folder_have_a_size(box):
     big = "try:\n    open('f', 'wb').write(bytes(64 * 2**20))\nexcept OSError as error:\n    print(error.errno)"
     assert run(box, f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{big}").output == "27\n"
     many = "for n in range(1000):\n    open(f'{n}', 'wb').write(bytes(2**20))\nimport time; time.sleep(20)"
-    assert run(box, many).stopped == "disk"
+    assert _refused_for_the_disk(box, run(box, many))
+
+
+def test_files_without_a_name_count_too(box):
+    program = """
+import os, time
+kept = []
+for n in range(200):
+    kept.append(open(f"{n}", "wb"))
+    kept[-1].write(bytes(2**20))
+    kept[-1].flush()
+    os.unlink(f"{n}")
+time.sleep(20)
+"""
+    assert _refused_for_the_disk(box, run(box, program))
+
+
+def _refused_for_the_disk(box, outcome):
+    """In namespaces the folder has a size of its own, so the command itself is told."""
+    return "No space left on device" in outcome.output if box.method == "namespaces" else outcome.stopped == "disk"
+
+
+def test_memory_that_belongs_to_no_process_is_refused(box):
+    program = """
+import ctypes, os, platform
+x86 = platform.machine() == "x86_64"
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = {
+    "memfd_create": 319 if x86 else 279, "memfd_secret": 447, "shmget": 29 if x86 else 194,
+    "semget": 64 if x86 else 190, "msgget": 68 if x86 else 186, "mq_open": 240 if x86 else 180,
+    "request_key": 249 if x86 else 218, "add_key": 248 if x86 else 217, "keyctl": 250 if x86 else 219,
+}
+for name, number in numbers.items():
+    ctypes.set_errno(0)
+    result = libc.syscall(number, 0, 4096, 0o1600, 0)
+    if result != -1 or ctypes.get_errno() != 1:
+        print(name, result, ctypes.get_errno())
+print("done")
+"""
+    assert run(box, program).output == "done\n"
 
 
 def test_output_is_cut(box):
@@ -277,22 +314,54 @@ def test_commands_run_side_by_side_and_know_nothing_of_each_other(box):
     assert [outcome.output for outcome in asyncio.run(many())] == [f"['file{n}']\n" for n in range(6)]
 
 
-def test_a_run_that_is_cancelled_leaves_nothing(box, tmp_path, monkeypatch):
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.5])
+def test_a_run_that_is_cancelled_leaves_nothing(box, after_s, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
+    _open_to_others(tmp_path)
+    mark = f"cancelled {uuid.uuid4()}"
 
     async def cancelled():
-        running = asyncio.create_task(box.run(["python", "-c", "import time; time.sleep(32.3)"], {}))
-        await asyncio.sleep(0.5)
+        running = asyncio.create_task(box.run(["python", "-c", f"import time; time.sleep(32.3)  # {mark}"], {}))
+        await asyncio.sleep(after_s)
         running.cancel()
+        await asyncio.sleep(0)
+        running.cancel()  # as when its event loop ends meanwhile
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(cancelled())
-    assert _commands_with("32.3") == []
+    assert _commands_with(mark) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_ends_with_a_killed_trainer(box, tmp_path):
+    _open_to_others(tmp_path)
+    mark = f"orphan {uuid.uuid4()}"
+    command = f"import os, time  # {mark}\nos.fork() or os.setsid()\nprint('up', flush=True)\ntime.sleep(600)"
+    program = (
+        f"import asyncio, sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom sandbox import Limits, Sandbox\n"
+        f"box = Sandbox({box.method!r}, Limits(seconds=600))\nasyncio.run(box.run(['python', '-c', {command!r}], {{}}))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as trainer:
+        # The trainer, the processes of the sandbox, and the command with its child.
+        assert _soon(lambda: len(_commands_with(mark)) >= 4)
+        trainer.kill()
+    assert _soon(lambda: _commands_with(mark) == [])
+
+
+def _open_to_others(folder):
+    """As root, commands run as another user."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_uid == os.getuid() and place != Path("/"):
+            place.chmod(place.stat().st_mode | 0o055)
+
+
+def _soon(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):

@@ -4,7 +4,7 @@ It is handed to a bare interpreter as text (``python -I -S -c SOURCE SETTINGS``)
 read this file. ``SETTINGS`` is JSON, see :func:`main`. What each method adds to what all have:
 
 * ``bubblewrap``: bwrap has made the mounts and the namespaces already.
-* ``namespaces``: the same, made here: nothing is mounted but system folders (read-only) and the workspace.
+* ``namespaces``: the same, made here: nothing is mounted but system folders (read-only) and a copy of the workspace, in memory.
 * ``landlock``: the file system stays as it is, the kernel refuses what is outside system folders and workspace.
 * all: limits of time, memory, processes and file sizes; no capabilities; a system-call filter without sockets.
 """
@@ -17,6 +17,8 @@ import json
 import os
 import platform
 import resource
+import shutil
+import signal
 import struct
 import sys
 from collections.abc import Iterable
@@ -30,25 +32,29 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
-SIGKILL, SIGSTOP = 9, 19
 DEVICES = ("null", "zero", "random", "urandom")
 
 # System calls that lead out, by machine: audit number of the machine, clone, pivot_root, and those that are refused.
-# With sockets goes io_uring, which opens some of its own; the rest makes or joins namespaces, or touches other processes.
+# With sockets goes io_uring, which opens some of its own. Refused are also those that make or join namespaces or touch other
+# processes, and those whose memory is no process's (memfd) or outlives all of them (System V, message queues, keys).
 MACHINES: dict[str, tuple[int, int, int, dict[str, int]]] = {
     "x86_64": (
         *(0xC000003E, 56, 155),
         {"socket": 41, "ptrace": 101, "mount": 165, "add_key": 248, "keyctl": 250, "unshare": 272, "setns": 308}
-        | {"process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "userfaultfd": 323, "perf_event_open": 298},
+        | {"process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "userfaultfd": 323, "perf_event_open": 298}
+        | {"shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "msgsnd": 69, "mq_open": 240, "request_key": 249}
+        | {"memfd_create": 319},
     ),
     "aarch64": (
         *(0xC00000B7, 220, 41),
         {"socket": 198, "ptrace": 117, "mount": 40, "add_key": 217, "keyctl": 219, "unshare": 97, "setns": 268}
-        | {"process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "userfaultfd": 282, "perf_event_open": 241},
+        | {"process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "userfaultfd": 282, "perf_event_open": 241}
+        | {"shmget": 194, "shmat": 196, "semget": 190, "msgget": 186, "msgsnd": 189, "mq_open": 180, "request_key": 218}
+        | {"memfd_create": 279},
     ),
 }
 # The same on every machine.
-CLONE3, PIDFD_GETFD, IO_URING_SETUP = 435, 438, 425
+CLONE3, PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET = 435, 438, 425, 447
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 
 # Landlock's rights to files: execute, write, read file, read folder, remove folder/file, make ..., refer, truncate, ioctl.
@@ -75,35 +81,46 @@ def main(settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``method``, ``command``, ``workspace`` (its path outside), ``visible`` (paths that can be read),
-            ``user`` (id to become, None to stay), ``seconds``, ``bytes`` (address space of a process),
-            ``file_bytes``, ``processes``.
+            ``user`` (id to become, None to stay), ``parent`` (process with whose end all this must end), ``seconds``,
+            ``bytes`` (address space of a process), ``file_bytes``, ``disk_bytes``, ``processes``.
     """
     if settings["method"] == "namespaces":
         enter_namespaces(settings)
     elif settings["method"] == "landlock":
         check(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
-        supervise(adopts=True)
+        supervise(settings["parent"], adopts=True)
         os.chdir(settings["workspace"])
         settings["ruleset"] = landlock_ruleset(settings)
     become(settings)
 
 
-def supervise(*, adopts: bool = False) -> None:
+def supervise(parent: int | None, *, adopts: bool = False) -> None:
     """Fork; the parent waits until its child has ended, and ends in the same way.
 
     Args:
+        parent: who has started this process, if all must end with it; the kernel sends SIGTERM then.
         adopts: what the child left running must be ended; in namespaces the kernel does so.
     """
+    watched = (signal.SIGCHLD, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    if parent is not None:
+        check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "parent-death signal")
+        if os.getppid() != parent:
+            os._exit(1)
     child = os.fork()
     if child == 0:
-        check(LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "parent-death signal")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
         return
-    while True:
-        ended, status = os.wait()  # also reaps what was left behind by processes that have ended
-        if ended == child:
-            if adopts:
-                end_adopted()
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    while signal.sigwait(watched) == signal.SIGCHLD:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also reaps what was left behind by processes that have ended
+            if ended[0] == child:
+                if adopts:
+                    end_adopted()
+                os._exit(os.waitstatus_to_exitcode(ended[1]) & 0xFF)
+    if adopts:
+        end_adopted()
+    os._exit(1)  # the child has a parent-death signal, too
 
 
 def end_adopted() -> None:
@@ -116,16 +133,25 @@ def end_adopted() -> None:
             return
 
 
-def kill_descendants(pid: int) -> None:
+def kill_descendants(pid: int, *, itself: bool = False) -> set[int]:
     """Kill all descendants of a process, also those that multiply.
 
     All are stopped before any is killed: a stopped process keeps its place, so that a fork bomb runs out of places.
+
+    Args:
+        pid: of the process.
+        itself: kill this one, too.
+
+    Returns:
+        Those that have been killed; they may take a moment to end.
     """
-    known: set[int] = set()
+    known = {pid} if itself else set()
+    send(known, signal.SIGSTOP)
     while new := set(descendants(pid)) - known:
         known |= new
-        send(new, SIGSTOP)
-    send(known, SIGKILL)
+        send(new, signal.SIGSTOP)
+    send(known, signal.SIGKILL)
+    return known
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -151,12 +177,22 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def become(settings: dict[str, Any]) -> None:
     """Drop rights, set limits, and run the command in place of this program."""
     if settings["user"] is not None:
         os.setgroups([])
         os.setgid(settings["user"])
         os.setuid(settings["user"])
+        if settings["method"] != "bubblewrap":  # the change of user has cleared it
+            check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     check(LIBC.capset(header, none), "capabilities")
     for name, value in (
@@ -198,19 +234,29 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    supervise()  # the child is the first process of its namespace: when it ends, all others do
+    supervise(settings["parent"])  # the child is the first process of its namespace: when it ends, all others do
     change_root(settings)
-    supervise()
+    supervise(None)
 
 
 def change_root(settings: dict[str, Any]) -> None:
-    """Build a file system of system folders, some devices and the workspace (as ``/work``), and move into it."""
+    """Build a file system of system folders, some devices and a copy of the workspace (``/work``), and move into it.
+
+    The copy is in memory of limited size: files count as long as a process has them open, with a name or without.
+    """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     root = f"{settings['workspace']}.root"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in settings["visible"]:
         bind(path, root + path, read_only=True)
-    bind(settings["workspace"], f"{root}/work", read_only=False)
+    os.mkdir(f"{root}/work")
+    limits = f"size={settings['disk_bytes']},nr_inodes=16384,mode=700"
+    mount("tmpfs", f"{root}/work", "tmpfs", MS_NOSUID | MS_NODEV, limits)
+    shutil.copytree(settings["workspace"], f"{root}/work", dirs_exist_ok=True)
+    if settings["user"] is not None:
+        for folder, _, names in os.walk(f"{root}/work"):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                os.chown(path, settings["user"], settings["user"])
     for name in DEVICES:
         bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False, extra=0)
     os.mkdir(f"{root}/old")
@@ -296,7 +342,7 @@ def filter_system_calls() -> None:
         (equal, 0, 1, CLONE3),
         (leave, 0, 0, error(38)),
     ]  # its flags cannot be looked at; the C library takes clone
-    for number in (*refused.values(), PIDFD_GETFD, IO_URING_SETUP):
+    for number in (*refused.values(), PIDFD_GETFD, IO_URING_SETUP, MEMFD_SECRET):
         code += [(equal, 0, 1, number), (leave, 0, 0, error(1))]
     code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, CLONE_NEWUSER), (leave, 0, 0, error(1))]
     code += [(leave, 0, 0, allow)]

@@ -16,7 +16,6 @@ import os
 import pwd
 import random
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -25,14 +24,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from confine import descendants, kill_descendants
+from confine import descendants, kill_descendants, runs
 
-from areno.errors import UsageError
+from areno.errors import ArenoError, UsageError
 
 METHODS = ("bubblewrap", "namespaces", "landlock")
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _CONFINE = Path(__file__).with_name("confine.py")
 _LOOK_EVERY_S = 0.05
+_END_S = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -48,7 +48,7 @@ class Limits:
         seconds: of the clock, and of CPU time per process.
         memory_bytes: memory of all its processes, and address space of each.
         file_bytes: size of a file.
-        disk_bytes: size of all files in its folder.
+        disk_bytes: size of all files in its folder, and of those that are open without a name.
         processes: processes and threads.
         output_bytes: of output that is kept.
     """
@@ -68,7 +68,8 @@ class Outcome:
     Attributes:
         code: exit code; negative where a signal ended it.
         output: what it wrote, to both streams.
-        stopped: why it was ended: ``time``, ``memory``, ``disk``, or empty.
+        stopped: why it was ended: ``time``, ``memory``, ``disk``, or empty. Namespaces do not end it for the disk: writing
+            beyond its size is an error for the command itself.
     """
 
     code: int
@@ -105,19 +106,21 @@ class Sandbox:
         async with _turn():
             with _workspace(files) as (folder, user):
                 arguments = self._arguments(list(command), folder, user)
-                process = await asyncio.create_subprocess_exec(
-                    *arguments,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    cwd="/",
-                    env={},
+                starting = asyncio.ensure_future(
+                    asyncio.create_subprocess_exec(
+                        *arguments,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        cwd="/",
+                        env={},
+                    )
                 )
                 try:
-                    return await _watch(process, folder, given, self.limits)
+                    return await _watch(await asyncio.shield(starting), folder, given, self.limits)
                 finally:
-                    await _end(process)
+                    await _ended(starting)
 
     def _arguments(self, command: list[str], folder: Path, user: int | None) -> list[str]:
         if command[0] == "python":
@@ -129,9 +132,11 @@ class Sandbox:
             "workspace": str(folder),
             "visible": visible,
             "user": user,
+            "parent": os.getpid(),
             "seconds": self.limits.seconds,
             "bytes": self.limits.memory_bytes,
             "file_bytes": self.limits.file_bytes,
+            "disk_bytes": self.limits.disk_bytes,
             "processes": self.limits.processes,
         }
         confined = [self.python, "-I", "-S", "-c", _CONFINE.read_text(encoding="utf-8"), json.dumps(settings)]
@@ -266,7 +271,7 @@ async def _watch(process: asyncio.subprocess.Process, folder: Path, given: str, 
             stopped = "time"
         elif _memory(process.pid) > limits.memory_bytes:
             stopped = "memory"
-        elif _size(folder) > limits.disk_bytes:
+        elif _size(folder) + _nameless(process.pid) > limits.disk_bytes:
             stopped = "disk"
     await _end(process)
     with contextlib.suppress(asyncio.TimeoutError):
@@ -288,13 +293,32 @@ async def _read(process: asyncio.subprocess.Process, given: str, output: bytearr
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left, and wait until it has ended."""
-    while process.returncode is None:
-        kill_descendants(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), 0.1)
+    """Kill what is left, and wait until all of it has ended."""
+    if process.returncode is not None:  # whoever supervises a command ends after everything else
+        return
+    left = kill_descendants(process.pid, itself=True)
+    deadline = asyncio.get_running_loop().time() + _END_S
+    while left or process.returncode is None:
+        await asyncio.sleep(0.01)
+        left = {pid for pid in left if runs(pid)}
+        if asyncio.get_running_loop().time() > deadline:
+            raise ArenoError(f"processes {sorted(left)} of a command do not end, although they were killed")
+
+
+async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """:func:`_end` for a process that may just be starting; whoever cancels the task meanwhile waits for it, too."""
+
+    async def end() -> None:
+        await _end(await starting)
+
+    ending, cancelled = asyncio.ensure_future(end()), None
+    while not ending.done():
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _memory(pid: int) -> int:
@@ -304,6 +328,19 @@ def _memory(pid: int) -> int:
         with contextlib.suppress(OSError):
             total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * _PAGE
     return total
+
+
+def _nameless(pid: int) -> int:
+    """Size of the files that a process's descendants have open, and that have no name any more, in bytes."""
+    found: dict[tuple[int, int], int] = {}
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{each}/fd"):
+                with contextlib.suppress(OSError):
+                    about = entry.stat()
+                    if stat.S_ISREG(about.st_mode) and not about.st_nlink:
+                        found[about.st_dev, about.st_ino] = about.st_blocks * 512
+    return sum(found.values())
 
 
 def _size(folder: Path) -> int:
