@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.errors import ArenoError
+from areno.errors import UsageError
 from areno.experiments.tasks import RolloutStoppedError
 from tests.experiments.trainer_stage import HereTrainer, RolloutRun
 
@@ -84,8 +84,8 @@ def test_agents_run_here_or_in_so_many_processes(rl):
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_a_parser_that_is_unknown_is_named(rl, name):
-    with pytest.raises(ArenoError, match="nonesuch"):
-        rl(agent(**{name: "nonesuch"}))
+    with pytest.raises(UsageError, match=rf"rollout\.agent\.{name} 'nonesuch' is unknown.*choose auto, "):
+        rl({f"rollout.agent.{name}": "nonesuch"})  # also without an agent
 
 
 def test_an_adapter_is_served_under_its_name(rl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,24 @@ def test_everything_is_written_under_fileroot(sft, tmp_path):
     run = sft({"cluster.fileroot": str(root)})
     assert run.folder.is_relative_to(root)
     assert run.records
+
+
+def test_the_trainer_has_the_variables_and_threads_of_the_actor_and_one_notice(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_TEST_KEPT", "before")
+    monkeypatch.delenv("ARENO_TEST_NEW", raising=False)
+    threads = torch.get_num_threads()
+    spec = {"cpu": threads + 1, "gpu": 1, "env_vars": {"ARENO_TEST_KEPT": "within", "ARENO_TEST_NEW": None}}
+    given = {"actor.scheduling_spec": [spec], "sglang.context_length": 9}
+    try:
+        with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path, given)) as trainer:
+            assert (os.environ["ARENO_TEST_KEPT"], os.environ["ARENO_TEST_NEW"]) == ("within", "")
+            assert torch.get_num_threads() == threads + 1
+            log = (trainer.run_dir.path / "main.log").read_text(encoding="utf-8")
+    finally:
+        torch.set_num_threads(threads)
+    assert (os.environ["ARENO_TEST_KEPT"], os.environ.get("ARENO_TEST_NEW")) == ("before", None)
+    assert log.count("settings that are accepted and change nothing here") == 1
+    assert "sglang: the section of a backend that is not used" in log
 
 
 # -- statistics and traces -------------------------------------------------------------------------------------------

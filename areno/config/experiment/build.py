@@ -38,15 +38,15 @@ MOVED = {
         "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
     ),
     "recompute_logprobs": "is spelt recompute_logprob",
-    "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME",
-    "model_path": "is actor.path here; write actor.path=MODEL",
-    "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N",
-    "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N",
-    "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME",
-    "agent_run_args": "are arguments of the agent; write them as workflow.kwargs",
+    "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME instead",
+    "model_path": "is actor.path here; write actor.path=MODEL instead",
+    "max_turns": "is an argument of the workflow; write workflow.kwargs.max_turns=N instead",
+    "max_llm_calls_per_run": "is an argument of the workflow; write workflow.kwargs.max_llm_calls_per_run=N instead",
+    "agent_builder_path": "names an agent; write rollout.agent.agent_cls_path=file.py:NAME instead",
+    "agent_run_args": "are arguments of the agent; write them as workflow.kwargs instead",
     "eval_workflow": f"{_PROGRAM}, an evaluation takes the workflow of training",
-    "n_trajs": "is gconfig.n_samples here; write gconfig.n_samples=N",
-    "max_tokens_per_trajectory": "is gconfig.max_tokens here; write gconfig.max_tokens=N",
+    "n_trajs": "is gconfig.n_samples here; write gconfig.n_samples=N instead",
+    "max_tokens_per_trajectory": "is gconfig.max_tokens here; write gconfig.max_tokens=N instead",
 }
 """Keys of earlier versions of the format, and of programs that published files were written for, by last name."""
 
@@ -151,11 +151,10 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
     last = path.rpartition(".")[2]
     if last in MOVED:
         return f"{path} {MOVED[last]}"
-    if isinstance(value, Mapping) and not _alike(value, root):
-        return f"{path} is not a section of {root.__name__}; remove it, or declare it in a class of your own that extends it"
-    near = nearest_path(path, list(paths_of(root)))
+    near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
     hint = f" (did you mean {near}?)" if near else ""
-    return f"{path} is not a setting of {root.__name__}{hint}; see --help"
+    better = "correct or remove it" if near else "remove it"
+    return f"{path} is not a setting of {root.__name__}{hint}; {better}, or declare it in a class of your own that extends it"
 
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:

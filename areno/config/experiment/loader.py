@@ -213,7 +213,7 @@ def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig
         try:
             override = parse_override(text)
             override = Override(real_path(override.path), override.value, override.delete)
-            if check:
+            if check and not override.delete:  # what is no setting can be taken out, too
                 problem = _unknown(override.path, config_cls)
                 problems.add(problem)
                 if problem:

@@ -21,11 +21,17 @@ def notice(config: BaseExperimentConfig) -> str:
     Settings at areno's own defaults are not listed: a file that spells them out and one that does not are the same.
     """
     sections: dict[str, dict[str, dict[str, None]]] = {}
-    for path, reason in (*harmless(config), *_decided_elsewhere(config)):
+    for path, reason in changes_nothing(config):
         section, _, name = path.rpartition(".")
         sections.setdefault(reason, {}).setdefault(section, {})[name] = None
     lines = [f"  {_listed(places)}: {reason}" for reason, places in sections.items()]
     return "\n".join(["settings that are accepted and change nothing here:", *lines]) if lines else ""
+
+
+def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Give each setting, or whole section, that has a value of its own and changes nothing, with the reason."""
+    yield from harmless(config)
+    yield from _decided_elsewhere(config)
 
 
 def _listed(places: dict[str, dict[str, None]]) -> str:

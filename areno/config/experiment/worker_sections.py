@@ -86,6 +86,10 @@ class SchedulingSpec:
         "shared", choices=("shared", "separate", "deferred"), help="How Ray groups the workers of a role."
     )
 
+    def environment(self) -> dict[str, str]:
+        """``env_vars`` as a process takes them; null is an empty text."""
+        return {name: "" if value is None else str(value) for name, value in self.env_vars.items()}
+
 
 @dataclass
 class SchedulingStrategy:

@@ -149,8 +149,9 @@ class ExperimentTrainer(ABC):
     def _set_environment(self) -> None:
         """Set what was given for the process that trains: variables, which its ranks inherit, and threads of PyTorch."""
         spec = self.config.actor.scheduling_spec[0]
-        before = {name: os.environ.get(name) for name in spec.env_vars}
-        os.environ.update({name: str(value) for name, value in spec.env_vars.items()})
+        wanted = spec.environment()
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
         self._closing.callback(_restore, before)
         if spec.cpu is not None:
             torch.set_num_threads(spec.cpu)

@@ -194,7 +194,7 @@ class PPOTrainer(ExperimentTrainer):
             startup_timeout_s=rollout.setup_timeout,
             stall_s=min(STALL_S, rollout.request_timeout),
             threads=spec.cpu,
-            environment={name: str(value) for name, value in spec.env_vars.items()} or None,
+            environment=spec.environment() or None,
         )
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
         devices = rollout_devices(self.config, this_machine().gpus)

@@ -81,7 +81,6 @@ EFFECTS: dict[str, str] = {
     "TrainEngineConfig.model_type": _ENGINES + "test_a_checkpoint_of_another_family_is_refused",
     "TrainEngineConfig.dtype": _ENGINES + "test_the_model_computes_in_dtype",
     "TrainEngineConfig.attn_impl": _ENGINES + "test_attention_is_fused_or_written_out",
-    "TrainEngineConfig.disable_dropout": _ENGINES + "test_training_never_drops",
     "TrainEngineConfig.gradient_checkpointing": _ENGINES + "test_checkpointing_keeps_less_for_the_backward_pass",
     "TrainEngineConfig.use_lora": _ENGINES + "test_an_adapter_learns_beside_frozen_weights",
     "TrainEngineConfig.lora_rank": _ENGINES + "test_an_adapter_learns_beside_frozen_weights",
