@@ -274,7 +274,8 @@ def text_or_messages(
     value = row.get(key)
     if value is None:
         raise DataError(
-            f"{named_row(source, index)}dataset row must contain `{key}`; it has {', '.join(map(str, row)) or 'no keys'}. "
+            f"{named_row(source, index)}dataset row must contain `{key}`; it "
+            f"{'is null' if key in row else 'has ' + (', '.join(map(str, row)) or 'no keys')}. "
             f"Use {loader} to bring rows into shape"
         )
     if isinstance(value, str):

@@ -105,7 +105,7 @@ def test_row_without_the_key_is_named(tokenizer):
 
 
 def test_null_prompt_counts_as_missing(tokenizer):
-    with pytest.raises(DataError, match="row 2: dataset row must contain `prompt`"):
+    with pytest.raises(DataError, match=r"row 2: dataset row must contain `prompt`; it is null\."):
         _batches(datasets.Dataset.from_list([{"prompt": "w1"}, {"prompt": None}]), tokenizer)
 
 
