@@ -9,7 +9,7 @@ class ArenoError(Exception):
     """Base of every error that areno raises on purpose; the command line prints its message without a traceback."""
 
 
-class UsageError(ArenoError):
+class UsageError(ArenoError, ValueError):
     """The user's input cannot work: an option, a file or a hook. Exit code 2."""
 
 
@@ -37,7 +37,7 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint was read, and is not what was written."""
 
 
-class EngineError(ArenoError):
+class EngineError(ArenoError, RuntimeError):
     """The engine was used out of order, or its loop died; the message carries the cause."""
 
 

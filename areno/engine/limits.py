@@ -76,8 +76,9 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     """
     from transformers import AutoConfig
 
+    base = base_of(path)
     try:
-        config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "folder" if Path(path).exists() else "hub id"

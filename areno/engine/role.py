@@ -214,11 +214,13 @@ class Role:
 
         Raises:
             CheckpointError: the state is missing, damaged, or made for other parameters.
+            EngineError: the role is frozen.
         """
+        optimizer = self.trained_by()
         try:
             # Where each rank needs a share alone, the whole stays in the file.
             place, shared = ("cpu", True) if self.peers.layout.fsdp else (self.model.device, False)
-            self.trained_by().load_state_dict(torch.load(file, map_location=place, mmap=shared, weights_only=True))
+            optimizer.load_state_dict(torch.load(file, map_location=place, mmap=shared, weights_only=True))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be used: {error}") from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 
 import pytest
 
 import areno
 import areno.api
 import areno.api.agentic as agentic
+from areno import errors
 from areno.config import TrainOptions, options_of
 
 PUBLIC = [
@@ -322,6 +324,18 @@ def test_a_name_is_the_same_object_in_areno_and_in_its_api(name):
     assert getattr(areno, name) is getattr(areno.api, name)
     assert name in dir(areno)
     assert name in dir(areno.api)
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [(errors.UsageError, ValueError), (errors.DataError, ValueError), (errors.EngineError, RuntimeError)],
+)
+def test_programs_may_catch_the_errors_of_python(error, base):
+    assert issubclass(error, base)
+    assert issubclass(error, errors.ArenoError)
+    again = pickle.loads(pickle.dumps(error("--lr 0: give a rate above 0")))
+    assert type(again) is error
+    assert str(again) == "--lr 0: give a rate above 0"
 
 
 def test_an_unknown_name_is_an_attribute_error():

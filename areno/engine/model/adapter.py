@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from areno.config.lora_options import ALL_LINEAR
 from areno.config.packages import missing_lora_packages
 from areno.config.paths import adapter_config
-from areno.errors import UsageError
+from areno.errors import ArenoError, UsageError
 
 # The name that peft gives an adapter unless told otherwise, so that what is saved loads anywhere.
 NAME = "default"
@@ -305,6 +305,8 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
         return peft.PeftModel.from_pretrained(
             cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
         )
+    except ArenoError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())[:400]
         raise UsageError(

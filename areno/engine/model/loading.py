@@ -31,7 +31,7 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.engine.parallel.peers import Peers
-from areno.errors import UnsupportedModelError, UsageError
+from areno.errors import ArenoError, UnsupportedModelError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +313,8 @@ def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> No
 def _reading(path: str, options: LoadOptions, what: str) -> Iterator[None]:
     try:
         yield
+    except ArenoError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         where = "folder" if Path(path).exists() else "hub id"
         raise UsageError(

@@ -48,7 +48,8 @@ class GraphSet:
         """Record a program. All graphs share one pool, so capture the largest first: the others then fit into its memory.
 
         Raises:
-            CaptureError: it cannot be captured; the calling thread is on the stream that it was on before.
+            CaptureError: it cannot be captured. The calling thread is then on the stream that it was on before, as it is
+                after an EngineError of the program.
         """
         main = torch.cuda.current_stream(self._device)
         try:
@@ -58,6 +59,8 @@ class GraphSet:
             # with the weight updates on the main stream.
             torch.cuda.set_stream(main)
             torch.cuda.synchronize(self._device)
+            if isinstance(error, EngineError):
+                raise
             lines = str(error).splitlines() or [""]
             raise CaptureError(f"capturing failed: {type(error).__name__}: {lines[0]}") from error
 

@@ -207,6 +207,15 @@ def test_a_failing_capture_is_said_once_and_decoding_goes_on_where_it_was(
     assert "\n" not in said[0]
 
 
+@torch.inference_mode()
+def test_a_defect_of_the_engine_is_not_taken_for_a_failing_capture(model, monkeypatch):
+    device = device_of(model, captures=True, monkeypatch=monkeypatch)
+    device.cuda.fail = EngineError("a table is too narrow")
+    with pytest.raises(EngineError, match=r"^a table is too narrow"):
+        steps(device, 2)
+    assert device.cuda.current is device.cuda.main
+
+
 def test_a_mixture_of_experts_is_captured_in_bf16_only(monkeypatch, caplog):
     model = prepare(tiny_module("qwen3_moe", layers=2, hidden=32, heads=2), "moe")
     device = device_of(model, captures=True, monkeypatch=monkeypatch)
