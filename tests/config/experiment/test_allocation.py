@@ -152,7 +152,7 @@ def test_engines_that_contradict_each_other(text, words):
     with pytest.raises(InvalidAllocationModeError) as caught:
         AllocationMode.from_str(text)
     assert words in str(caught.value)
-    assert isinstance(caught.value, ValueError) is False
+    assert not isinstance(caught.value, AllocationValidationError)
 
 
 def test_two_unnamed_engines_of_a_kind_have_no_roles():
