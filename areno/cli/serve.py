@@ -43,6 +43,10 @@ def run(argv: Sequence[str]) -> int:
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         cors_origins=options.cors_origin,
+        allowed_hosts=tuple(host.lower() for host in options.allowed_host),
+        max_connections=options.max_connections,
+        max_prompt_chars=options.max_prompt_chars,
+        request_timeout_s=options.request_timeout_s,
     )
     sock = listen(options.host, options.port)
     with setup_logging(None):

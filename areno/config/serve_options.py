@@ -65,6 +65,15 @@ class ServeOptions:
     cors_origin: tuple[str, ...] = _basic(
         (), metavar="URL", help="Let web pages of this origin call the server. Repeatable; * for all."
     )
+    allowed_host: tuple[str, ...] = _basic(
+        (),
+        metavar="NAME",
+        help="Name besides localhost by which a server without a key may be called, such as that of a proxy before it. "
+        "Repeatable; * for all.",
+    )
+    max_connections: int = _basic(
+        512, minimum=1, help="Most connections that are open; more are refused with status 503."
+    )
     world_size: int = as_in(BasicOptions, "world_size", documented_default="")
     tp_size: int = as_in(BasicOptions, "tp_size", documented_default="")
     device: str = as_in(BasicOptions, "device")
@@ -77,6 +86,15 @@ class ServeOptions:
     max_running_prompts: int = as_in(RolloutOptions, "max_running_prompts", default=16, unset="")
     max_queue: int = _rollout(
         256, minimum=0, help="Most samples that wait for a slot; more are refused with status 429."
+    )
+    max_prompt_chars: int | None = _rollout(
+        None,
+        minimum=1,
+        unset="16 for each token of the context, at least 65536",
+        help="Most characters of a request's texts; a longer one is refused before it is encoded.",
+    )
+    request_timeout_s: float | None = _rollout(
+        None, above=0, unset="none", help="Longest that an answer may take; the request ends with status 504."
     )
     default_max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer whose request names no limit.")
     kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
@@ -177,12 +195,15 @@ def chat_help() -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reached from this machine only."""
-    if host == "localhost":
-        return True
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
 
 
 def _with_checkpoint(options: Any) -> Any:
@@ -228,6 +249,11 @@ def _key_problems(options: ServeOptions) -> Iterator[str]:
             f"--host {options.host} lets other machines in, but there is no key; give --api-key or set {API_KEY_VARIABLE}, "
             "or stay on --host 127.0.0.1"
         )
+    if options.allowed_host and key is not None:
+        yield "--allowed-host has no effect with an API key, which lets clients in by any name; leave one of the two out"
+    for host in options.allowed_host:
+        if not host or {"/", " "} & set(host) or (":" in host and not _is_address(host)):
+            yield f"--allowed-host {host!r} is no name of a host; write it without scheme and port, as in proxy.example.org"
     for origin in options.cors_origin:
         if origin != "*" and not origin.startswith(("http://", "https://")):
             yield f"--cors-origin {origin!r} is no origin; write it as https://example.org"

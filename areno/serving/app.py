@@ -31,10 +31,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "A field cannot work.",
         401: "The API key is missing or wrong.",
+        403: "The request was meant for another host.",
         404: "Another model is served.",
         413: "The body is too large.",
         429: "The queue is full.",
         503: "The model is being loaded, or the server is shutting down.",
+        504: "The request took too long.",
     }.items()
 }
 
@@ -131,7 +133,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts or tokens."""
         model = _admit(service, body)
-        job = await service.prepare(lambda: prepare_completion(service, model.engine, body))
+        job = await service.prepare(lambda: prepare_completion(service, model.engine, body), body.samples)
         answer = CompletionAnswer(job, service.config.model_name, model.texts)
         return await respond(service, request, job, answer)
 
@@ -154,7 +156,7 @@ async def _chat(
     model, tape = _admit(service, body), request.scope.get(TAPE)
     if service.recorder is not None:
         body = body.with_defaults(sampling_defaults(service.recorder.sampling))
-    prepared = await service.prepare(lambda: prepare_chat(service, model, body, tape))
+    prepared = await service.prepare(lambda: prepare_chat(service, model, body, tape), body.samples)
     answer = told(ChatAnswer(prepared, service.config.model_name, model.texts, service.metrics))
     if prepared.job.context_full:
         return respond_at_once(prepared.job, answer.without_tokens(), answer)
@@ -165,7 +167,7 @@ def _admit(service: Service, body: GenerationBody) -> ServedModel:
     """What can be refused before any work is refused here."""
     model = service.ready_model()
     service.check_model(body.model)
-    service.make_room(body.samples)
+    service.check_characters(body.characters)
     return model
 
 

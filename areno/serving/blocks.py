@@ -35,6 +35,17 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
         raise ApiError(400, f"{'.'.join(names)}: {first['msg']}", param=names[0] if names else None) from error
 
 
+def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
+    """A list of objects, as which a field that is not a text must be read.
+
+    Raises:
+        ApiError: 400, it is something else.
+    """
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise ApiError(400, f"{where}: {str(value)[:80]!r} is no list of blocks; send text or objects", param=param)
+    return value
+
+
 class BlockAnswer(ABC):
     """An :class:`areno.serving.wire.Answer` in another protocol.
 

@@ -26,9 +26,6 @@ def prepare_completion(service: Service, engine: AnyEngine, body: CompletionRequ
     """
     _check(body)
     prompts = _encode(engine, body)
-    if len(prompts) * body.samples > MAX_SAMPLES:
-        message = f"prompt: {len(prompts)} prompts of {body.samples} samples are more than {MAX_SAMPLES}; send fewer"
-        raise ApiError(400, message, param="prompt", code="too_many_samples")
     return make_job(
         body,
         engine,
@@ -57,6 +54,9 @@ def _encode(engine: AnyEngine, body: CompletionRequest) -> list[list[int]]:
         raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
     if isinstance(given[0], int):
         given = [given]
+    if len(given) * body.samples > MAX_SAMPLES:
+        message = f"prompt: {len(given)} prompts of {body.samples} samples are more than {MAX_SAMPLES}; send fewer"
+        raise ApiError(400, message, param="prompt", code="too_many_samples")
     if isinstance(given[0], str):
         for text in given:
             check_text(text, "prompt")

@@ -1,4 +1,5 @@
-"""Around every request: the API key, the limit of the body, a request id, the counters, and the last net for errors."""
+"""Around every request: the API key or the host's name, the limit of the body, a request id, the counters, and the last
+net for errors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areno.config.serve_options import is_loopback
 from areno.observability.session_tracer import in_session
 from areno.serving.errors import ApiError, unexpected
 from areno.serving.recording import KEY_PREFIX, Tape
@@ -61,6 +63,7 @@ class Guard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        self._check_host(scope, headers.get(b"host", b""))
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._service.config.max_body_bytes:
             raise _too_large(self._service.config.max_body_bytes)
@@ -80,6 +83,34 @@ class Guard:
             return scope[TAPE] is not None
         # compare_digest takes the same time wherever the difference is, so the key cannot be guessed byte by byte.
         return key is None or secrets.compare_digest(given, key.encode())
+
+    def _check_host(self, scope: Scope, header: bytes) -> None:
+        """Without a key, being on this machine is what lets a client in, and a web page can be made to seem so.
+
+        A page whose name is made to stand for 127.0.0.1 (DNS rebinding) still sends that name.
+
+        Raises:
+            ApiError: 403, the request was meant for another host.
+        """
+        config, server = self._service.config, scope.get("server")
+        keyless = self._service.recorder is None and config.api_key is None
+        if not (header and keyless and server and is_loopback(server[0])) or scope["path"] in _OPEN_PATHS:
+            return
+        host = _host_name(header)
+        if is_loopback(host) or host.endswith(".localhost") or {host, "*"} & set(config.allowed_hosts):
+            return
+        raise ApiError(
+            403,
+            f"the host {host!r} is not this machine's; ask http://127.0.0.1:{server[1]}, or start the server with "
+            f"--allowed-host {host}, or with --api-key",
+            code="host_not_allowed",
+        )
+
+
+def _host_name(header: bytes) -> str:
+    """The host of a ``Host`` header, without its port."""
+    host = header.decode("latin-1").strip().lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
 
 
 def _given_key(headers: dict[bytes, bytes]) -> bytes:

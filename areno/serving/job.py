@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
 _GREEDY_BELOW = 1e-4
+# Alternatives of one request: each takes about a kilobyte until the answer is sent.
+_MAX_ALTERNATIVES = 2**19
 # Keeps the most likely token alone, which is what a nucleus of no mass means.
 _SMALLEST_TOP_P = 1e-9
 
@@ -116,6 +118,7 @@ def make_job(
             skip_special_tokens=skip_special_tokens,
         )
         requests.append(Request(list(prompt), sampling, seeds(), constraint=constraint))
+    _check_alternatives(requests, top_logprobs)
     stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else engine.eos_ids)
     return Job(
         body=body,
@@ -126,6 +129,20 @@ def make_job(
         skip_special_tokens=skip_special_tokens,
         context_full=context_full,
     )
+
+
+def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
+    tokens = sum(request.n * request.sampling.max_new_tokens for request in requests)
+    if tokens * top_logprobs > _MAX_ALTERNATIVES:
+        samples = sum(request.n for request in requests)
+        raise ApiError(
+            400,
+            f"top_logprobs: {top_logprobs} for each token of {samples} samples, {tokens} tokens in all, are "
+            f"{tokens * top_logprobs} alternatives, and one request may have {_MAX_ALTERNATIVES}; ask for fewer "
+            "samples, tokens or alternatives",
+            param="top_logprobs",
+            code="too_many_logprobs",
+        )
 
 
 def check_prompt_ids(engine: AnyEngine, prompt: Sequence[int]) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request
+from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects
 from areno.serving.errors import ApiError
-from areno.serving.schemas import Body, ChatRequest
+from areno.serving.schemas import ChatRequest, RequestBody
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesRequest(Body):
+class MessagesRequest(RequestBody):
     """Body of the endpoint; fields that are not declared are ignored."""
 
     model: str | None = None
@@ -70,7 +70,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
     made: list[dict[str, Any]] = []
     texts: list[Mapping[str, Any]] = []
     answer: dict[str, Any] = {"role": role, "content": None}
-    for block in content:
+    for block in objects(content, where, "messages"):
         kind = block.get("type")
         if kind == "tool_result":
             result = _text(block.get("content") or "", where)
@@ -93,9 +93,10 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
     return made
 
 
-def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
+    content = objects(content, where, "messages")
     wrong = [block.get("type") for block in content if block.get("type") != "text"]
     if wrong:
         raise ApiError(400, f"{where}: blocks of type {wrong[0]!r} cannot be read here; send text", param="messages")

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request
+from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects
 from areno.serving.chat import ChatAnswer
 from areno.serving.errors import ApiError
-from areno.serving.schemas import Body, ChatRequest
+from areno.serving.schemas import ChatRequest, RequestBody
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(RequestBody):
     """Body of the endpoint; fields that are not declared are ignored."""
 
     model: str | None = None
@@ -98,7 +98,7 @@ def _extend(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None
     if kind == "message":
         message["content"] = item.get("content")
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
+        parts = objects(item.get("content") or item.get("summary") or [], "input", "input")
         message["reasoning_content"] = "".join(str(part.get("text", "")) for part in parts)
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
@@ -114,7 +114,9 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _format(form: Any) -> dict[str, Any] | None:
+    if form is not None and not isinstance(form, Mapping):
+        raise ApiError(400, f"text: {form!r:.80} is no format; give an object with a type", param="text")
     if form is None or form.get("type") == "text":
         return None
     if form.get("type") != "json_schema":

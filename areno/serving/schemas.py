@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from areno.serving.errors import ApiError
 from areno.types.sampling import MAX_TOP_LOGPROBS
 
 MAX_SAMPLES = 128
 """Most samples of one request, over all its prompts."""
 
-Stop = Annotated[str, Field(min_length=1)]
+MAX_TOOLS, MAX_MESSAGES = 512, 10_000
+MAX_DEPTH, MAX_VALUES = 100, 100_000
+"""How deep a request may be nested, and how many texts, lists and objects it may hold."""
+
+Stop = Annotated[str, Field(min_length=1, max_length=4096)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -26,13 +31,60 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
+class RequestBody(Body):
+    """Base of what is sent for an answer; measured before anything else is done with it."""
+
+    _characters: int = PrivateAttr(0)
+
+    @property
+    def characters(self) -> int:
+        """Characters of all its texts."""
+        return self._characters
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _measured(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        characters = measure(value)
+        body = handler(value)
+        body._characters = characters
+        return body
+
+
+def measure(value: Any) -> int:
+    """Characters of all texts in a JSON value.
+
+    Raises:
+        ApiError: 400, it is nested too deeply, or holds too many values.
+    """
+    characters = values = depth = 0
+    level = [value]
+    while level:
+        depth, values = depth + 1, values + len(level)
+        if depth > MAX_DEPTH:
+            raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels; flatten it", code="body_too_deep")
+        if values > MAX_VALUES:
+            message = f"the body holds more than {MAX_VALUES} texts, lists and objects; send fewer"
+            raise ApiError(400, message, code="body_too_large")
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                characters += len(one)
+            elif isinstance(one, dict):
+                characters += sum(map(len, one))
+                below += [inner for inner in one.values() if isinstance(inner, str | dict | list)]
+            elif isinstance(one, list):
+                below += [inner for inner in one if isinstance(inner, str | dict | list)]
+        level = below
+    return characters
+
+
 class StreamOptions(Body):
     """``stream_options``."""
 
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(RequestBody):
     """What both endpoints share: the model, how to sample, and how to answer."""
 
     model: str | None = None
@@ -136,12 +188,12 @@ class ResponseFormat(Body):
 class ChatRequest(GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[ToolDeclaration] | None = None
+    tools: Annotated[list[ToolDeclaration], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

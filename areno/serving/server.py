@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import uvicorn
 from areno.errors import ArenoError, EngineError, UsageError
 from areno.observability.logs import setup_logging
 from areno.serving.app import create_app
+from areno.serving.connections import BoundedProtocol
 from areno.serving.service import Service
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=functools.partial(BoundedProtocol, service.config.max_connections),  # type: ignore[arg-type]
+                ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,

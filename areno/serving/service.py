@@ -30,6 +30,11 @@ State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
 _RETRY_AFTER_S = "1"
+# Threads that render, encode and compile: one request that takes long must not hold up the others.
+_PREPARING_THREADS = 4
+PREPARE_TIMEOUT_S = 60.0
+# Beyond this, no text fits: a token of running text has about four characters. Encoding it would take long all the same.
+_CHARS_PER_TOKEN, _LEAST_CHARS = 16, 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,10 @@ class ServingConfig:
         tool_call_parser: name of the format of tool calls, or ``auto``.
         reasoning_parser: name of the format of reasoning, or ``auto``.
         cors_origins: origins whose web pages may call the server.
+        allowed_hosts: names besides those of loopback by which a server without a key may be called; ``*`` is any.
+        max_connections: most connections that are open; None is any number.
         max_body_bytes: most bytes of a request.
+        max_prompt_chars: most characters of a request; None is 16 for each token of the context, at least 65,536.
         request_timeout_s: longest that a request may take; None waits as long as the client does.
     """
 
@@ -57,7 +65,10 @@ class ServingConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_connections: int | None = None
     max_body_bytes: int = 16 * 2**20
+    max_prompt_chars: int | None = None
     request_timeout_s: float | None = None
 
 
@@ -89,8 +100,9 @@ class Service:
         self._draining = False
         self._open: dict[Generation, int] = {}  # generations that are not over, and their samples
         self._requests = 0
-        # One thread: templates and tokenizers are not made for several, and none of it may stop the event loop.
-        self._preparing = ThreadPoolExecutor(1, "areno-serving-prepare")
+        self._in_preparation = 0  # samples
+        # A recorder's tapes are written by one thread.
+        self._preparing = ThreadPoolExecutor(1 if recorder else _PREPARING_THREADS, "areno-serving-prepare")
         self._while_serving = contextlib.ExitStack()
         if engine is not None:
             self.attach(engine)
@@ -163,9 +175,41 @@ class Service:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def prepare(self, work: Callable[[], Result]) -> Result:
-        """Run what uses the tokenizer or compiles a grammar in its own thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+    def check_characters(self, characters: int) -> None:
+        """Check that a request's text is not too long to be worth encoding.
+
+        Raises:
+            ApiError: 400, it is.
+        """
+        if self.recorder is not None:
+            return  # its clients are this program's own, and are told by an empty answer that the context is full
+        engine = self.ready_model().engine
+        tokens = min(engine.context_length or engine.kv_tokens, engine.kv_tokens)
+        limit = self.config.max_prompt_chars or max(_CHARS_PER_TOKEN * tokens, _LEAST_CHARS)
+        if characters > limit:
+            message = (
+                f"the request has {characters} characters of text, and this server takes {limit} for its context of "
+                f"{tokens} tokens; shorten it"
+            )
+            raise ApiError(400, message, code="context_length_exceeded")
+
+    async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
+        """Run what uses the tokenizer or compiles a grammar in another thread; the request's samples take room meanwhile.
+
+        Raises:
+            ApiError: the queue is full; 504, it takes too long.
+        """
+        self.make_room(samples)
+        self._in_preparation += samples
+        limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(limit):
+                return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+        except TimeoutError as error:
+            message = f"the request was not ready to be answered within {limit:g} s; send less text, tools or schema"
+            raise ApiError(504, message, code="timeout") from error
+        finally:
+            self._in_preparation -= samples
 
     def seeds(self, base: int | None, samples: int) -> list[int]:
         """Seeds of the samples of a prompt, as the SDK derives them from ``base``; new ones each time without."""
@@ -184,10 +228,11 @@ class Service:
         if samples > limit:
             message = f"n: {samples} samples in one request, but this server takes {limit} at once; send fewer"
             raise ApiError(400, message, param="n", code="too_many_samples")
-        if self.open_samples + samples > limit:
+        taken = self.open_samples + self._in_preparation
+        if taken + samples > limit:
             raise ApiError(
                 429,
-                f"the queue is full ({self.open_samples} samples of at most {limit}); try again later",
+                f"the queue is full ({taken} samples of at most {limit}); try again later",
                 code="queue_full",
                 headers={"Retry-After": _RETRY_AFTER_S},
             )
@@ -229,7 +274,7 @@ class Service:
         return cancelled
 
     def close(self) -> None:
-        """Let the helper thread end; the engine is its owner's to close."""
+        """Let the helper threads end; the engine is its owner's to close."""
         self._while_serving.close()
         self._preparing.shutdown(wait=False, cancel_futures=True)
 

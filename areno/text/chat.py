@@ -21,7 +21,7 @@ CHAT_MARKERS = ("<|im_start|>", "<start_of_turn>", "<turn|>", "<|user|>", "<|ass
 _OWN_VARIABLES = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"}
-    | {"padding", "truncation", "max_length", "tokenizer_kwargs"}
+    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "self"}
 )
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -103,13 +103,16 @@ def render_generation_prompt(
     try:
         text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
         wants_text = shows_objects(text, messages)
-    except TypeError:  # it adds text to the arguments of a call
+    except TypeError as error:  # it adds text to the arguments of a call
         wants_text = any("tool_calls" in message for message in messages)
         if not wants_text:
-            raise
+            raise _template_error(messages, error) from error
     if wants_text:
         messages = template_messages(prompt, template, arguments_as_text=True)
-        text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
+        try:
+            text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
+        except TypeError as error:
+            raise _template_error(messages, error) from error
     return RenderedPrompt(text, templated=True)
 
 
@@ -167,8 +170,6 @@ def _apply_template(
     variables: dict[str, Any],
     add_generation_prompt: bool,
 ) -> str:
-    from jinja2 import TemplateError
-
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     options |= {"tools": tools} if tools else {}
     try:
@@ -179,12 +180,18 @@ def _apply_template(
             if set(variables) != {"enable_thinking"}:
                 raise
             return tokenizer.apply_chat_template(messages, **options)
-    except TemplateError as error:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise UsageError(
-            f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; "
-            "change the messages (a dataset loader can do it) or the template"
-        ) from error
+    except TypeError:
+        raise
+    except Exception as error:  # a template is somebody else's code, and its variables may be anything
+        raise _template_error(messages, error) from error
+
+
+def _template_error(messages: Sequence[Mapping[str, Any]], error: Exception) -> UsageError:
+    roles = ", ".join(str(message.get("role")) for message in messages[:20])
+    return UsageError(
+        f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; "
+        "change the messages (a dataset loader can do it), the template's variables or the template"
+    )
 
 
 def _automatic_bos(tokenizer: Any) -> list[int]:

@@ -114,7 +114,7 @@ def test_a_client_that_never_reads_holds_no_place_in_the_queue(server):
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = (
             "POST /v1/completions HTTP/1.1",
-            "Host: x",
+            "Host: localhost",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
         )

@@ -98,5 +98,6 @@ class LogitEdits:
         self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         self._seen[torch.tensor(self._prompt, device=logits.device)] = True
         self._bias = torch.zeros_like(logits)
-        for token, bias in (self._params.logit_bias or {}).items():
-            self._bias[int(token)] = bias
+        if biases := self._params.logit_bias:
+            places = torch.tensor([int(token) for token in biases], device=logits.device)
+            self._bias[places] = torch.tensor(list(biases.values()), device=logits.device, dtype=logits.dtype)

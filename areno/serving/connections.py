@@ -1,0 +1,134 @@
+"""What a connection may cost before anybody has shown a key: how many there are, how large a request's head is, how long
+head and body take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Literal
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from areno.serving.errors import ApiError
+
+MAX_HEAD_BYTES = 64 * 2**10
+HEAD_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 120.0
+# What has arrived while the event loop was busy is read before a connection is given up.
+_GRACE_S = 0.1
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits.
+
+    Args:
+        most_connections: more are refused; None lets any number in.
+        options: uvicorn's own.
+    """
+
+    def __init__(self, most_connections: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._most_connections = most_connections
+        self._awaited: Literal["head", "body"] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes of a head that is not complete
+        self._head = 0  # bytes of the parts of it that are
+        self._refusal: ApiError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        if self._most_connections is not None and len(self.connections) > self._most_connections:
+            message = f"{self._most_connections} connections are open, which is the most; try again later"
+            self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
+        else:
+            self._await("head")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        self._await(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on."""
+        in_head = self._awaited == "head" and self._head > 0
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._awaited == "head" and (in_head or self._unread):
+            self._unread += len(data)
+            if self._unread > MAX_HEAD_BYTES:
+                self._refuse(_large_head())
+        elif self._awaited is None and (self.cycle is None or self.cycle.response_complete):
+            self._await("head")  # bytes that begin nothing must not keep a connection open either
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._head, self._unread = 1, 0
+        if self._awaited is None:
+            self._await("head")
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is complete."""
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request's head is complete."""
+        super().on_headers_complete()
+        self._head = self._unread = 0
+        self._await("body")
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        super().on_message_complete()
+        self._await(None)
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read ends the connection."""
+        self._refuse(self._refusal or ApiError(400, msg))
+
+    def _count(self, length: int) -> None:
+        self._head += length
+        if self._head > MAX_HEAD_BYTES:
+            self._refusal = _large_head()
+            raise self._refusal  # which ends the parsing
+
+    def _await(self, what: Literal["head", "body"] | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._awaited, self._deadline = what, None
+        if what is not None:
+            seconds = HEAD_TIMEOUT_S if what == "head" else BODY_TIMEOUT_S
+            self._deadline = self.loop.call_later(seconds, self._overdue)
+
+    def _overdue(self) -> None:
+        self._deadline = self.loop.call_later(_GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self._awaited == "head" and answering:  # of the request before this one
+            self._await("head")
+        elif self._awaited == "body" and answering and self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(ApiError(408, f"the {self._awaited} of the request did not arrive in time", code="timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, and end the connection."""
+        self._await(None)
+        body = json.dumps(error.body).encode()
+        lines = [f"{name}: {value}" for name, value in (error.headers or {}).items()]
+        head = [f"HTTP/1.1 {error.status} Refused", "content-type: application/json", f"content-length: {len(body)}"]
+        self.transport.write("\r\n".join([*head, *lines, "connection: close", "", ""]).encode() + body)
+        self.transport.close()
+
+
+def _large_head() -> ApiError:
+    return ApiError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes; send less", code="headers_too_large")
