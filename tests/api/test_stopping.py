@@ -13,6 +13,9 @@ from areno.api.trainers.stopping import StopController, StopRequested
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_work_that_can_be_repeated_and_the_second_one_everything(signum):
     stop = StopController()
+    inherited = signal.signal(
+        signum, signal.default_int_handler
+    )  # SIGHUP may be ignored: the tests may run under nohup
     before = signal.getsignal(signum)
     with stop.signals():
         with pytest.raises(StopRequested) as caught, stop.interruptible():
@@ -23,6 +26,7 @@ def test_a_signal_ends_work_that_can_be_repeated_and_the_second_one_everything(s
             os.kill(os.getpid(), signum)
             signal.pause()
     assert signal.getsignal(signum) == before
+    signal.signal(signum, inherited)
 
 
 def test_a_program_under_nohup_goes_on_when_its_terminal_is_closed():
