@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -37,7 +38,7 @@ def test_dry_run_prints_summary_config_and_memory_and_runs_nothing(real_model, c
     assert out.startswith("AReno training config\n")
     config = yaml.safe_load(config_part(out))
     assert config["lr"] == 3e-5
-    assert config["ckpt"] == "model"
+    assert Path(config["ckpt"]) == real_model / "model"
     assert out.split("\nMemory\n------\n")[1].strip()
     assert sorted(path.name for path in real_model.iterdir() if path.name != "__pycache__") == before
 
