@@ -252,7 +252,8 @@ def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(be
     assert [int(step) for step, _ in logged] == wanted
     for step, text in logged:
         line = {f"eval/{name}": value for name, value in ast.literal_eval(text).items()}
-        assert line == {k: v for k, v in evaluations(run)[int(step)].items() if k.startswith("eval/")}
+        recorded = {k: v for k, v in evaluations(run)[int(step)].items() if k.startswith("eval/")}
+        assert line == {k: float(f"{v:.6g}") for k, v in recorded.items()}, "six digits; metrics.jsonl has all"
     events = EventAccumulator(str(run / "events"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("eval/loss")] == wanted

@@ -130,14 +130,16 @@ class ArenoBackend(Backend):
     ) -> dict[str, float]:
         """Train on rows, and close the step: its times are added to the statistics and logged."""
         before = self._train_s
-        stats = self._timed_train(rows, loss_fn, mini_bs, accumulation, ACTOR)
+        stats, ended = self._timed_train(rows, loss_fn, mini_bs, accumulation, ACTOR)
         policy_s = self._train_s - before
-        return {**stats, **self.finish_step(), "policy_train_wall_time_s": policy_s}
+        return {**stats, **self._close_step(ended), "policy_train_wall_time_s": policy_s}
 
     def finish_step(self) -> dict[str, float]:
-        """Close a step: returns its times, of all roles that were trained in it, and logs them."""
-        now = time.perf_counter()
-        rollout, train, total = self._rollout_s, self._train_s, now - (self._step_began or now)
+        """Close a step that trained no actor: returns its times, of all roles that were trained in it, and logs them."""
+        return self._close_step(time.perf_counter())
+
+    def _close_step(self, ended: float) -> dict[str, float]:
+        rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_began or ended)
         self._rollout_s, self._train_s, self._step_began = 0.0, 0.0, None
         lifecycle.backend_time(logger, rollout, train, total)
         return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
@@ -146,16 +148,18 @@ class ArenoBackend(Backend):
         self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
     ) -> dict[str, float]:
         """Train an auxiliary role; the step goes on."""
-        return self._timed_train(rows, loss_fn, mini_bs, accumulation, role)
+        return self._timed_train(rows, loss_fn, mini_bs, accumulation, role)[0]
 
     def _timed_train(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None, role: str
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], float]:
+        """Statistics, and when training ended."""
         began = time.perf_counter()
         self._step_began = self._step_began or began
         stats = self.engine.train(rows, loss_fn, mini_bs, accumulation, role)
-        self._train_s += time.perf_counter() - began
-        return stats
+        ended = time.perf_counter()
+        self._train_s += ended - began
+        return stats, ended
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load auxiliary roles that are not there yet."""
