@@ -24,6 +24,7 @@ from areno.api.trainers.rollout import RolloutTrainer
 from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import load_hook
+from areno.config.machine import runtime_of
 from areno.config.prepare import LOADER_KEYWORDS
 from areno.config.resume import is_run
 from areno.config.splits import TEST, TRAIN, rows_named
@@ -32,6 +33,7 @@ from areno.config.validate import EVAL_LOADER_HOOK, check_length
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import UsageError
+from areno.gpus import visible_gpus
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
 from areno.observability.run_dir import RunDirectory
@@ -66,6 +68,7 @@ def run_training(
     run_dir = RunDirectory(options.run_path).create()
     with _locked(options), setup_logging(run_dir, level=console_level):
         began = time.perf_counter()
+        logger.info(" ".join(f"{name}={value}" for name, value in runtime_of(options, visible_gpus()).items()))
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         held_out = load_held_out(options, loader_fn)
         if not options.tune_params:  # which may choose another batch size

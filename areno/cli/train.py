@@ -11,6 +11,7 @@ from areno.config.resume import claim_run_dir
 from areno.config.summary import format_summary
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
+from areno.gpus import visible_gpus
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     prepared = prepare_run(argv)
     options = prepared.options if prepared.options.dry_run else claim_run_dir(prepared.options)
-    print(format_summary(options, get_algorithm(options.algo)), flush=True)
+    print(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()), flush=True)
     if options.dry_run:
         return _dry_run(options)
     from areno.api.run import run_training

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.hooks import load_hook
+from areno.config.machine import with_layout
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
 from areno.config.validate import ADVANTAGE_HOOK, AGENT_HOOK, EVAL_LOADER_HOOK, LOADER_HOOK, REWARD_HOOK, validate
+from areno.gpus import visible_gpus
 
 LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
 
@@ -30,7 +32,7 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
     Raises:
         UsageError: the input cannot work; the message names options, values and remedies.
     """
-    options = apply_resume(parse_train(argv))
+    options = with_layout(apply_resume(parse_train(argv)), visible_gpus())
     validate(options)
     return PreparedRun(options, *load_hooks(options))
 
@@ -41,7 +43,7 @@ def prepare_plan(argv: Sequence[str]) -> TrainOptions:
     Raises:
         UsageError: the input cannot work; the message names options, values and remedies.
     """
-    options = apply_resume(parse_train(argv))
+    options = with_layout(apply_resume(parse_train(argv)), visible_gpus())
     validate(options, needs_data=False)
     return options
 

@@ -48,14 +48,14 @@ class BasicOptions:
     world_size: int = _basic(
         1,
         minimum=1,
-        documented_default="8 on a node with 8 GPUs; here 1",
+        documented_default="all visible GPUs (8 on a node with 8); 1 on a CPU",
         changes_results=False,
         help="Number of devices, or of processes on a CPU. Must be divisible by --tp-size.",
     )
     tp_size: int = _basic(
         1,
         minimum=1,
-        documented_default="4 on a node with 8 GPUs; here 1",
+        documented_default="4 on 8 GPUs, if the model can be divided so; else 1",
         changes_results=False,
         help="Devices that share one copy of the model (tensor parallel).",
     )

@@ -7,6 +7,7 @@ import textwrap
 
 from areno.config.algorithms import AlgorithmSpec
 from areno.config.effects import without_effect
+from areno.config.machine import runtime_of
 from areno.config.options import options_of
 from areno.config.train_options import TrainOptions
 
@@ -14,12 +15,13 @@ _INDENT = 2
 _NA = "n/a"
 
 
-def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, width: int | None = None) -> str:
+def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
     """Lay out the configuration as text.
 
     Args:
         options: the resolved options.
         spec: their algorithm.
+        gpus: that the run may use; what is left to the machine depends on them.
         width: columns to wrap at; None takes the terminal's.
 
     Returns:
@@ -29,7 +31,7 @@ def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, width: int | N
     sections = {
         "Algorithm": _algorithm(options, spec),
         "Inputs": _inputs(options, spec),
-        "Runtime": _runtime(options),
+        "Runtime": _runtime(options, gpus),
         "Rollout": _rollout(options, spec),
         "Training": _training(options),
         "Outputs": _outputs(options),
@@ -83,13 +85,8 @@ def _inputs(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
     }
 
 
-def _runtime(options: TrainOptions) -> dict[str, str]:
-    return {
-        "device": options.device,
-        "dtype": options.dtype,
-        "world_size": str(options.world_size),
-        "tp_size": str(options.tp_size),
-        "dp_size": str(options.world_size // options.tp_size),
+def _runtime(options: TrainOptions, gpus: int) -> dict[str, str]:
+    return runtime_of(options, gpus) | {
         "fsdp": "yes" if options.fsdp else "no",
         "attn_backend": options.attn_backend,
         "thinking": "disabled" if options.disable_thinking else "tokenizer default",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areno.config.machine import gpu_problem
 from areno.errors import UsageError
 
 
@@ -36,14 +37,9 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
     if first.type != "cuda":
         return [first] * ranks
     start = first.index or 0
-    numbers = chosen or list(range(start, start + ranks))
-    if max(numbers) >= present:
-        remedy = f"use --world-size {present - start}" if 0 < present - start < ranks else "name GPUs from 0 on"
-        raise UsageError(
-            f"--world-size {ranks}: this machine has {present} GPU{'s' * (present != 1)}, and the ranks would take GPU "
-            f"{', '.join(map(str, numbers))}; {remedy}, or use --device cpu"
-        )
-    return [torch.device("cuda", number) for number in numbers]
+    if problem := gpu_problem(str(first), ranks, present, chosen):
+        raise UsageError(problem)
+    return [torch.device("cuda", number) for number in chosen or range(start, start + ranks)]
 
 
 def read_all(values: Sequence[Tensor | float]) -> list[float]:

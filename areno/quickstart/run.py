@@ -152,7 +152,7 @@ def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str,
     data = root / "data"
     hook = ("--dataset-loader-fn", data / "loader.py") if algo == "sft" else ("--reward-fn-path", data / "reward.py")
     inputs = {"--algo": algo, "--ckpt": model, "--dataset-path": data / f"{algo}.jsonl", hook[0]: hook[1]}
-    outputs = {"--seed": seed, "--run-dir": root / algo}
+    outputs = {"--seed": seed, "--world-size": 1, "--run-dir": root / algo}
     argv = [str(part) for pair in (inputs | dict(settings) | outputs).items() for part in pair]
     _print_command(argv)
     run = prepare_run(argv)

@@ -248,7 +248,9 @@ def test_a_run_is_evaluated_before_it_starts_at_every_interval_and_at_its_end(be
     assert [record["step"] for record in steps(run)] == list(range(5))
     # An evaluation after n steps stands between the lines of step n - 1 and step n.
     assert [record["step"] for record in records(run)] == sorted([*range(5), *wanted])
-    logged = re.findall(r"epoch=0 step=(\d) eval=(\{.*\})", (run / "log.txt").read_text())
+    log = (run / "log.txt").read_text()
+    assert "device=cpu dtype=float32 world_size=1 tp_size=1 dp_size=1\n" in log
+    logged = re.findall(r"epoch=0 step=(\d) eval=(\{.*\})", log)
     assert [int(step) for step, _ in logged] == wanted
     for step, text in logged:
         line = {f"eval/{name}": value for name, value in ast.literal_eval(text).items()}

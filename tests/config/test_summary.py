@@ -1,10 +1,15 @@
+import json
+
 import pytest
+import torch
 
 from areno.config import get_algorithm
 from areno.config.parser import parse_train
+from areno.config.prepare import prepare_plan
 from areno.config.resume import apply_resume
 from areno.config.summary import format_summary
-from tests.config.workspace import GSPO, SFT
+from areno.gpus import visible_gpus
+from tests.config.workspace import GSPO, SFT, stored_run
 
 
 def summary(argv, width=100):
@@ -65,3 +70,51 @@ def test_long_values_wrap_at_the_width_but_words_stay_whole(width):
     assert "weight_decay=0.01" in text
     long_path = "folder/" * 20 + "x"
     assert long_path in summary(["--ckpt", long_path, "--dataset-path", "d"], width)
+
+
+LAYOUTS = {
+    "no GPU": (0, [], ("cpu", "float32", 1, 1)),
+    "one": (1, [], ("cuda", "bfloat16", 1, 1)),
+    "six": (6, [], ("cuda", "bfloat16", 6, 1)),
+    "eight": (8, [], ("cuda", "bfloat16", 8, 4)),
+    "given": (8, ["--world-size", "2", "--dtype", "float32"], ("cuda", "float32", 2, 1)),
+    "half given": (8, ["--world-size", "8"], ("cuda", "bfloat16", 8, 4)),
+    "tp given": (8, ["--tp-size", "2"], ("cuda", "bfloat16", 8, 2)),
+    "the CPU of a node": (8, ["--device", "cpu"], ("cpu", "float32", 1, 1)),
+    "one of eight": (8, ["--device", "cuda:3"], ("cuda:3", "bfloat16", 1, 1)),
+    "spread over replicas": (8, ["--fsdp"], ("cuda", "bfloat16", 8, 1)),
+}
+
+
+@pytest.mark.parametrize(("gpus", "argv", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_not_given_is_shown_as_the_machine_decides(workspace, monkeypatch, gpus, argv, expected):
+    devices(monkeypatch, gpus)
+    options = prepare_plan([*GSPO, *argv])
+    shown = rows(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()))
+    device, dtype, world, tp = expected
+    assert (shown["device"], shown["dtype"], shown["world_size"], shown["tp_size"]) == (
+        device,
+        dtype,
+        f"{world}",
+        f"{tp}",
+    )
+    assert shown["dp_size"] == str(world // tp)
+
+
+def test_a_model_that_four_devices_cannot_share_is_whole_on_each(workspace, monkeypatch):
+    devices(monkeypatch, 8)
+    (workspace / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 14, "num_key_value_heads": 2}))
+    options = prepare_plan(GSPO)
+    assert (options.world_size, options.tp_size) == (8, 1)
+
+
+def test_a_resumed_run_keeps_its_layout(workspace, monkeypatch):
+    devices(monkeypatch, 8)
+    stored_run(workspace / "runs" / "old", "algo: gspo\nckpt: model\nworld_size: 2\ntp_size: 2\n", step=1)
+    options = prepare_plan(["--resume", "runs/old"])
+    assert (options.world_size, options.tp_size) == (2, 2)
+
+
+def devices(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PretrainedConfig
 from transformers.distributed import DistributedConfig
 
+from areno.config.model_files import HEADS, heads_problem
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.peers import Group
 from areno.errors import UnsupportedModelError
@@ -48,14 +49,8 @@ def distributed_config(
             f"{option} {path}: transformers has no tensor-parallel plan for {type(text).__name__}; use --tp-size 1, which "
             "still trains on several devices: --world-size N keeps the model whole on each"
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, name, None)
-        if heads and heads % tp_size:
-            fitting = [str(size) for size in range(1, heads + 1) if heads % size == 0]
-            raise UnsupportedModelError(
-                f"--tp-size {tp_size}: {path} has {name} {heads}, which {tp_size} ranks cannot share; use "
-                f"{' or '.join(fitting)}"
-            )
+    if problem := heads_problem({name: getattr(text, name, None) for name in HEADS}, tp_size, path):
+        raise UnsupportedModelError(problem)
     changed = {f"model.{name}": "replicate" for name in _summed(plan)}
     changed |= {name: "colwise" for name, style in head_plan.items() if style in _GATHERS}
     return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")

@@ -26,6 +26,7 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
 from areno.errors import UsageError
+from areno.gpus import visible_gpus
 
 _ROWS_PER_PASS = 8
 
@@ -44,8 +45,7 @@ def layout_of(backend: str, section: str) -> Layout:
 
 def this_machine() -> Machine:
     """What this process may use."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(gpus, usable_cores(), importlib.util.find_spec("flash_attn") is not None)
+    return Machine(visible_gpus(), usable_cores(), importlib.util.find_spec("flash_attn") is not None)
 
 
 def device_of() -> torch.device:

@@ -13,6 +13,7 @@ import torch
 
 from areno.api.backend.base import ArenoConfig, Backend
 from areno.api.backend.checks import check_config
+from areno.config.machine import gpu_problem
 from areno.engine.device import rank_devices
 from areno.engine.engine import ACTOR, Engine, EngineConfig
 from areno.engine.model.adapter import AdapterOptions
@@ -238,10 +239,8 @@ def _device(name: str, devices: list[int] | None) -> torch.device:
     available = torch.cuda.is_available()
     if name == "auto":
         name = f"cuda:{devices[0] if devices else 0}" if available else "cpu"
-    if name.startswith("cuda") and not available:
-        raise UsageError(
-            f"--device {name}: PyTorch sees no GPU here; use --device cpu, or run `areno check` for the reason"
-        )
+    if not available and (problem := gpu_problem(name, 1, 0)):
+        raise UsageError(problem)
     return torch.device(name)
 
 
