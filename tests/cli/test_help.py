@@ -72,7 +72,12 @@ def test_groups_follow_the_training_loop(capsys):
 
 def test_defaults_are_shown(capsys):
     text = " ".join(train_help(capsys).split())
-    for part in ("Default: gspo.", "Default: 8 on a node with 8 GPUs; here 1.", "Default: 3071.", "Default: 1e-06."):
+    for part in (
+        "Default: gspo.",
+        "Default: all visible GPUs (8 on a node with 8); 1 on a CPU.",
+        "Default: 3071.",
+        "Default: 1e-06.",
+    ):
         assert part in text
     assert "GAE lambda). Default: 0.95. (ppo)" in text
 
