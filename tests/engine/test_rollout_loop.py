@@ -151,27 +151,34 @@ def test_a_request_that_can_never_fit_is_refused_by_name(make_loop):
         make_loop(budget=100).submit([Request([1] * 50, SamplingParams(max_new_tokens=60), [0])])
 
 
-def test_weights_that_are_not_finite_fail_the_request_and_every_later_one(make_loop):
+@pytest.mark.parametrize("broken_prompt", [[5, 6], [6] * 12 + [5]])
+def test_a_row_that_is_not_finite_fails_alone(make_loop, broken_prompt):
+    """The embedding of token 5 is broken: neither neighbours nor later rows of its slot see it."""
+    healthy = Request([8, 9], SamplingParams(max_new_tokens=20, logit_bias={5: -100}), [3])
+    expected = make_loop().submit([healthy])[0].result(timeout=30).sequences[0].resp_tokens
     loop = make_loop()
+    loop.prefixes.budget_tokens = 10_000
     with torch.no_grad():
-        next(iter(loop.model.module.parameters())).fill_(float("nan"))
+        loop.model.module.get_input_embeddings().weight[5] = float("nan")
+    bad, good = loop.submit([Request(broken_prompt, SamplingParams(max_new_tokens=20), [1, 2]), healthy])
     with pytest.raises(EngineError, match="not finite"):
-        run(loop, [5, 6], max_new_tokens=5)
-    with pytest.raises(EngineError, match="has died"):
-        loop.submit([Request([1], SamplingParams(), [0])])
+        bad.result(timeout=30)
+    assert good.result(timeout=30).sequences[0].resp_tokens == expected
+    for _ in range(2):
+        assert loop.submit([healthy])[0].result(timeout=30).sequences[0].resp_tokens == expected
+    assert loop.load().kv_tokens_used == 0
 
 
-def test_a_loop_that_has_died_serves_again_after_a_restart(make_loop):
+def test_a_loop_that_has_died_serves_again_after_a_restart(make_loop, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("out of memory")
+
     loop = make_loop()
-    weights = next(iter(loop.model.module.parameters()))
-    before = weights.detach().clone()
     expected = run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens
-    with torch.no_grad():
-        weights.fill_(float("nan"))
-    with pytest.raises(EngineError, match="not finite"):
-        run(loop, [5, 6], max_new_tokens=5)
-    with torch.no_grad():
-        weights.copy_(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.model, "logits", refuse)
+        with pytest.raises(EngineError, match="out of memory"):
+            run(loop, [5, 6], max_new_tokens=5)
     loop.restart()
     assert run(loop, [5, 6], max_new_tokens=5)[0].resp_tokens == expected
 

@@ -68,12 +68,12 @@ def test_default_length_and_thinking_come_from_the_configuration(engine):
         assert answer.usage.completion_tokens == 3
 
 
-def test_an_engine_that_fails_is_reported_and_health_turns_bad(tiny_checkpoint):
-    import torch
+def test_an_engine_that_fails_is_reported_and_health_turns_bad(tiny_checkpoint, monkeypatch):
+    def fail(_):
+        raise RuntimeError("the device is lost")
 
     broken = Engine(str(tiny_checkpoint), EngineConfig(trains="nothing", max_running=2, kv_cache_tokens=2000))
-    with torch.no_grad():
-        broken.actor.model.module.lm_head.weight.fill_(float("nan"))
+    monkeypatch.setattr(broken.actor.model, "logits", fail)
     try:
         with ServerThread(service(broken)) as server:
             with pytest.raises(openai.InternalServerError, match="generation failed"):

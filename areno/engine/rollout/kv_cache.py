@@ -93,6 +93,11 @@ class SlotCache(KVTables):
         """Give all memory back."""
         self.__init__(self.device)  # type: ignore[misc]
 
+    def make_finite(self) -> None:
+        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
+        for tensor in [*self.keys.values(), *self.values.values(), *self.states.tensors()]:
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
     def nbytes(self) -> int:
         """Bytes held, states included."""
         tensors = [*self.keys.values(), *self.values.values(), *self.states.tensors()]

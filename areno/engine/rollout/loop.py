@@ -36,7 +36,7 @@ from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.rows import Rows, name_prefills, sampling_table
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, News, Sequence, StopText
+from areno.engine.rollout.sequence import Group, News, Sequence, StopText, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
@@ -444,25 +444,24 @@ class RolloutLoop:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
-        done = []
+        done: list[Sequence] = []
+        refused: dict[Group, EngineError] = {}
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                raise EngineError("the model's logits are not finite; the weights have diverged or are broken")
-            if sequence.push(token, logprob, cut, self.version, top):
+                refused[sequence.group] = EngineError(
+                    "the model's logits are not finite; the weights have diverged or are broken"
+                )
+            elif sequence.push(token, logprob, cut, self.version, top):
                 done.append(sequence)
         self.counters.generated += len(tokens)
         self._leave(done)
-        self._refuse_broken_grammars(sequences)
-
-    def _refuse_broken_grammars(self, sequences: list[Sequence]) -> None:
-        """A request whose grammar failed is answered with that error; the others go on."""
-        broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
-        for group, error in broken.items():
+        for group, error in (refused | broken_grammars(sequences)).items():  # the others go on
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
-                failure = EngineError(f"the grammar of a request failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                group.future.set_exception(failure)
+                group.future.set_exception(error)
+        if refused:
+            self.prefixes.clear()
+            self.cache.make_finite()
 
     def _leave(self, done: list[Sequence]) -> None:
         if not done:

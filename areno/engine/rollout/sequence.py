@@ -9,6 +9,7 @@ from typing import Protocol
 
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
+from areno.errors import EngineError
 from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
 
 Listener = Callable[[int, GeneratedToken], None]
@@ -144,3 +145,13 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
+
+
+def broken_grammars(sequences: list[Sequence]) -> dict[Group, EngineError]:
+    """Requests whose grammar has failed, with the error."""
+    broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
+    errors = {}
+    for group, error in broken.items():
+        errors[group] = EngineError(f"the grammar of a request failed: {type(error).__name__}: {error}")
+        errors[group].__cause__ = error
+    return errors

@@ -106,6 +106,11 @@ class PagedCache:
         self.allocator = PageAllocator(pages)
         self.release()
 
+    def make_finite(self) -> None:
+        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
+        for tensor in [*self._keys.values(), *self._values.values(), *self.states.tensors()]:
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
     def nbytes(self) -> int:
         """Bytes held: the whole pool, states and block table."""
         tensors = [*self._keys.values(), *self._values.values(), *self.states.tensors(), self.table]
