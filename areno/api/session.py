@@ -157,11 +157,11 @@ class RolloutSession:
         return self
 
     def _start_proxy(self) -> AgentProxy:
-        from areno.config.packages import missing_server_packages
+        from areno.config.packages import install_command, missing_server_packages
 
         missing = missing_server_packages()
         if missing:
-            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")
+            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
         from areno.api.agentic.proxy import AgentProxy
 
         engine = getattr(self.trainer.backend, "engine", None)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect
+from areno.config.packages import install_command
 from areno.config.parser import TypedParser
 from areno.config.paths import unwritable
 
@@ -171,9 +172,7 @@ def _optional(report: dict[str, Any]) -> list[Check]:
             results.append(Check("OK", f"{name} (optional)", found["version"]))
         elif name != "flash-attn" or report["gpus"]:
             results.append(
-                Check(
-                    "INFO", f"{name} (optional)", f"{found['error']}; needed for {use}", f'pip install "areno[{extra}]"'
-                )
+                Check("INFO", f"{name} (optional)", f"{found['error']}; needed for {use}", install_command(extra))
             )
         else:
             results.append(Check("INFO", f"{name} (optional)", f"{found['error']}; of no use without a GPU"))

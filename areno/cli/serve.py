@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areno.config.packages import missing_server_packages
+from areno.config.packages import install_command, missing_server_packages
 from areno.config.serve_options import ChatOptions, ServeOptions, parse_serve, serve_help
 from areno.errors import UsageError
 from areno.observability.logs import setup_logging
@@ -119,4 +119,4 @@ def need_server_packages(command: str) -> None:
     """
     missing = missing_server_packages()
     if missing:
-        raise UsageError(f"{command} needs the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")
+        raise UsageError(f"{command} needs the packages {', '.join(missing)}; install them: {install_command('serve')}")

@@ -1,8 +1,47 @@
-"""Optional packages: which are missing, found out without importing them."""
+"""Optional packages: which are missing, found out without importing them, and how to install them."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def install_command(extra: str) -> str:
+    """A command that installs an extra of this areno for the running interpreter.
+
+    Not ``pip install areno[...]``: PyPI has another project of that name. What is named is the folder that areno was
+    installed from, or the packages themselves where that folder is not known.
+    """
+    folder, editable = _source_folder()
+    named = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]
+    wanted = _packages_of(extra) if folder is None else named
+    return shlex.join([sys.executable, "-m", "pip", "install", *wanted])
+
+
+def _source_folder() -> tuple[Path | None, bool]:
+    """The project's folder, and whether the package is used from within it."""
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
+        return _PACKAGE.parent, True
+    try:
+        origin = json.loads(distribution("areno").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None, False
+    folder = Path(unquote(urlparse(origin.get("url", "")).path))
+    return (folder if "dir_info" in origin and folder.is_dir() else None), False
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Requirements of an extra, as the installed package states them."""
+    mark = f'extra == "{extra}"'
+    needs = [need.replace("'", '"') for need in distribution("areno").requires or []]
+    return [need.split(";")[0].strip() for need in needs if mark in need]
 
 
 def missing_server_packages() -> list[str]:

@@ -17,7 +17,7 @@ from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
 from areno.config.hooks import hook_file_problem
 from areno.config.options import Option, flag_of, nearest, options_of
-from areno.config.packages import missing_lora_packages, missing_server_packages
+from areno.config.packages import install_command, missing_lora_packages, missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
@@ -202,7 +202,7 @@ def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     if missing:
         extra = "qlora" if options.load_in_4bit else "lora"
         option = "--load-in-4bit" if options.load_in_4bit else "--lora-rank"
-        yield f"{option} needs the packages {', '.join(missing)}; install them: pip install 'areno[{extra}]'"
+        yield f"{option} needs the packages {', '.join(missing)}; install them: {install_command(extra)}"
     if options.load_in_4bit and options.tp_size > 1:
         yield (
             f"--load-in-4bit with --tp-size {options.tp_size}: weights in 4 bits cannot be spread over ranks; leave one of the "
@@ -314,7 +314,7 @@ def _agents(options: TrainOptions) -> Iterator[str]:
     if missing:
         yield (
             f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
-            "install them: pip install 'areno[serve]'"
+            f"install them: {install_command('serve')}"
         )
 
 

@@ -15,12 +15,13 @@ import re
 import threading
 from typing import Any
 
+from areno.config.packages import install_command
 from areno.errors import RewardError
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise RewardError('the math reward needs math-verify; install it with: pip install "areno[math]"') from error
+    raise RewardError(f"the math reward needs math-verify; install it with: {install_command('math')}") from error
 
 CHECK_TIMEOUT_S = 3  # for reading and for comparing an answer, each
 

@@ -15,6 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from areno.config.packages import install_command
 from areno.errors import EngineError, UsageError
 from areno.text.tool_calls.base import CallShape, ToolCallParser, selectable_tools
 from areno.text.tool_calls.schema import types_of
@@ -269,7 +270,9 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise UsageError('structured output needs the package llguidance: pip install "areno[serve]"') from error
+        raise UsageError(
+            f"structured output needs the package llguidance; install it: {install_command('serve')}"
+        ) from error
     return llguidance
 
 

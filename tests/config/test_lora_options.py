@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from areno.config.export_options import parse_export
+from areno.config.packages import install_command
 from areno.config.parser import parse_train
 from areno.config.paths import base_of, ckpt_problem, is_adapter, tokenizer_of
 from areno.config.resume import apply_resume
@@ -100,11 +101,11 @@ def test_adapters_that_cannot_work_are_refused_with_a_remedy(workspace, argv, me
 @pytest.mark.parametrize(
     ("argv", "package", "message"),
     [
-        (LORA, "peft", "--lora-rank needs the packages peft; install them: pip install 'areno[lora]'"),
+        (LORA, "peft", f"--lora-rank needs the packages peft; install them: {install_command('lora')}"),
         (
             [*LORA, "--load-in-4bit"],
             "bitsandbytes",
-            "--load-in-4bit needs the packages bitsandbytes; install them: pip install 'areno[qlora]'",
+            f"--load-in-4bit needs the packages bitsandbytes; install them: {install_command('qlora')}",
         ),
     ],
 )

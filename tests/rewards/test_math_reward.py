@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from areno.config.packages import install_command
 from areno.errors import RewardError
 from areno.rewards import math as math_reward
 from areno.rewards.math import math_verify_reward
@@ -118,4 +119,4 @@ def test_missing_extra_names_the_install_command():
     code = "import sys; sys.modules['math_verify'] = None; import areno.rewards.math"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert 'pip install "areno[math]"' in done.stderr
+    assert f"install it with: {install_command('math')}" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.config.options import options_of
+from areno.config.packages import install_command
 from areno.config.serve_options import ChatOptions, ServeOptions, is_loopback, parse_chat, parse_serve
 from areno.errors import UsageError
 
@@ -133,6 +134,6 @@ def test_missing_packages_are_named(model, capsys, monkeypatch):
     real = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else real(name))
     assert main(["serve", "--model-path", model]) == 2
-    assert "areno serve needs the packages fastapi, uvicorn; install them: pip install 'areno[serve]'" in (
+    assert f"areno serve needs the packages fastapi, uvicorn; install them: {install_command('serve')}" in (
         capsys.readouterr().err
     )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areno.config.packages import install_command
 from areno.errors import EngineError, UsageError
 from areno.text.grammar import (
     choice_constraint,
@@ -319,7 +320,7 @@ def test_other_forms_that_make_no_sense_are_refused(tokenizer):
 
 def test_without_the_package_the_remedy_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match=r'pip install "areno\[serve\]"'):
+    with pytest.raises(UsageError, match=re.escape(install_command("serve"))):
         json_object_constraint(tokenizer)
 
 

@@ -23,7 +23,7 @@ from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
-from areno.config.packages import missing_lora_packages
+from areno.config.packages import install_command, missing_lora_packages
 from areno.errors import UsageError
 
 SECTIONS_WITH_FILES = ("saver", "recover")
@@ -80,7 +80,7 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
         if actor.optimizer is None:
             yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
         if actor.use_lora and (missing := missing_lora_packages(four_bit=False)):
-            yield f"actor.use_lora needs the packages {', '.join(missing)}; install them: pip install 'areno[lora]'"
+            yield f"actor.use_lora needs the packages {', '.join(missing)}; install them: {install_command('lora')}"
     if isinstance(config, PPOConfig):
         yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
         yield from _reference(config)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.config.lora_options import ALL_LINEAR
-from areno.config.packages import missing_lora_packages
+from areno.config.packages import install_command, missing_lora_packages
 from areno.config.paths import adapter_config
 from areno.errors import ArenoError, UsageError
 
@@ -196,7 +196,7 @@ def require_packages(*, four_bit: bool = False) -> None:
     missing = missing_lora_packages(four_bit=four_bit)
     if missing:
         extra = "qlora" if four_bit else "lora"
-        raise UsageError(f"LoRA needs the packages {', '.join(missing)}; install them: pip install 'areno[{extra}]'")
+        raise UsageError(f"LoRA needs the packages {', '.join(missing)}; install them: {install_command(extra)}")
 
 
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:

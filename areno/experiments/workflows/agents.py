@@ -11,7 +11,7 @@ import inspect
 import logging
 from typing import Any, Literal
 
-from areno.config.packages import missing_server_packages
+from areno.config.packages import install_command, missing_server_packages
 from areno.errors import AgentError, UsageError
 from areno.experiments.engine_client import EngineClient, GenerationSettings
 from areno.experiments.workflows.agent_worker import returned_value
@@ -81,7 +81,7 @@ class AgentWorkflow(RolloutWorkflow):
                 f"gconfig.min_new_tokens={gconfig.min_new_tokens}: requests of agents have no such field; set it to 0"
             )
         if missing := missing_server_packages():
-            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: pip install 'areno[serve]'")
+            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
         self.agent, self.gconfig, self.mode = agent, gconfig, mode
         self._turn_discount, self._style, self._extra = turn_discount, export_style, dict(extra or {})
         self._timeout_s, self._finish_s = session_timeout_seconds, set_reward_finish_timeout
