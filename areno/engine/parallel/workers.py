@@ -23,6 +23,7 @@ from typing import Any
 
 import areno
 from areno.cores import openmp_threads, usable_cores
+from areno.engine import inference
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
 from areno.frames import FrameError, Frames
@@ -307,9 +308,10 @@ class WorkerGroup:
 
     def _log(self, rank: int, line: LogLine) -> None:
         name = self._processes.name
-        if line.level >= logging.WARNING or (rank == 0 and not name):
+        if line.level >= logging.WARNING or not name:
             source = name if self.size == 1 else f"{name} rank {rank}".strip()
-            text = f"[{source}] {line.text}" if name or rank else line.text
+            says_itself = not name and line.logger == inference.logger.name  # its lines name the replica: dp=1/2
+            text = f"[{source}] {line.text}" if (name or rank) and not says_itself else line.text
             logging.getLogger(line.logger).log(line.level, "%s", text)
 
     def _check(self) -> None:

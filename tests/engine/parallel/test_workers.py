@@ -171,3 +171,22 @@ def test_workers_end_with_the_process_that_started_them(busy):
         assert all(map(alive, pids))
         parent.kill()
     assert gone_within(pids, 10)
+
+
+def test_info_lines_of_all_ranks_are_logged_and_say_whose_they_are(group, caplog):
+    def speak(rank, _):
+        import logging
+
+        logging.getLogger("areno.engine.inference").info("rollout decode progress: dp=%d/2", rank)
+        logging.getLogger("areno.engine.other").info("loaded")
+
+    with caplog.at_level("INFO", logger="areno"):
+        group.call("apply", speak, 0)
+        group.call("pid")  # lines travel in order: those of before are here now
+    lines = sorted((record.name.rpartition(".")[2], record.message) for record in caplog.records)
+    assert lines == [
+        ("inference", "rollout decode progress: dp=0/2"),
+        ("inference", "rollout decode progress: dp=1/2"),
+        ("other", "[rank 1] loaded"),
+        ("other", "loaded"),
+    ]
