@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_MEMORY_HINT = (
+    "memory ran out: lower --mini-bs first (the result stays the same), then --max-new-tokens or --kv-cache-tokens; in an "
+    "experiment, actor.mb_spec.max_tokens_per_mb or rollout.max_concurrent_rollouts. `areno plan` shows what takes memory"
+)
 
 
 class ArenoError(Exception):
@@ -49,5 +56,16 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return int(error.code or 0)
     interrupted = isinstance(error, KeyboardInterrupt)
-    sys.stderr.write("interrupted\n" if interrupted else f"error: {error}\n")
+    sys.stderr.write("interrupted\n" if interrupted else f"error: {str(error) or type(error).__name__}\n")
+    if ran_out_of_memory(error):
+        sys.stderr.write(f"{_MEMORY_HINT}\n")
     return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, here or in what caused the error, on a CPU or a GPU."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+            return True
+        error = error.__cause__
+    return False

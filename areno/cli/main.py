@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areno import __version__
-from areno.errors import ArenoError, UsageError, exit_code
+from areno.errors import ArenoError, UsageError, exit_code, ran_out_of_memory
 
 COMMANDS = {
     "chat": "Talk to a model in the terminal.",
@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try
         return code
     except (ArenoError, SystemExit, KeyboardInterrupt) as error:  # SystemExit: the help of a command has been printed
+        return exit_code(error)
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
         return exit_code(error)
     except BrokenPipeError:
         # The interpreter flushes stdout once more when it exits, which would report the closed pipe again.

@@ -55,8 +55,15 @@ class EventWriter:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; make a new one to record step {step}")
         self._raise_failure()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="areno-tensorboard")
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="areno-tensorboard")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ArenoError(
+                    f"no thread could be started to write TensorBoard events: {error}; end other programs, or raise the "
+                    "limit of processes and threads (`ulimit -u`)"
+                ) from error
+            self._thread = thread
         self._queue.put((step, dict(scalars), wall_time))
 
     def close(self) -> None:
@@ -83,7 +90,11 @@ class EventWriter:
         if self._failure is not None:
             raise ArenoError(
                 f"cannot write TensorBoard events to {self._log_dir}: {self._failure}; "
-                f"check the disk, or choose another folder with {self._option}"
+                + (
+                    f"check the disk, or choose another folder with {self._option}"
+                    if isinstance(self._failure, OSError)
+                    else "metrics.jsonl has the same values"
+                )
             ) from self._failure
 
     def _work(self) -> None:

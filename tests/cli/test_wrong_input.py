@@ -1,8 +1,10 @@
 """Wrong input through the real command line: exit code 2, one message on stderr, no traceback, nothing left behind."""
 
 import pytest
+import torch
 
 from areno.cli.main import main
+from areno.errors import EngineError
 from tests.config.workspace import BASE, GSPO, SFT, stored_run
 
 TRAIN = [
@@ -162,3 +164,37 @@ def refused(argv, message, capsys):
 
 def test_at_least_thirty_kinds_are_covered():
     assert len({message for _, message in TRAIN + OTHER}) >= 30
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_a_failed_allocation_names_the_options_that_need_less(error, monkeypatch, capsys):
+    from areno.cli import check
+
+    def fail(_):
+        raise error
+
+    def wrapped(_):
+        raise EngineError("the rollout loop has died") from error
+
+    for command in (fail, wrapped):
+        monkeypatch.setattr(check, "run", command)
+        assert main(["check"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        for option in ("--mini-bs", "--kv-cache-tokens", "actor.mb_spec.max_tokens_per_mb"):
+            assert option in said
+
+
+def test_other_failures_of_a_program_keep_their_traceback(monkeypatch):
+    from areno.cli import check
+
+    monkeypatch.setattr(check, "run", lambda _: [][0])
+    with pytest.raises(IndexError):
+        main(["check"])

@@ -179,6 +179,15 @@ def test_an_unwritable_event_folder_is_an_error_that_names_it(tmp_path):
         recorder.close()
 
 
+def test_where_no_thread_can_be_started_the_limit_of_threads_is_named(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)  # exhausting the machine's threads would end other tests
+    with pytest.raises(ArenoError, match=r"can't start new thread; end other programs, or raise .*ulimit -u"):
+        MetricsRecorder(tmp_path / "events").record_step(0, rows=[], train_stats={"loss": 1.0}, timings={})
+
+
 def test_recording_after_close_is_an_error(tmp_path):
     recorder = MetricsRecorder(tmp_path)
     recorder.close()
