@@ -163,7 +163,8 @@ def _spelled(entry: Option, value: Any) -> str:
 
 
 def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    if 1 <= options.n_samples < spec.min_samples:
+    compares_prompts = options.advantage == "batch" and options.batch_size > 1
+    if 1 <= options.n_samples < spec.min_samples and not compares_prompts:
         yield (
             f"--n-samples {options.n_samples}: {spec.name} compares the samples of a prompt, so the advantage would "
             f"always be 0; give at least {spec.min_samples}"

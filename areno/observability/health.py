@@ -51,18 +51,28 @@ class HealthMonitor:
             after which it may be warned about again.
         logprob_gap_limit: mean absolute rollout/train log-prob gap that is tolerated; ``LOGPROB_GAP_LIMIT_FP32`` where
             the run computes in fp32.
+        grouped: advantages compare the samples of a prompt, so that they sum to zero.
+        max_new_tokens: limit of a response; None where it is not known.
 
     Raises:
         ValueError: ``window`` is below 1.
     """
 
-    def __init__(self, window: int = 5, *, logprob_gap_limit: float = LOGPROB_GAP_LIMIT) -> None:
+    def __init__(
+        self,
+        window: int = 5,
+        *,
+        logprob_gap_limit: float = LOGPROB_GAP_LIMIT,
+        grouped: bool = True,
+        max_new_tokens: int | None = None,
+    ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1 step, got {window}")
         self._window = window
         self._gap_limit = logprob_gap_limit
         self._episodes: dict[str, _Episode] = {}
-        self._loss_explained = False
+        self._max_new_tokens = max_new_tokens
+        self._loss_explained = not grouped  # the explanation is of grouped advantages
 
     def observe(
         self,
@@ -91,7 +101,7 @@ class HealthMonitor:
         tied = _all_tied(rewards, groups)
         findings = {
             "equal_rewards": self._equal_rewards(tied, rewards),
-            "all_truncated": _all_truncated(truncated),
+            "all_truncated": _all_truncated(truncated, stats.get("response_len"), self._max_new_tokens),
             "zero_gradient": _zero_gradient(stats, tied),
             "non_finite": _non_finite(stats),
             "short_responses": _short_responses(stats),
@@ -126,7 +136,7 @@ class HealthMonitor:
             name: _Episode(int(held), int(absent), bool(warned))
             for name, (held, absent, warned) in state["episodes"].items()
         }
-        self._loss_explained = bool(state["loss_explained"])
+        self._loss_explained = self._loss_explained or bool(state["loss_explained"])
 
     def _follow(self, name: str, finding: _Finding) -> list[str]:
         """Advance one condition's episode by one step."""
@@ -178,12 +188,14 @@ def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
     return all(min(values) == max(values) for values in compared) if len(rewards) > 1 else None
 
 
-def _all_truncated(truncated: Sequence[bool]) -> _Finding:
+def _all_truncated(truncated: Sequence[bool], response_len: float | None, max_new_tokens: int | None) -> _Finding:
+    by_context = response_len is not None and max_new_tokens is not None and response_len < max_new_tokens
+    limit = "the context length" if by_context else "the token limit"
+    remedy = "--max-context-len (or take shorter prompts, --max-prompt-tokens)" if by_context else "--max-new-tokens"
     return _Finding(
         all(truncated) if truncated else None,
-        f"every response ({len(truncated)}) was cut at the token limit: none came to its end, so most "
-        "rewards cannot be right. Raise --max-new-tokens; if the model never stops, check its EOS token and chat "
-        "template, or teach it to stop with SFT first",
+        f"every response ({len(truncated)}) was cut at {limit}: none came to its end, so most rewards cannot be right. "
+        f"Raise {remedy}; if the model never stops, check its EOS token and chat template, or teach it to stop with SFT first",
     )
 
 

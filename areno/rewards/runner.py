@@ -251,16 +251,20 @@ class RewardRunner:
             logger.warning("an idle reward worker was replaced: %s", reason)
 
     def _fail(self, batch: _Batch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
-        batch.finish(index, RewardOutcome(None, reason, seconds, lost))
+        record = batch.records[index]
+        batch.finish(index, RewardOutcome(None, f"{self._named(record, index)}: {reason}", seconds, lost))
         if self.on_error == "stop":
-            raise RewardError(self._message(batch.records[index], index, reason))
+            raise RewardError(self._message(record, index, reason))
 
-    def _message(self, record: RewardRecord, index: int, reason: str) -> str:
+    def _named(self, record: RewardRecord, index: int) -> str:
         place = ", ".join(
             f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
         )
+        return f"record {index + 1}{f' ({place})' if place else ''}"
+
+    def _message(self, record: RewardRecord, index: int, reason: str) -> str:
         return (
-            f"reward function {self.name} failed on record {index + 1}{f' ({place})' if place else ''}: {reason}\n"
+            f"reward function {self.name} failed on {self._named(record, index)}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
             f"  completion: {_shorten(record.completion)}\n"
             "Make the function return a finite number for this record, or leave failing samples out of training with "

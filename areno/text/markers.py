@@ -44,7 +44,7 @@ def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def warn_of_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Say once for each tokenizer, which is once per run, that a prompt has markers of its own.
+    """Say once for each tokenizer, which is once per run, that a prompt has markers of its own, or gets no template at all.
 
     Args:
         tokenizer: a ``transformers`` tokenizer.
@@ -52,6 +52,15 @@ def warn_of_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
         where: names the row.
     """
     if tokenizer in _told:
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        _told.add(tokenizer)
+        form = "used as they are" if isinstance(prompt, str) else 'written as lines of "role: content"'
+        logger.warning(
+            "the tokenizer has no chat template: prompts are %s, which suits a base model; a chat model needs the "
+            "chat_template of its tokenizer_config.json or chat_template.jinja in the checkpoint folder",
+            form,
+        )
         return
     marker = marker_in(tokenizer, prompt)
     if marker is not None:

@@ -263,3 +263,11 @@ def test_held_out_rows_come_from_a_test_split(workspace):
         validate(parse_train(given))
     with pytest.raises(UsageError, match="--dataset-path data: no files of the split test"):
         parse_eval(given[:6])
+
+
+def test_one_sample_a_prompt_is_enough_where_prompts_are_compared(workspace):
+    one = [*GSPO, "--n-samples", "1"]
+    check(*one, "--advantage", "batch")
+    for more in (["--advantage", "group"], ["--advantage", "batch", "--batch-size", "1"]):
+        with pytest.raises(UsageError, match="--n-samples 1: gspo compares the samples of a prompt"):
+            check(*one, *more)

@@ -142,3 +142,15 @@ def test_rewards_without_groups_are_refused():
 def test_a_window_below_one_is_refused():
     with pytest.raises(ValueError, match="window"):
         HealthMonitor(window=0)
+
+
+def test_the_limit_that_cut_the_responses_is_the_one_to_raise():
+    monitor = HealthMonitor(max_new_tokens=64)
+    for length, option in ((64.0, "Raise --max-new-tokens;"), (40.5, "Raise --max-context-len (")):
+        [text] = monitor.observe(0, {"response_len": length}, [0.0, 1.0], [0, 0], [True, True])
+        assert option in text
+        monitor = HealthMonitor(max_new_tokens=64)
+
+
+def test_a_loss_near_zero_is_not_put_down_to_groups_where_there_are_none():
+    assert HealthMonitor(grouped=False).explain(3, {"loss": 1e-9, "grad_norm": 0.5}, [0.0, 1.0]) == ""

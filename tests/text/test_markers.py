@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -59,3 +60,17 @@ def test_a_run_is_warned_once_of_the_row_the_marker_and_the_remedy(tokenizer, ca
 def test_no_warning_without_markers(tokenizer, caplog):
     warn_of_markers(tokenizer, "What is 1 plus 2?", "row 1")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("prompt", "form"),
+    [("What is 2 plus 3?", "used as they are"), ([{"role": "user", "content": "hi"}], "role: content")],
+)
+def test_a_tokenizer_without_a_template_is_told_of_once(tokenizer, caplog, prompt, form):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    for _ in range(2):
+        warn_of_markers(plain, prompt, "row 1")
+    [record] = caplog.records
+    assert "the tokenizer has no chat template" in record.message
+    assert form in record.message

@@ -22,6 +22,7 @@ from areno.api.metrics import MetricsRecorder
 from areno.api.trainer import Trainer
 from areno.api.trainers.state import Progress
 from areno.api.trainers.stopping import StopController, StopRequested
+from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.engine.checkpoint.contents import read_state, write_state
@@ -97,7 +98,11 @@ class TrainingLoop(ABC):
         self.stop = StopController()
         self.state = Progress()
         fp32 = instance.backend.compute_dtype() == "float32"
-        self.health = HealthMonitor(logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT)
+        self.health = HealthMonitor(
+            logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
+            grouped=get_algorithm(config.algo).min_samples > 1,
+            max_new_tokens=config.max_new_tokens if config.agent_fn is None else None,
+        )
         self.display = create_progress()
         self._saved_step = 0
         self._updating = False
