@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -30,6 +31,21 @@ def cache_folder(kind: str) -> Path:
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areno"
     return root / kind
+
+
+def planted_problem(path: Path) -> str:
+    """Why a cached file is not to be trusted: another user owns or may write to it or a folder of the cache above it; or "".
+
+    What is loaded from a cache is machine code.
+    """
+    root = cache_folder("")
+    for place in (path, *(folder for folder in path.parents if folder.is_relative_to(root))):
+        found = place.lstat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to user {found.st_uid}; delete it, or set ARENO_CACHE_DIR to a folder of your own"
+        if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+            return f"{place} can be written to by every user; delete it and chmod o-w {root}"
+    return ""
 
 
 @contextmanager

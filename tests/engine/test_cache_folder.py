@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.cache_folder import ScratchFolder, building_folder
+from areno.cache_folder import ScratchFolder, building_folder, cache_folder, planted_problem
 
 
 def test_it_lies_beside_its_target_and_is_gone_afterwards(tmp_path):
@@ -70,3 +70,21 @@ def test_a_scratch_folder_goes_with_the_next_one_after_its_owner_was_killed_and_
         )
     mine.cleanup()
     assert os.listdir(tmp_path) == [foreign.name]
+
+
+@pytest.mark.parametrize("place", [".", "kernels", "kernels/step.so"])
+@pytest.mark.parametrize("how", ["another's", "everybody's"])
+def test_machine_code_that_another_user_may_have_written_is_named(tmp_path, monkeypatch, place, how):
+    if how == "another's" and os.geteuid():
+        pytest.skip("only root can give files away")
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path / "cache"))
+    cached = cache_folder("kernels") / "step.so"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(b"")
+    assert planted_problem(cached) == ""
+    if how == "another's":
+        os.chown(tmp_path / "cache" / place, 12345, 12345)
+        assert "belongs to user 12345" in planted_problem(cached)
+    else:
+        (tmp_path / "cache" / place).chmod(0o777)
+        assert "can be written to by every user" in planted_problem(cached)

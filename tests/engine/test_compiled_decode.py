@@ -213,6 +213,22 @@ def test_without_a_compiler_one_line_says_so(make_loop, tmp_path, monkeypatch, c
     assert "g++" in lines[0]
 
 
+def test_a_package_that_every_user_can_write_to_is_not_loaded(make_loop, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    loop = make_loop(model)
+    path = StepSpec.of(model, loop.decode.layers).path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"what it holds does not matter")
+    path.chmod(0o666)
+    expected = answers(make_loop(model, "eager"), mixed_requests())
+    assert_same(answers(loop, mixed_requests()), expected)
+    assert any("can be written to by every user" in r.message for r in caplog.records)
+    assert path.exists(), "it is not read, and not this run's to delete"
+    assert not loop.decode.compiled
+
+
 def test_a_broken_package_is_reported_and_removed(make_loop, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, LOGGER)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areno.cache_folder import planted_problem
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
@@ -26,12 +27,15 @@ class StepPackage:
         spec: what it was made for.
 
     Raises:
-        EngineError: it cannot be loaded, lacks weights, or computes something else than the model.
+        EngineError: it cannot be loaded, lacks weights, or computes something else than the model; or another user may have
+            written it.
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
         self._step = DecodeStep(model, [layer.layer for layer in spec.layers])
         self._spec = spec
+        if problem := planted_problem(path):
+            raise EngineError(problem)
         try:
             for kernel in KERNELS:
                 kernel.load()
