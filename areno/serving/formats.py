@@ -144,6 +144,10 @@ class _Contained:
                 self._fail(str(error))
         return self._only_end
 
+    def forces(self, token: int) -> bool:
+        """Whether nothing but the token's text may follow."""
+        return self._failed or self._inner.forces(token)
+
     def push(self, token: int) -> None:
         """A token was sampled."""
         try:
@@ -183,6 +187,10 @@ class _MayThink:
         mask = mask.copy()
         mask[self._opener] = True
         return mask
+
+    def forces(self, token: int) -> bool:
+        """Whether nothing but the token's text may follow; not at first, where the model may also begin to reason."""
+        return self._begun and self._chosen.forces(token)
 
     def push(self, token: int) -> None:
         """A token was sampled."""

@@ -158,17 +158,27 @@ def _argument_rules(compiler: _Compiler, rule: str, function: Mapping[str, Any],
 class _State:
     """One sample's place in a grammar."""
 
-    __slots__ = ("_matcher", "_vocab_size")
+    __slots__ = ("_choices", "_matcher", "_tokens", "_vocab_size")
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, tokens: Any, vocab_size: int) -> None:
+        self._matcher, self._tokens = matcher, tokens
         self._vocab_size = vocab_size
+        self._choices = 0
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next, bool [V]; an end of text only where the answer is complete."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        self._choices = int(mask.sum())
+        return mask
+
+    def forces(self, token: int) -> bool:
+        """Whether an allowed token spells text that is the only one that may follow."""
+        if self._choices == 1:
+            return True
+        text = self._matcher.compute_ff_bytes()
+        return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
         """A token was sampled.
@@ -210,7 +220,7 @@ class _Compiler:
     def factory(self, rules: str, after: str | None, what: str) -> ConstraintFactory:
         """States of a grammar whose answer is the rule ``body``; ``what`` is what the caller gave."""
         matcher = self._matcher(f"{self._start(after)}\n{rules}", what)
-        return lambda: _State(matcher.deep_copy(), self._vocab_size)
+        return lambda: _State(matcher.deep_copy(), self._tokens, self._vocab_size)
 
     def written(self, text: str) -> str:
         """A text as a sequence of the grammar: special tokens by number, all else spelled out."""

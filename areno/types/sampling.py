@@ -189,6 +189,8 @@ class GeneratedToken:
         top: the most likely tokens with their log-probs, where the request asked for them.
         version: weight version that made it.
         finish: why the sample ends with it; None while it goes on.
+        forced: a grammar left no other token to choose.
+        cut_mass: probability that top-k, top-p, min-p and a grammar removed.
     """
 
     token: int
@@ -196,6 +198,8 @@ class GeneratedToken:
     top: list[tuple[int, float]]
     version: int
     finish: FinishReason | None
+    forced: bool = False
+    cut_mass: float = 0.0
 
 
 class TokenConstraint(Protocol):
@@ -203,6 +207,10 @@ class TokenConstraint(Protocol):
 
     def allowed(self) -> np.ndarray | None:
         """Which tokens may come next, bool [V]; None allows all."""
+        ...
+
+    def forces(self, token: int) -> bool:
+        """Whether an allowed token spells text that is the only one that may follow."""
         ...
 
     def push(self, token: int) -> None:
@@ -250,7 +258,7 @@ class RolloutSequence:
         finish_reason: ``stop`` (EOS, stop token or stop string), ``length`` (token limit) or ``abort`` (cancelled).
         text: decoded response, cut before a stop string.
         versions: weight version that made each token.
-        cut_mass: mean probability that top-k, top-p and min-p removed, per token.
+        cut_mass: mean probability that top-k, top-p, min-p and a grammar removed, per token.
         top_logprobs: the most likely tokens at each place with their log-probs; empty unless asked for.
         temperature: that the log-probs refer to; 1 for greedy answers.
     """

@@ -74,6 +74,10 @@ class _Forced:
         mask[self._left[0]] = True
         return mask
 
+    def forces(self, token: int) -> bool:
+        """A script stands for what the policy chose."""
+        return False
+
     def push(self, token: int) -> None:
         if self._left:
             self._left.popleft()

@@ -21,7 +21,7 @@ from tests.agentic.templates import FORMATS, tokenizer_of
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
-NAMES = [field.name for field in fields(LossMaskPolicy)]
+NAMES = [field.name for field in fields(LossMaskPolicy) if field.name != "forced_tokens"]
 ALL_OFF = LossMaskPolicy(**dict.fromkeys(NAMES, False))
 # What each field alone trains on, as text; end tokens belong to what they end.
 SPANS = {
@@ -166,3 +166,14 @@ def test_context_that_is_trained_on_has_the_policys_own_logprobs(returned, names
     [unscored] = build_rows(sample.turns, policy, trainer.get_tokenizer())
     with pytest.raises(UsageError, match=r"were not sampled .* no log-probs yet: take samples from ctx\.samples"):
         unscored.train_sequence(reward=1.0, group=0, eos_token_id=0)
+
+
+def test_tokens_that_a_grammar_forced_do_not_count_unless_asked_for(played):
+    """The turns of the sample with every other token marked as forced."""
+    trainer, sample = played
+    tokenizer = trainer.get_tokenizer()
+    first = replace(sample.turns[0], forced=[place % 2 == 0 for place in range(len(sample.turns[0].tokens))])
+    for policy, counted in ((LossMaskPolicy(), slice(1, None, 2)), (LossMaskPolicy(forced_tokens=True), slice(None))):
+        [row] = build_rows([first], policy, tokenizer)
+        trained = [token for token, counts in zip(row.tokens, row.trained, strict=True) if counts]
+        assert trained == first.tokens[counted]

@@ -185,6 +185,7 @@ AGENTIC = {
         "final_assistant_text": True,
         "system_prompt": False,
         "user_prompt": False,
+        "forced_tokens": False,
     },
 }
 

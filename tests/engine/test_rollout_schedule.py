@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -214,6 +215,9 @@ class Countdown:
         mask[self.left[0]] = True
         return mask
 
+    def forces(self, token):
+        return token != 8
+
     def push(self, token):
         assert token == self.left.pop(0)
 
@@ -229,6 +233,18 @@ def test_each_sample_has_a_grammar_state_of_its_own(make_loop):
     constrained, free = answers(loop, [request, beside])
     assert constrained == [([9, 8, 7], "stop")] * 3
     assert free == answers(make_loop(), [beside])[0]
+
+
+def test_a_listener_is_told_which_tokens_a_grammar_forced(make_loop):
+    heard = []
+    sampling = SamplingParams(max_new_tokens=50)
+    request = Request([5], sampling, [1], constraint=Countdown, listener=lambda _, token: heard.append(token))
+    loop = make_loop()
+    sequence = loop.submit([request])[0].result(timeout=30).sequences[0]
+    assert [(token.token, token.forced) for token in heard] == [(9, True), (8, False), (7, True)]
+    removed = [1 - math.exp(logprob) for logprob in sequence.resp_logprobs]
+    assert [token.cut_mass for token in heard] == pytest.approx(removed, abs=1e-5)
+    assert sequence.cut_mass == pytest.approx(sum(removed) / 3, abs=1e-5)
 
 
 @pytest.mark.parametrize("where", ["allowed", "push"])

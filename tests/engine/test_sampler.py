@@ -222,6 +222,9 @@ class OnlyEven:
     def allowed(self):
         return np.arange(40) % 2 == 0
 
+    def forces(self, token):
+        return token == 6
+
     def push(self, token):
         self.taken.append(token)
 
@@ -241,6 +244,19 @@ def test_a_grammar_rules_tokens_out(greedy):
         seen.add(int(SamplingTable([params], [seed], edits=[edits]).draw(logits, [0]).tokens[0]))
     assert all(token % 2 == 0 for token in seen)
     assert greedy == (seen == {int(logits[0, ::2].argmax()) * 2})
+
+
+def test_what_a_grammar_removes_and_forces_is_told():
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(temperature=0.7)
+    edits = LogitEdits(params, [1], OnlyEven())
+    SamplingTable([params], [0], edits=[edits]).draw(logits, [0])
+    assert edits.cut_mass == pytest.approx((logits[0].double() / 0.7).softmax(-1)[1::2].sum().item(), abs=1e-6)
+    forced = []
+    for token in (4, 6):
+        edits.push(token)
+        forced.append(edits.forced)
+    assert forced == [False, True]
 
 
 def test_top_logprobs_are_the_largest_ones():

@@ -96,6 +96,9 @@ class BrokenGrammar:
     def allowed(self):
         return None
 
+    def forces(self, token):
+        return False
+
     def push(self, token):
         self.pushed += 1
         if self.pushed == 3:

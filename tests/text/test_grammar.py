@@ -328,3 +328,11 @@ def test_the_module_loads_without_torch_and_without_the_package():
     code = "import sys; import areno.text.grammar; print([m for m in ('torch', 'llguidance') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_tokens_of_the_only_text_that_may_follow_are_forced(tokenizer):
+    state = choice_constraint(tokenizer, ["colour red", "colour blue"])()
+    for text, forced in [("co", True), ("lour", True), (" ", True), ("b", False), ("lue", True)]:
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            assert state.forces(token) == forced, text
+            state.push(token)

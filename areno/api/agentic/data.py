@@ -107,6 +107,8 @@ class LossMaskPolicy:
         final_assistant_text: text of the last answer of each conversation.
         system_prompt: contents of system messages.
         user_prompt: contents of user messages.
+        forced_tokens: tokens for which a grammar (a forced ``tool_choice``, structured output) left no other choice; the
+            policy did not choose them.
     """
 
     assistant_text: bool = True
@@ -115,3 +117,4 @@ class LossMaskPolicy:
     final_assistant_text: bool = True
     system_prompt: bool = False
     user_prompt: bool = False
+    forced_tokens: bool = False

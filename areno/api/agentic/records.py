@@ -68,6 +68,8 @@ def sequence_of(recorded: Sequence[Turn]) -> RolloutSequence:
         text="\n".join(text_of(turn.answer.get("content")) for turn in recorded),
         versions=[version for turn in recorded for version in turn.versions],
         temperature=recorded[-1].temperature,
+        cut_mass=sum(turn.cut_mass * len(turn.tokens) for turn in recorded)
+        / max(sum(len(t.tokens) for t in recorded), 1),
     )
 
 

@@ -39,8 +39,12 @@ def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
     """Which of a turn's sampled tokens are trained on; ``final`` says that the turn is the last of its conversation."""
     text = policy.final_assistant_text if final else policy.assistant_text
     if text == policy.assistant_tool_calls:
-        return [text] * len(turn.tokens)
-    return [policy.assistant_tool_calls if role == "call" else text for role in sampled_roles(turn)]
+        mask = [text] * len(turn.tokens)
+    else:
+        mask = [policy.assistant_tool_calls if role == "call" else text for role in sampled_roles(turn)]
+    if policy.forced_tokens or not turn.forced:
+        return mask
+    return [counts and not forced for counts, forced in zip(mask, turn.forced, strict=True)]
 
 
 def sampled_roles(turn: Turn) -> list[Role]:

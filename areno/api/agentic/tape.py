@@ -42,6 +42,8 @@ class Turn:
         tokens: sampled token ids.
         logprobs: of the sampled tokens under the temperature-scaled policy.
         versions: weight version of each sampled token.
+        forced: whether a grammar left no other token to choose, for each sampled one; empty where no token was forced.
+        cut_mass: mean probability per sampled token that top-k, top-p, min-p and a grammar removed.
         finish: why it ended; ``length`` without a token where the context was full before.
         by_token: it ended at a stop token.
         temperature: that log-probs refer to.
@@ -68,6 +70,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+    cut_mass: float = 0.0
     finish: FinishReason = "stop"
     by_token: bool = True
     temperature: float = 1.0
@@ -220,6 +224,8 @@ class AgentTape:
             tokens=[token.token for token in answer.tokens],
             logprobs=[token.logprob for token in answer.tokens],
             versions=[token.version for token in answer.tokens],
+            forced=[token.forced for token in answer.tokens] if any(token.forced for token in answer.tokens) else [],
+            cut_mass=sum(token.cut_mass for token in answer.tokens) / max(len(answer.tokens), 1),
             finish=answer.finish,
             by_token=answer.by_token,
             temperature=answer.temperature,

@@ -288,9 +288,8 @@ class RolloutTrainer(TrainingLoop):
             "tokens_per_second": tokens / max(timings["rollout"], 1e-9),
             "reward_score_time_s": timings["reward"],
         }
-        if self._agents is None:
-            stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
-        else:
+        stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
+        if self._agents is not None:
             stats |= self._agent_stats
         return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._runner is None else {})
 

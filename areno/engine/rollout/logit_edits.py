@@ -22,6 +22,10 @@ class LogitEdits:
         prompt: its token ids; they count for the repetition penalty.
         constraint: grammar of this sample.
         stop_ids: tokens that end it, which it must not say before its least length.
+
+    Attributes:
+        forced: the grammar left no choice but the text of the last token that was sampled.
+        cut_mass: probability that the grammar removed before that, under the temperature-scaled policy.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class LogitEdits:
         stop_ids: Collection[int] = (),
     ) -> None:
         self.constraint = constraint
+        self.forced, self.cut_mass = False, 0.0
         self.error: Exception | None = None
         self._params = params
         self._prompt = list(prompt)
@@ -46,8 +51,10 @@ class LogitEdits:
         if self._counts is not None and self._seen is not None:
             self._counts[token] += 1
             self._seen[token] = True
+        self.forced = False
         if self.constraint is not None and self.error is None:
             try:
+                self.forced = self.constraint.forces(token)
                 self.constraint.push(token)
             except Exception as error:
                 self.error = error
@@ -61,9 +68,13 @@ class LogitEdits:
             stops = [token for token in self._stop_ids if token < len(edited)]
             edited = edited.index_fill(0, torch.tensor(stops, device=edited.device, dtype=torch.int64), float("-inf"))
         allowed = self._allowed()
+        self.cut_mass = 0.0
         if allowed is not None:
             mask = torch.from_numpy(allowed).to(logits.device)[: logits.shape[0]]
-            edited = edited.masked_fill(~torch.nn.functional.pad(mask, (0, len(logits) - len(mask))), float("-inf"))
+            mask = torch.nn.functional.pad(mask, (0, len(logits) - len(mask)))
+            kept = (logits.float() / self._params.logprob_temperature).softmax(-1)[mask].sum()
+            self.cut_mass = max(1.0 - float(kept), 0.0)
+            edited = edited.masked_fill(~mask, float("-inf"))
         return edited
 
     @property

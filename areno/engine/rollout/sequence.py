@@ -98,19 +98,22 @@ class Sequence:
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if (edits := self.edits) is not None:
+            edits.push(token)
+            cut_mass = 1.0 - (1.0 - edits.cut_mass) * (1.0 - cut_mass)
         self.cut_mass += cut_mass
         if top is not None:
             self.top.append(top)
-        if self.edits is not None:
-            self.edits.push(token)
         stopped_by_text = self.stop_text is not None and self.stop_text.push(token)
-        done_by_grammar = self.edits is not None and self.edits.finished
+        done_by_grammar = edits is not None and edits.finished
         if stopped_by_text or token in self.group.stop_ids or done_by_grammar:
             self.finish = "stop"
         elif len(self.output) >= self.group.sampling.max_new_tokens:
             self.finish = "length"
         if self.group.listener is not None:
-            self.group.listener(self.index, GeneratedToken(token, logprob, top or [], version, self.finish))
+            forced = edits is not None and edits.forced
+            said = GeneratedToken(token, logprob, top or [], version, self.finish, forced, cut_mass)
+            self.group.listener(self.index, said)
         return self.finish is not None
 
     def answer(self) -> RolloutSequence:
