@@ -7,8 +7,10 @@ display owns the terminal, console lines pass through it (``route_console``), so
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import ClassVar, TextIO
@@ -68,6 +70,10 @@ class LoggingSetup:
             handler.setFormatter(logging.Formatter(LOG_FORMAT))
             logger.addHandler(handler)
         logger.setLevel(level)
+        files = [h.stream for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
+        self._gives_stacks = bool(files) and hasattr(faulthandler, "register")
+        if self._gives_stacks:  # kill -USR1 shows where a run hangs
+            faulthandler.register(signal.SIGUSR1, file=files[0].fileno(), all_threads=True)
         LoggingSetup.active = self
 
     def close(self) -> None:
@@ -75,6 +81,8 @@ class LoggingSetup:
         if LoggingSetup.active is not self:
             return
         LoggingSetup.active = None
+        if self._gives_stacks:
+            faulthandler.unregister(signal.SIGUSR1)
         logger = logging.getLogger("areno")
         for handler in self._handlers:
             logger.removeHandler(handler)

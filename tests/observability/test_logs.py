@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import re
+import signal
 
 import pytest
 
@@ -103,3 +105,11 @@ def test_a_live_display_lets_info_lines_through_only_when_nothing_else_keeps_the
     assert stream.getvalue() == ""
     assert len(through) == shown
     assert through[-1].endswith("look here")
+
+
+def test_sigusr1_writes_the_stacks_of_all_threads_to_the_log(tmp_path):
+    with setup_logging(RunDirectory(tmp_path / "run")):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    text = (tmp_path / "run" / "log.txt").read_text()
+    assert "most recent call first" in text
+    assert f"in {test_sigusr1_writes_the_stacks_of_all_threads_to_the_log.__name__}" in text

@@ -6,6 +6,7 @@ every second that the process lives. It ends with the process that started it, h
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import queue
@@ -39,6 +40,8 @@ class _Worker:
 
     def run(self) -> None:
         """Serve to the end."""
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         start: Start = loads(self._frames.receive())
         threading.Thread(target=self._beat, name="areno-beat", daemon=True).start()
         self._forward_logs(start.own_log)

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -33,7 +34,7 @@ from areno.frames import FrameError, Frames
 STOPPED_S, SILENCE_S = 15.0, 180.0
 STALL_S = 600.0
 # How long the others may take to fail as well, once one has; and how long an orderly end may take.
-_SETTLE_S, _END_S = 5.0, 10.0
+_SETTLE_S, _END_S, _STACKS_S = 5.0, 10.0, 0.5
 _MESSAGE_BYTES = 1 << 36
 
 
@@ -334,12 +335,21 @@ class WorkerGroup:
             if not owes and not self._busy(rank.rank):
                 rank.moved = now
             elif now - rank.moved > self._stall_s:
+                self._write_stacks()
                 self._fail(
                     EngineError(
-                        f"{self._named(rank)} has made no progress for "
-                        f"{now - rank.moved:.0f} s in {_last(rank)}; --stall-timeout sets how long that may be"
+                        f"{self._named(rank)} has made no progress for {now - rank.moved:.0f} s in {_last(rank)}; "
+                        f"--stall-timeout sets how long that may be; the stacks of all ranks are in "
+                        f"{self._processes.log_file or 'the error output'}"
                     )
                 )
+
+    def _write_stacks(self) -> None:
+        """Have all ranks write where each of their threads is, before they are killed."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACKS_S)
 
     def _ended(self, rank: _Rank) -> None:
         if self._closing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,11 +149,16 @@ def test_a_stopped_rank_ends_the_group_within_30_seconds(group):
 
 
 @pytest.mark.long
-def test_a_rank_without_progress_ends_the_group():
-    group = WorkerGroup(MAKERS, stall_s=10.0)  # a start beside other work takes some seconds
-    with pytest.raises(EngineError, match=r"rank 1 of 2 .* made no progress for .* in sleep; --stall-timeout"):
+def test_a_rank_without_progress_ends_the_group_and_shows_where_it_was(tmp_path):
+    log = tmp_path / "ranks.log"
+    processes = workers.Processes(log_file=log)
+    group = WorkerGroup(MAKERS, stall_s=10.0, processes=processes)  # a start beside other work takes some seconds
+    with pytest.raises(
+        EngineError, match=r"rank 1 of 2 .* made no progress for .* in sleep; --stall-timeout.*ranks\.log"
+    ):
         group.call("sleep", 60.0, ranks=[1])  # of two that sleep, either may be found first
     assert gone_within(group.pids, 5)
+    assert re.search(r'objects\.py", line \d+ in sleep', log.read_text())
 
 
 @pytest.mark.long
