@@ -228,7 +228,7 @@ def build_sft_rows(
     for index in range(len(rows)):
         row = sft_row(rows[index])
         prompt = text_or_messages(row, "prompt", source, index, loader)
-        if response := _response_of(row, source, index, loader):
+        if response := response_of(row, source, index, loader):
             kept.append((render_prompt(tokenizer, prompt, disable_thinking, source, index), response))
     sequences: list[TrainSequence] = []
     lengths: list[tuple[int, int]] = []
@@ -380,7 +380,7 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loade
         ) from error
 
 
-def _response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
+def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
     """The response text; empty where the row is to be dropped."""
     if "response" not in row:
         raise DataError(

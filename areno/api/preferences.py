@@ -72,7 +72,7 @@ def build_preference_rows(
     conversations: list[tuple[Tokens, Tokens] | None] = []
     for index in range(len(rows)):
         row = pair_row(rows[index], with_template=bool(tokenizer.chat_template))
-        chosen, rejected = (_answer(row, key, source, index, loader) for key in ("chosen", "rejected"))
+        chosen, rejected = (answer_of(row, key, source, index, loader) for key in ("chosen", "rejected"))
         if not chosen or not rejected:
             continue
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -96,7 +96,7 @@ def build_preference_rows(
     return pairs, len(rows) - len(pairs)
 
 
-def _answer(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
+def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
     """Text or messages; empty where the row is to be dropped."""
     return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 

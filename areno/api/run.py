@@ -18,6 +18,7 @@ import torch
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
 from areno.api.evaluation import OnScored
+from areno.api.row_checks import Needs, row_problem
 from areno.api.trainer import Trainer
 from areno.api.trainers.loop import TrainingLoop
 from areno.api.trainers.rollout import RolloutTrainer
@@ -32,7 +33,7 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import EVAL_LOADER_HOOK, check_length
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
-from areno.errors import UsageError
+from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
@@ -71,6 +72,7 @@ def run_training(
         logger.info(" ".join(f"{name}={value}" for name, value in runtime_of(options, visible_gpus()).items()))
         dataset = load_training_dataset(str(options.dataset_path), loader_fn)
         held_out = load_held_out(options, loader_fn)
+        _check_rows(options, dataset, held_out)
         if not options.tune_params:  # which may choose another batch size
             check_length(options, len(dataset))
         checkpoint = _checkpoint(options)
@@ -109,6 +111,21 @@ def _locked(options: TrainOptions) -> Iterator[None]:
         if options.resume is None and is_run(options.run_path):
             raise UsageError(f"--run-dir {options.run_path} already holds a run; choose another directory")
         yield
+
+
+_NEEDS: dict[str, Needs] = {"sft": "response", "dpo": "pair", "rm": "pair"}
+
+
+def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
+    """Look at the first row of the data, before a model is loaded.
+
+    Raises:
+        DataError: it lacks what the algorithm needs.
+    """
+    needs = "prompt" if get_algorithm(options.algo).requires_rollout else _NEEDS.get(options.algo)
+    for source, rows in ((options.dataset_path, dataset), (options.eval_dataset_path, held_out)):
+        if needs is not None and rows and (problem := row_problem(needs, rows[0], str(source))):
+            raise DataError(problem)
 
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:

@@ -16,8 +16,8 @@ from areno.config.experiment.experiments import (
 )
 from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
-from areno.config.experiment.places import check_places
 from areno.errors import ArenoError, EngineError, exit_code
+from areno.experiments.checks import check_inputs
 from areno.experiments.folders import open_log
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def run_experiment(config: BaseExperimentConfig) -> None:
     A failure of a process is followed by up to ``recover.retries`` further attempts, where recovery is switched on; each
     goes on from the newest restart point.
     """
-    check_places(config)
+    check_inputs(config)
     with open_log(config):
         _run_with_retries(config)
 
@@ -53,7 +53,8 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
     retries = config.recover.retries if config.recover.mode in ("on", "auto") else 0
     for attempt in range(1, retries + 2):
         try:
-            with trainer_class(config)(config) as trainer:
+            named: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
+            with trainer_class(config)(config, **named) as trainer:
                 trainer.train()
             return
         except EngineError as error:

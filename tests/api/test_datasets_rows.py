@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areno.api.datasets import build_sft_rows, epoch_order, iter_prompt_batches, load_rows
+from areno.api.row_checks import row_problem
 from areno.errors import DataError, UsageError
 
 TEMPLATE = (
@@ -252,3 +253,22 @@ def test_thousands_of_real_rows_are_tokenized_in_seconds(gsm8k, tiny_checkpoint,
     sequences, dropped = _sft(rows, tokenizer, max_prompt_tokens=4096, max_new_tokens=4096)
     assert time.perf_counter() - start < 20
     assert (len(sequences), dropped) == (7473, 0)
+
+
+@pytest.mark.parametrize(
+    ("needs", "row", "missing"),
+    [
+        ("prompt", {"text": "x"}, "must contain `prompt`"),
+        ("prompt", {"prompt": "x"}, ""),
+        ("response", {"question": "x", "answer": "y"}, ""),
+        ("response", {"prompt": "x"}, "must contain `response`"),
+        ("pair", {"prompt": "x", "chosen": "y", "rejected": "z"}, ""),
+        ("pair", {"chosen": "y", "rejected": "z"}, "must contain `prompt`"),
+        ("pair", {"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "x"}]}, ""),
+        ("pair", {"prompt": "x", "chosen": "y"}, "must contain `rejected`"),
+    ],
+)
+def test_what_the_first_row_lacks_is_told_without_a_tokenizer(needs, row, missing):
+    problem = row_problem(needs, row, "data.jsonl")
+    assert missing in problem
+    assert bool(problem) == bool(missing)

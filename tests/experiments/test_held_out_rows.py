@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 
-from areno.config.experiment.places import check_places
 from areno.errors import UsageError
+from areno.experiments.checks import check_inputs
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import base
 from tests.experiments.trainer_stage import CLASSES, ROWS, HereTrainer, settings_of_kind
@@ -48,7 +48,7 @@ def configured(kind: str, checkpoint: Path, root: Path, train: Path, valid: Path
 def test_every_trainer_evaluates_on_the_test_split(tiny_checkpoint, tmp_path, kind, form):
     data = with_both(kind, tmp_path, form)
     config = configured(kind, tiny_checkpoint, tmp_path, data, data)
-    check_places(config)
+    check_inputs(config)
     trainer = HereTrainer if kind == "rl" else trainer_class(config)
     with trainer(config) as made:
         assert len(made.rows.rows) == 12
@@ -66,7 +66,7 @@ def no_model(monkeypatch):
 def refused(config: Any) -> str:
     """What both ways in say, from a file and from a program."""
     with pytest.raises(UsageError) as first:
-        check_places(config)
+        check_inputs(config)
     with pytest.raises(UsageError) as second:
         trainer_class(config)(config)
     assert str(second.value) in str(first.value)
@@ -88,7 +88,7 @@ def test_a_named_split_is_taken_and_a_missing_one_refused(no_model, tmp_path, ti
     assert "there is no split dev; it has train, test" in said
     files = with_both("sft", tmp_path / "files", "files")
     next(files.glob("test*")).rename(files / "val.jsonl")
-    check_places(configured("sft", tiny_checkpoint, tmp_path, files, files, valid_dataset__split="validation"))
+    check_inputs(configured("sft", tiny_checkpoint, tmp_path, files, files, valid_dataset__split="validation"))
 
 
 def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, caplog, monkeypatch):
@@ -98,15 +98,15 @@ def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, c
     link.symlink_to(file)
     for train, valid in ((file, file), (data, file), (file, link)):
         with pytest.raises(UsageError, match=r"rows that are trained on.*set valid_dataset\.split=train"):
-            check_places(configured("sft", tiny_checkpoint, tmp_path, train, valid))
+            check_inputs(configured("sft", tiny_checkpoint, tmp_path, train, valid))
     hub: Any = "owner/name:main:train"
     with pytest.raises(UsageError, match="rows that are trained on"):
-        check_places(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
+        check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
     hub = "owner/name:main"
-    check_places(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
+    check_inputs(configured("sft", tiny_checkpoint, tmp_path, hub, hub))
 
     config = configured("sft", tiny_checkpoint, tmp_path, file, file, valid_dataset__split="train")
-    check_places(config)
+    check_inputs(config)
     with caplog.at_level(logging.WARNING), trainer_class(config)(config) as trainer:
         assert len(trainer.valid_rows) == 12
     assert "rows that are trained on" in caplog.text
@@ -115,12 +115,12 @@ def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, c
 def test_a_split_without_effect_is_refused(tmp_path, tiny_checkpoint):
     data = with_both("sft", tmp_path, "files")
     given = {"train": data / "train.jsonl", "valid": data / "test-00000-of-00001.jsonl"}
-    check_places(configured("sft", tiny_checkpoint, tmp_path, **given))
+    check_inputs(configured("sft", tiny_checkpoint, tmp_path, **given))
     with pytest.raises(UsageError, match=r"valid_dataset\.split dev has no effect.*has no splits"):
-        check_places(configured("sft", tiny_checkpoint, tmp_path, **given, valid_dataset__split="dev"))
+        check_inputs(configured("sft", tiny_checkpoint, tmp_path, **given, valid_dataset__split="dev"))
     hub: Any = "owner/name:main:validation"
     with pytest.raises(UsageError, match="the path names the split validation"):
-        check_places(configured("sft", tiny_checkpoint, tmp_path, given["train"], hub, valid_dataset__split="dev"))
+        check_inputs(configured("sft", tiny_checkpoint, tmp_path, given["train"], hub, valid_dataset__split="dev"))
 
 
 def test_the_hub_is_asked_for_the_split(monkeypatch, tmp_path, tiny_checkpoint):

@@ -10,7 +10,6 @@ from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineCo
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.settings import settings_of, walk
-from areno.config.parser import Problems
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
 from areno.config.splits import has_splits, own_split, rows_named, split_problem
 
@@ -18,20 +17,11 @@ DATASETS = ("train_dataset", "valid_dataset")
 """Sections that name rows."""
 
 
-def check_places(config: BaseExperimentConfig) -> None:
-    """Check that models and data are there, of the family that was named, and that the run can be written.
-
-    Raises:
-        UsageError: every problem, with its setting, value and remedy; numbered if there are several.
-    """
-    problems = Problems()
-    for text in (
-        *_models(config),
-        *data_problems(config),
-        unwritable(Path(config.cluster.fileroot), "cluster.fileroot"),
-    ):
-        problems.add(text)
-    problems.raise_if_any()
+def place_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    """Say which models and data are not there, or of another family than was named, and whether the run can be written."""
+    yield from _models(config)
+    yield from data_problems(config)
+    yield unwritable(Path(config.cluster.fileroot), "cluster.fileroot")
 
 
 def _models(config: BaseExperimentConfig) -> Iterator[str]:

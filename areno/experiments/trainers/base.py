@@ -21,7 +21,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from areno.api.row_checks import Needs, row_problem
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
@@ -33,7 +35,7 @@ from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import UsageError
+from areno.errors import DataError, UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.frequency import FrequencyControl, StepInfo
 from areno.experiments.recovery import Recovery, RecoveryPoint
@@ -49,7 +51,7 @@ from areno.experiments.trainers.engines import (
 from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
-from areno.observability.services import RunName, open_services
+from areno.observability.services import RunName, Service, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
 from areno.types import TrainSequence
@@ -75,6 +77,8 @@ class ExperimentTrainer(ABC):
     roles: Sequence[str] = (DEFAULT,)
     """Models that are saved; the first is the actor."""
     actor_trains: ClassVar[str] = "policy"
+    needs: Needs | None = None
+    """What a row must have; None where that is the workflow's matter."""
     section: ClassVar[str] = "ppo_actor"
     """What statistics of the update are called."""
 
@@ -90,6 +94,7 @@ class ExperimentTrainer(ABC):
         self._closing = ExitStack()
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
+        self._services: list[Service] = []
         try:
             self._set_environment()
             accepted = notice(config)
@@ -108,6 +113,8 @@ class ExperimentTrainer(ABC):
             )
             self._point = self.recovery.load()
             found = self._read_rows(train_dataset, valid_dataset)
+            self._check_rows(*found)
+            self._services = self._open_services()
             self.engine: AnyEngine = self._make_engine(self._point)
             self.rows, self.valid_rows = self.make_rows(*found)
             self._make_keepers()
@@ -181,6 +188,31 @@ class ExperimentTrainer(ABC):
             valid = load_dataset(config.valid_dataset, "valid_dataset")
         return train, valid
 
+    def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
+        """Look at the first row of each data set.
+
+        Raises:
+            DataError: it lacks what the experiment needs.
+        """
+        for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
+            if self.needs is not None and rows:
+                section = getattr(self.config, name) or self.config.train_dataset
+                loader = f"{name}.dataset_kwargs.{LOADER}"
+                if problem := row_problem(self.needs, rows[0], f"{name} {section.path}", loader):
+                    raise DataError(problem)
+
+    def _open_services(self) -> list[Service]:
+        """Before a model is loaded: a login may be missing."""
+        loggers = self.config.stats_logger
+        return open_services(
+            RunName(self.config.experiment_name, self.config.trial_name, public_dict(self.config)),
+            self.run_dir.path,
+            wandb=asdict(loggers.wandb),
+            swanlab=asdict(loggers.swanlab),
+            tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
+            trackio=asdict(loggers.trackio),
+        )
+
     def _make_engine(self, point: RecoveryPoint | None) -> AnyEngine:
         """The engine, with the weights of a restart point where there is one."""
         actor = self.config.actor
@@ -219,20 +251,11 @@ class ExperimentTrainer(ABC):
         elif not frequency(config.saver).enabled:
             _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
         self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
-        loggers = config.stats_logger
-        services = open_services(
-            RunName(config.experiment_name, config.trial_name, public_dict(config)),
-            self.run_dir.path,
-            wandb=asdict(loggers.wandb),
-            swanlab=asdict(loggers.swanlab),
-            tensorboard={"path": loggers.tensorboard.path or str(self.run_dir.events_path)},
-            trackio=asdict(loggers.trackio),
-        )
         self.stats_logger = StatsLogger(
             self.run_dir,
             total_epochs=config.total_train_epochs,
             steps_per_epoch=self.rows.steps_per_epoch,
-            services=services,
+            services=self._services,
         )
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
@@ -405,10 +428,12 @@ class ExperimentTrainer(ABC):
         if self._closed:
             return
         self._closed = True
-        for name in ("saver", "engine", "stats_logger"):
-            part = getattr(self, name, None)
+        for part in (getattr(self, name, None) for name in ("saver", "engine", "stats_logger")):
             if part is not None:
                 part.close()
+        if getattr(self, "stats_logger", None) is None:
+            for service in self._services:
+                service.close()
         tracing.save(force=True)
         tracing.session_tracer().close()
         self._closing.close()

@@ -23,7 +23,7 @@ from areno.config.options import nearest
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
-from areno.errors import UsageError
+from areno.errors import DataError, UsageError
 from areno.experiments import plain_objects
 from areno.experiments.dispatcher import BatchDispatcher
 from areno.experiments.dump import TrajectoryDump
@@ -106,7 +106,10 @@ class PPOTrainer(ExperimentTrainer):
         config: PPOConfig,
         train_dataset: Sequence[Mapping[str, Any]] | None = None,
         valid_dataset: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        workflow_is_named: bool = False,
     ) -> None:
+        self._workflow_is_named = workflow_is_named
         self.fleet: RolloutFleet | None = None
         self.dispatchers: list[BatchDispatcher] = []
         self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
@@ -132,6 +135,19 @@ class PPOTrainer(ExperimentTrainer):
             raise
 
     # -- making ----------------------------------------------------------------------------------------------------
+
+    def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
+        """Rows of the workflows that come with areno need a prompt; what others need is known to them alone."""
+        config = self.config
+        if not self._workflow_is_named or config.rollout.agent.agent_cls_path:
+            return
+        if config.workflow_section.path in _WORKFLOWS:
+            for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
+                if rows:
+                    try:
+                        extract_prompt(rows[0])
+                    except DataError as error:
+                        raise DataError(f"{name}, row 1: {error}") from None
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """Prompts; those that are longer than ``max_length`` are left out."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from areno.api.datasets import build_sft_rows
 from areno.api.preferences import build_preference_rows
+from areno.api.row_checks import Needs
 from areno.config.experiment.experiments import DPOConfig, RWConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
@@ -30,6 +31,7 @@ _ANY_LENGTH = 2**31
 class SupervisedTrainer(ExperimentTrainer):
     """What the three share: rows are tokenized once, a step is one optimizer step over ``batch_size`` of them."""
 
+    needs: Needs | None = "response"
     together: ClassVar[int] = 1
     """Sequences that a pass must not part."""
 
@@ -125,6 +127,7 @@ class SFTTrainer(SupervisedTrainer):
 class PairTrainer(SupervisedTrainer):
     """Pairs of a chosen and a rejected answer; ``batch_size`` counts pairs."""
 
+    needs: Needs | None = "pair"
     together: ClassVar[int] = 2
 
     def encode(self, rows: Sequence[Any], longest: int, names: dict[str, Any]) -> tuple[list[Any], int]:

@@ -8,8 +8,8 @@ import pytest
 
 from areno.config.experiment import SFTConfig, config_from
 from areno.config.experiment.machine import Machine, devices_needed, resolve_for_machine
-from areno.config.experiment.places import check_places
 from areno.errors import UsageError
+from areno.experiments.checks import check_inputs
 from tests.config.experiment.samples import SFT, rl
 
 CPU = Machine(gpus=0, cores=4)
@@ -127,7 +127,7 @@ def test_attention_of_one_kernel_by_two_names_is_said():
 
 def test_models_and_data_must_be_there(tmp_path):
     with pytest.raises(UsageError) as caught:
-        check_places(rl(actor__path="./none", train_dataset__path="./rows.jsonl", ref__path="./none"))
+        check_inputs(rl(actor__path="./none", train_dataset__path="./rows.jsonl", ref__path="./none"))
     text = str(caught.value)
     assert text.count("./none") == 1
     assert "actor.path folder does not exist" in text
@@ -138,7 +138,7 @@ def test_a_model_of_another_family_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     places = {"actor__path": str(tmp_path), "train_dataset__path": str(tmp_path / "rows.jsonl")}
-    places |= {"cluster__fileroot": str(tmp_path)}
-    check_places(rl(**places, actor__model_type="llama"))
+    places |= {"cluster__fileroot": str(tmp_path), "reward__fn": "json.dumps"}
+    check_inputs(rl(**places, actor__model_type="llama"))
     with pytest.raises(UsageError, match=r"actor.model_type 'qwen3': .* is a llama model"):
-        check_places(rl(**places, actor__model_type="qwen3"))
+        check_inputs(rl(**places, actor__model_type="qwen3"))

@@ -1,0 +1,103 @@
+"""What a configuration names is looked up before a model is loaded, and all that is wrong is said at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from areno.errors import DataError, UsageError
+from areno.experiments.checks import check_inputs
+from areno.experiments.run import run_experiment, trainer_class
+from areno.experiments.trainers import base
+from tests.config.experiment.samples import rl
+from tests.experiments.trainer_stage import CLASSES, settings_of_kind
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(base, "make_engine", load)
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path, no_model):
+    (tmp_path / "mine.py").write_text("threshold = 3\ndef broken(:\n")
+    (tmp_path / "filters.py").write_text("threshold = 3\n")
+    config = rl(
+        actor__path=str(tmp_path / "none"),
+        train_dataset__path=str(tmp_path / "rows.jsonl"),
+        reward__fn=f"{tmp_path / 'mine.py'}:reward",
+        workflow__dynamic_filter_fn=f"{tmp_path / 'filters.py'}:threshold",
+        cluster__fileroot=str(tmp_path),
+    )
+    with pytest.raises(UsageError) as caught:
+        run_experiment(config)
+    for part in (
+        "actor.path folder does not exist",
+        "train_dataset.path does not exist",
+        "reward.fn",
+        "mine.py line 2: not valid Python",
+        "workflow.dynamic_filter_fn",
+        "is a int; give a function",
+    ):
+        assert part in str(caught.value), part
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__fn": "no_such_module.reward"}, "reward.fn: importing no_such_module raised ModuleNotFoundError"),
+        ({"reward__fn": ""}, "reward.fn is missing: name the reward function"),
+        (
+            {"workflow__path": "json.NoSuchWorkflow", "reward__fn": ""},
+            "workflow.path 'json.NoSuchWorkflow': json defines no",
+        ),
+        (
+            {"rollout__agent__agent_cls_path": "gone.py:Agent"},
+            "rollout.agent.agent_cls_path file does not exist: gone.py",
+        ),
+        (
+            {"train_dataset__dataset_kwargs": {"loader": "gone.py:load"}},
+            "train_dataset.dataset_kwargs.loader file does not",
+        ),
+    ],
+)
+def test_functions_are_looked_up_first(tmp_path, changes, message):
+    with pytest.raises(UsageError) as caught:
+        check_inputs(rl(cluster__fileroot=str(tmp_path), **changes))
+    assert message in str(caught.value)
+
+
+NEEDED = {"rl": "neither messages nor prompt nor question", "sft": "must contain `prompt`"}
+NEEDED |= dict.fromkeys(("rw", "dpo"), "must contain `chosen`")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_first_row_without_what_is_needed_is_refused_before_a_model_is_loaded(
+    tmp_path, tiny_checkpoint, no_model, kind
+):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(8)))
+    with pytest.raises(DataError) as caught:
+        run_experiment(settings_of_kind(kind, tiny_checkpoint, tmp_path, {"train_dataset.path": str(rows)}))
+    assert NEEDED[kind] in str(caught.value)
+    assert "train_dataset" in str(caught.value)
+
+
+def test_rows_of_a_workflow_of_ones_own_may_have_any_keys(tmp_path, tiny_checkpoint, no_model):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(8)))
+    config = settings_of_kind("rl", tiny_checkpoint, tmp_path, {"train_dataset.path": str(rows)})
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        trainer_class(config)(config)  # its workflow comes with train()
+
+
+def test_a_service_that_refuses_is_found_before_a_model_is_loaded(tmp_path, tiny_checkpoint, no_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    changes = {"stats_logger.wandb.mode": "online"}
+    with pytest.raises(UsageError, match=r"wandb\.mode needs the package wandb"):
+        run_experiment(settings_of_kind("sft", tiny_checkpoint, tmp_path, changes))
