@@ -251,25 +251,26 @@ class RewardRunner:
             logger.warning("an idle reward worker was replaced: %s", reason)
 
     def _fail(self, batch: _Batch, index: int, reason: str, seconds: float, lost: bool = False) -> None:
-        record = batch.records[index]
-        batch.finish(index, RewardOutcome(None, f"{self._named(record, index)}: {reason}", seconds, lost))
+        batch.finish(index, RewardOutcome(None, reason, seconds, lost))
         if self.on_error == "stop":
-            raise RewardError(self._message(record, index, reason))
-
-    def _named(self, record: RewardRecord, index: int) -> str:
-        place = ", ".join(
-            f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
-        )
-        return f"record {index + 1}{f' ({place})' if place else ''}"
+            raise RewardError(self._message(batch.records[index], index, reason))
 
     def _message(self, record: RewardRecord, index: int, reason: str) -> str:
+        place = place_of(record)
         return (
-            f"reward function {self.name} failed on {self._named(record, index)}: {reason}\n"
+            f"reward function {self.name} failed on record {index + 1}{f' ({place})' if place else ''}: {reason}\n"
             f"  prompt: {_shorten(record.prompt)}\n"
             f"  completion: {_shorten(record.completion)}\n"
             "Make the function return a finite number for this record, or leave failing samples out of training with "
             "--on-reward-error drop."
         )
+
+
+def place_of(record: RewardRecord) -> str:
+    """Prompt and sample of a record, as messages name it; empty where they are not known."""
+    return ", ".join(
+        f"{key} {record.metadata[key]}" for key in ("prompt_index", "sample_index") if key in record.metadata
+    )
 
 
 class _Batch:

@@ -88,7 +88,6 @@ def test_dropped_records_keep_the_others(reward_file, records):
     assert _values(outcomes) == [1.0, None, 3.0]
     assert "ValueError" in outcomes[1].error
     assert f"{path}:1" in outcomes[1].error
-    assert outcomes[1].error.startswith("record 2"), "what was dropped is named"
 
 
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "re.match(r'(a+)+$', 'a' * 60 + 'b')"])

@@ -37,7 +37,7 @@ from areno.errors import EngineError, RewardError
 from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
-from areno.rewards.runner import OnError
+from areno.rewards.runner import OnError, place_of
 from areno.serving.text import TokenTexts
 from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
@@ -327,9 +327,9 @@ class RolloutTrainer(TrainingLoop):
             RewardError: a function failed and ``--on-reward-error`` is ``stop``, or a model gave no finite score.
         """
         outcomes = self._runner.run(records) if self._runner is not None else self._model_scores(records, token_rows)
-        for outcome in outcomes:
+        for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
-                self.logger.warning("sample dropped: %s", outcome.error)
+                self.logger.warning("sample dropped: %s; %s", outcome.error, place_of(record))
         return outcomes
 
     def _model_scores(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
