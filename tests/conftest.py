@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         scopes = {fixtures[-1].scope for fixtures in info.name2fixturedefs.values()} if info else set()
         if "module" in scopes and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        if item.get_closest_marker("long") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3600))
     yield
 
 

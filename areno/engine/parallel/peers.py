@@ -8,6 +8,7 @@ own.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -382,5 +383,10 @@ def _process_group(
         options = nccl.Options()
         options._timeout = patience
         return nccl(store, rank, size, options)  # type: ignore[no-any-return]
-    gloo: Any = dist.ProcessGroupGloo(store, rank, size, patience)
-    return gloo  # type: ignore[no-any-return]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = patience
+    # Connections are not authenticated, so nobody but this machine may make them.
+    named = "GLOO_SOCKET_IFNAME" in os.environ
+    options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, rank, size, options)  # type: ignore[no-any-return]

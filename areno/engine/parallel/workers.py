@@ -36,6 +36,7 @@ STALL_S = 600.0
 # How long the others may take to fail as well, once one has; and how long an orderly end may take.
 _SETTLE_S, _END_S, _STACKS_S = 5.0, 10.0, 0.5
 _MESSAGE_BYTES = 1 << 36
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(slots=True, eq=False)
@@ -395,7 +396,7 @@ def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
     """Start a process that knows one end of a socket pair. It imports nothing of the program that asks."""
     frames, theirs = Frames.pair(_MESSAGE_BYTES)
     here = str(Path(areno.__file__).parents[1])
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **processes.environment}
+    environment = {"GLOO_SOCKET_IFNAME": _LOOPBACK, **os.environ, **processes.environment}
     environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     with theirs, open(processes.log_file, "ab") if processes.log_file else contextlib.nullcontext() as log:
