@@ -76,7 +76,7 @@ def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path, monkeypatch)
         assert trainer.engine.layout.world_size == 2
         trainer.train()
         (file,) = trainer.folders.checkpoints.rglob("*globalstep1/model.safetensors")
-        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.late, late=0.0)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.late, sleep=time.sleep, late=0.0)
         monkeypatch.setattr(workers, "time", clock)
         for late, seconds, outcome in (
             (60, 2, nullcontext()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import openai
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.cli import start
+from tests.support.cli import Process, start
 from tests.support.tiny import TEXTS, bpe_tokenizer, tiny_module
 
 WEATHER = {
@@ -49,7 +48,7 @@ TEMPLATE = (
 class Running:
     """A server process that is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: Process, url: str) -> None:
         self.process, self.url = process, url
 
     @property
@@ -77,7 +76,7 @@ class Running:
             time.sleep(0.02)
 
 
-def begin(checkpoint: Path, *options: object) -> tuple[subprocess.Popen[str], str]:
+def begin(checkpoint: Path, *options: object) -> tuple[Process, str]:
     """Start a server on a free port; returns when the port is known, perhaps before the model is loaded."""
     process = start("serve", "--model-path", checkpoint, "--port", 0, *options)
     assert process.stdout is not None

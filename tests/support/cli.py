@@ -1,14 +1,21 @@
-"""Running the real command line in its own process."""
+"""Running the real command line in a process of its own, which is forked from one that has its imports done."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import IO, Any
+
+from tests.support.preloaded import Forked, Preloaded
+
+Process = subprocess.Popen[str] | Forked
 
 REWARD = '''
 def reward_fn(record):
@@ -23,16 +30,42 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
 
 
+@functools.cache
+def _preloaded() -> Preloaded:
+    return Preloaded(environment())
+
+
 def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run ``areno`` to its end."""
-    command = [sys.executable, "-m", "areno", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = _start(arguments, out.fileno(), err.fileno(), None)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(["areno", *map(str, arguments)], code, out.read(), err.read())
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object) -> Process:
     """Start ``areno`` in the background; its output goes to a pipe."""
-    command = [sys.executable, "-m", "areno", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    end, beginning = os.pipe()
+    try:
+        return _start(arguments, beginning, beginning, open(end, encoding="utf-8", errors="replace"))
+    finally:
+        os.close(beginning)
+
+
+def _start(arguments: tuple[object, ...], stdout: int, stderr: int, reader: IO[str] | None) -> Process:
+    words, variables = [str(each) for each in arguments], environment()
+    if sys.platform == "linux" and _preloaded().fits(variables):
+        return Forked(_preloaded().fork(words, variables, stdout, stderr), reader)
+    command = [sys.executable, "-m", "areno", *words]
+    process: Any = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=variables)
+    process.stdout = reader
+    return process  # type: ignore[no-any-return]
 
 
 def write_task(folder: Path, rows: int = 60) -> dict[str, Path]:
@@ -59,7 +92,7 @@ def task_arguments(algo: str, checkpoint: Path, task: dict[str, Path], run_dir: 
     return [*shared, "--reward-fn-path", task["reward.py"], "--n-samples", 4]
 
 
-def wait_for_text(process: subprocess.Popen[str], text: str, timeout: float = 120) -> list[str]:
+def wait_for_text(process: Process, text: str, timeout: float = 120) -> list[str]:
     """Read a process's output until a line holds ``text``."""
     lines: list[str] = []
     deadline = time.monotonic() + timeout
@@ -72,8 +105,9 @@ def wait_for_text(process: subprocess.Popen[str], text: str, timeout: float = 12
     return lines
 
 
-def kill(process: subprocess.Popen[str], signum: int = signal.SIGKILL) -> int:
+def kill(process: Process, signum: int = signal.SIGKILL) -> int:
     """Send a signal and wait for the end."""
     process.send_signal(signum)
     process.communicate(timeout=60)
+    assert process.returncode is not None
     return process.returncode

@@ -255,6 +255,14 @@ class WorkerGroup:
     # -- watching --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_ranks()
+        except Exception as error:  # without this thread every call would wait for ever
+            failure = EngineError(f"the worker processes cannot be watched any more: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _watch_ranks(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.frames, selectors.EVENT_READ, rank)

@@ -131,10 +131,23 @@ def test_a_rank_that_stops_in_mid_answer_is_named(monkeypatch):
     group.close()
 
 
+def test_calls_do_not_wait_for_ever_where_the_watching_thread_fails(monkeypatch):
+    group = WorkerGroup((MAKERS[0],))
+
+    def fail(_group: WorkerGroup) -> None:
+        raise ZeroDivisionError("in the check")
+
+    monkeypatch.setattr(WorkerGroup, "_check", fail)
+    with pytest.raises(EngineError, match="cannot be watched any more: ZeroDivisionError: in the check"):
+        group.call("sleep", 60.0)
+    assert gone_within(group.pids, 5)
+    group.close()
+
+
 @pytest.mark.long
 def test_a_loader_that_hangs_on_one_rank_ends_the_group():
     with pytest.raises(EngineError, match=r"rank 1 of 2 .* made no progress for .* in start; --stall-timeout"):
-        WorkerGroup((broken.make_broken, broken.load_for_ever), stall_s=5.0)
+        WorkerGroup((broken.make_broken, broken.load_for_ever), stall_s=10.0)  # a start takes some seconds
     assert workers_of(os.getpid()) == []
 
 

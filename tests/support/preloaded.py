@@ -1,0 +1,210 @@
+"""The command line in a process that is forked from one with all imports done: real signals and exits, no seconds of imports.
+
+A process of its own (``python -m tests.support.preloaded SOCKET``) imports what runs import and then forks itself for each
+command. What is read at import, such as ``HF_HOME``, is as it was when that process started; a command whose environment
+differs in such a variable gets a new interpreter (``fits``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_IMPORTS = (
+    "torch",
+    "torch._dynamo",
+    "transformers.generation",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "datasets",
+    "pyarrow.dataset",
+    "torch.utils.tensorboard",
+    "areno.cli.main",
+    "areno.api.run",
+    "areno.api.backend.areno.backend",
+    "areno.api.trainers.dpo",
+    "areno.api.trainers.ppo",
+    "areno.engine.engine",
+    "areno.experiments.run",
+)
+# Libraries read variables of these names when they are imported.
+_READ_AT_IMPORT = (
+    "HF_",
+    "TRANSFORMERS_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "ATEN_",
+    "ONEDNN_",
+    "TRITON_",
+    "LD_",
+    "CUDA_",
+)
+_START_S = 120.0
+
+
+class Forked:
+    """A process that a ``Preloaded`` has forked; as much of ``subprocess.Popen`` as tests use."""
+
+    def __init__(self, link: socket.socket, stdout: IO[str] | None) -> None:
+        self._link = link
+        self.stdout = stdout
+        digits = b""
+        while (digit := link.recv(1)) not in (b"\n", b""):
+            digits += digit
+        self.pid = int(digits)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.001)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._link.settimeout(timeout)
+            try:
+                status = self._link.recv(16)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(["areno"], timeout or 0.0) from None
+            self.returncode = int(status)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for the end; returns the rest of the output."""
+        output: list[str] = []
+        reader = threading.Thread(target=lambda: output.append(self.stdout.read() if self.stdout else ""), daemon=True)
+        reader.start()
+        self.wait(timeout)
+        reader.join(timeout)
+        if reader.is_alive():  # a process that it has started holds the pipe
+            raise subprocess.TimeoutExpired(["areno"], timeout or 0.0)
+        return output[0], None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class Preloaded:
+    """The process that has imported everything; it ends with the one that made it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._folder = tempfile.TemporaryDirectory(prefix="areno-preloaded-")
+        self._address = str(Path(self._folder.name) / "socket")
+        command = [sys.executable, "-m", __name__, self._address]
+        root = str(Path(__file__).parents[2])
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=root)
+        atexit.register(self._close)
+
+    def fits(self, environment: dict[str, str]) -> bool:
+        """Whether a command with this environment may be forked."""
+        differ = {key for key, _ in environment.items() ^ self._environment.items()}
+        return not any(key.startswith(_READ_AT_IMPORT) for key in differ)
+
+    def fork(self, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int) -> socket.socket:
+        """Start ``areno`` with these arguments; the socket tells its id and, at its end, its exit status."""
+        link = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                link.connect(self._address)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert self._process.poll() is None, "the preloaded process has ended"
+                assert time.monotonic() < deadline, "the preloaded process does not answer"
+                time.sleep(0.05)
+        request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
+        data = json.dumps(request).encode()
+        socket.send_fds(link, [len(data).to_bytes(8, "big")], [stdout, stderr])
+        link.sendall(data)
+        return link
+
+    def _close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _serve(address: str) -> None:
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if set(threads[1:]) - {"jemalloc_bg_thd"}:  # pyarrow's memory, which knows about forks
+        raise SystemExit(f"threads after the imports, which a fork would lose: {threads}")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the minders
+    gc.freeze()  # or collections in the processes would copy all pages
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    listener.settimeout(0.5)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        with contextlib.suppress(TimeoutError):
+            link, _ = listener.accept()
+            link.settimeout(None)
+            if os.fork() == 0:
+                listener.close()
+                _mind(link)
+            link.close()
+
+
+def _mind(link: socket.socket) -> None:
+    """Fork once more, and tell how that process ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    head, handles, _, _ = socket.recv_fds(link, 8, 2)
+    data = b""
+    while len(data) < int.from_bytes(head, "big"):
+        data += link.recv(1 << 20)
+    pid = os.fork()
+    if pid == 0:
+        link.close()
+        _become(json.loads(data), handles)
+    for handle in handles:
+        os.close(handle)
+    link.sendall(f"{pid}\n".encode())
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        link.sendall(str(status).encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], handles: list[int]) -> NoReturn:
+    for number, handle in zip((1, 2), handles, strict=True):
+        os.dup2(handle, number)
+        os.close(handle)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = ["areno", *request["arguments"]]
+    sys.path[0] = request["folder"]  # as with -m
+    runpy.run_module("areno", run_name="__main__", alter_sys=True)
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
