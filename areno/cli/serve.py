@@ -49,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
         request_timeout_s=options.request_timeout_s,
     )
     sock = listen(options.host, options.port)
+    _check_checkpoint(options)
     with setup_logging(None):
         serve_process(
             Service(config),
@@ -58,6 +59,21 @@ def run(argv: Sequence[str]) -> int:
             say=lambda text: print(f"areno serve: {text}", flush=True),
         )
     return 0
+
+
+def _check_checkpoint(options: ServeOptions) -> None:
+    """Tokenizer, configuration and formats of the answers, all before the weights are loaded."""
+    from areno.config.paths import tokenizer_of
+    from areno.engine.limits import check_tokenizer
+    from areno.text.chat import load_tokenizer
+    from areno.text.reasoning import reasoning_parser_for
+    from areno.text.tool_calls.registry import parser_for
+
+    path, trusted = str(options.model_path), options.trust_remote_code
+    tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trusted)
+    check_tokenizer(tokenizer, path, option="--model-path", trust_remote_code=trusted)
+    parser_for(tokenizer, options.tool_call_parser)
+    reasoning_parser_for(tokenizer, options.reasoning_parser)
 
 
 def _load(options: ServeOptions) -> AnyEngine:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import UsageError
+from areno.text.hub import check_reachable
 from areno.text.messages import shows_objects, template_messages, template_tools, with_tools_as_text
 
 CHAT_MARKERS = ("<|im_start|>", "<start_of_turn>", "<turn|>", "<|user|>", "<|assistant|>")
@@ -38,6 +39,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise UsageError(f"tokenizer: {path} is not a folder; give a checkpoint folder that exists or a hub id")
     location = str(Path(path).expanduser()) if path.startswith("~") else path
+    check_reachable(location)
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
     except Exception as error:  # a folder's content or the hub may fail in any way; the cause stays attached

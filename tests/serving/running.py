@@ -76,9 +76,9 @@ class Running:
             time.sleep(0.02)
 
 
-def begin(checkpoint: Path, *options: object) -> tuple[Process, str]:
+def begin(checkpoint: Path, *options: object, fresh: bool = False) -> tuple[Process, str]:
     """Start a server on a free port; returns when the port is known, perhaps before the model is loaded."""
-    process = start("serve", "--model-path", checkpoint, "--port", 0, *options)
+    process = start("serve", "--model-path", checkpoint, "--port", 0, *options, fresh=fresh)
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.search(r"at (http://\S+)/v1", line)

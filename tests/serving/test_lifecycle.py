@@ -33,7 +33,7 @@ def wait_until(condition, timeout=20):
 
 
 def test_the_port_answers_while_the_model_is_loaded(sharp_checkpoint):
-    process, url = begin(sharp_checkpoint, *SIZES)
+    process, url = begin(sharp_checkpoint, *SIZES, fresh=True)  # imports take as long as a large model
     try:
         for path in ("health", "ready"):
             answer = httpx.get(f"{url}/{path}", timeout=30)
@@ -74,6 +74,11 @@ def test_a_model_that_cannot_be_loaded_ends_with_its_reason(tmp_path, sharp_chec
     done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--tool-call-parser", "smoke")
     assert done.returncode == 2
     assert "--tool-call-parser smoke: unknown" in done.stderr
+    assert "loading the model" not in done.stdout, "it is known from the tokenizer"
+    done = areno("serve", "--model-path", sharp_checkpoint, "--port", 0, "--reasoning-parser", "smoke")
+    assert done.returncode == 2
+    assert "--reasoning-parser smoke: unknown" in done.stderr
+    assert "loading the model" not in done.stdout
 
 
 def test_a_port_in_use_is_said_so(sharp_checkpoint):

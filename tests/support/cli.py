@@ -49,18 +49,20 @@ def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(["areno", *map(str, arguments)], code, out.read(), err.read())
 
 
-def start(*arguments: object) -> Process:
-    """Start ``areno`` in the background; its output goes to a pipe."""
+def start(*arguments: object, fresh: bool = False) -> Process:
+    """Start ``areno`` in the background; its output goes to a pipe. A ``fresh`` process has nothing imported."""
     end, beginning = os.pipe()
     try:
-        return _start(arguments, beginning, beginning, open(end, encoding="utf-8", errors="replace"))
+        return _start(arguments, beginning, beginning, open(end, encoding="utf-8", errors="replace"), fresh)
     finally:
         os.close(beginning)
 
 
-def _start(arguments: tuple[object, ...], stdout: int, stderr: int, reader: IO[str] | None) -> Process:
+def _start(
+    arguments: tuple[object, ...], stdout: int, stderr: int, reader: IO[str] | None, fresh: bool = False
+) -> Process:
     words, variables = [str(each) for each in arguments], environment()
-    if sys.platform == "linux" and _preloaded().fits(variables):
+    if not fresh and sys.platform == "linux" and _preloaded().fits(variables):
         return Forked(_preloaded().fork(words, variables, stdout, stderr), reader)
     command = [sys.executable, "-m", "areno", *words]
     process: Any = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=variables)

@@ -1,0 +1,85 @@
+"""A model that is neither a folder nor cached nor on the hub is refused at once, by a real HTTP server in the hub's place."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+PROGRAM = """
+import sys
+from areno.errors import UsageError
+from areno.text.hub import check_reachable
+try:
+    check_reachable(sys.argv[1])
+    print("fine")
+except UsageError as error:
+    print(error)
+"""
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """Has the model ``some/model`` and no other; says so as the hub does."""
+
+    def do_HEAD(self) -> None:
+        known = self.path.startswith("/some/model/")
+        self.send_response(200 if known else 404)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "2")
+        if not known:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def outcome(name: str, home: object, **variables: str) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), **variables}
+    command = [sys.executable, "-c", PROGRAM, name]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_what_the_hub_has_is_fine_and_what_it_lacks_is_named(hub, tmp_path):
+    assert outcome("some/model", tmp_path, HF_ENDPOINT=hub) == "fine\n"
+    told = outcome("some/modle", tmp_path, HF_ENDPOINT=hub)
+    assert told.startswith(
+        "some/modle is not a folder, and the Hugging Face cache does not hold a model of this name, nor"
+    )
+
+
+def test_a_hub_that_does_not_answer_is_told_from_a_wrong_name(tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        told = outcome("some/model", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert "the hub cannot be reached" in told
+
+
+def test_a_cached_model_needs_no_hub(tmp_path):
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hub" / "models--some--model" / "refs").mkdir()
+    (tmp_path / "hub" / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    assert outcome("some/model", tmp_path, HF_HUB_OFFLINE="1") == "fine\n"
+    assert "HF_HUB_OFFLINE" in outcome("some/other", tmp_path, HF_HUB_OFFLINE="1")
+
+
+def test_what_can_be_no_id_is_said_so(tmp_path):
+    assert "cannot be a hub id" in outcome("a/b/c/d", tmp_path)
+    assert outcome(str(tmp_path), tmp_path) == "fine\n"
