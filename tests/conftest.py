@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     whole = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # all workers of one run
     os.environ.setdefault("ARENO_CACHE_DIR", str(whole / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Ranks that tests start are forked from a process with all imports done; those of commands start as always."""
+    from areno.engine.parallel import workers
+    from tests.support.cli import forked_rank
+
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(workers, "_start_process", forked_rank)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -184,15 +184,27 @@ def check_rows(sample: Any, log: list[Any]) -> None:
     assert sorted(trained) == sorted(tuple(e.prompt + e.tokens) for e in log)
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+def examples(number: int) -> settings:
+    phases = [Phase.generate]
+    return settings(
+        max_examples=number, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck)
+    )
+
+
+@examples(8)
 @given(plan=turns(edits=True), question=PLAIN)
 def test_rows_are_what_was_sent_and_sampled(stage: Stage, plan: list[Turn], question: str) -> None:
+    check_conversation(stage, plan, question)
+
+
+@pytest.mark.long
+@examples(60)
+@given(plan=turns(edits=True), question=PLAIN)
+def test_rows_of_many_conversations(stage: Stage, plan: list[Turn], question: str) -> None:
+    check_conversation(stage, plan, question)
+
+
+def check_conversation(stage: Stage, plan: list[Turn], question: str) -> None:
     player, sample, log = perform(stage, plan, question)
     check_rows(sample, log)
     assert len(sample.forks) == player.breaks

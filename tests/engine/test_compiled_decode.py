@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from areno.engine.kernels import decode_attention, plain_draw, row_product
 from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.compiled import spec, switch
@@ -29,6 +30,7 @@ from tests.support.tiny import VOCAB, tiny_module
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 LOGGER = "areno.engine.inference"
+KERNELS = (decode_attention.KERNEL, plain_draw.KERNEL, row_product.KERNEL)
 
 
 def make_model(family="llama", seed=0):
@@ -59,9 +61,27 @@ def make_loop():
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def kernels():
+    """The folder of areno's kernels in the cache that all tests share."""
+    for kernel in KERNELS if shutil.which("g++") else ():
+        assert kernel.build() == ""
+    return KERNELS[0].path().parent
+
+
+@pytest.fixture
+def own_cache(kernels, tmp_path, monkeypatch):
+    """A cache folder of the test's own, which has the kernels: each takes a compiler some ten seconds."""
+    if kernels.exists():
+        shutil.copytree(kernels, tmp_path / "kernels")
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def built(kernels, tmp_path_factory):
     """A cache folder that has the step of the tiny llama."""
     folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(kernels, folder / "kernels")
     before = os.environ.get("ARENO_CACHE_DIR")
     os.environ["ARENO_CACHE_DIR"] = str(folder)
     model = make_model()
@@ -277,13 +297,12 @@ def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_
         make_loop(model, "compiled")
 
 
-def test_a_failed_build_says_why(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+def test_a_failed_build_says_why(own_cache):
     model = make_model()
     spec = StepSpec.of(model, prove_decoding(model, "test").layers)
     broken = StepSpec(spec.config, "AnotherForCausalLM", spec.attention, spec.dtype, spec.layers)
     assert "makes a LlamaForCausalLM, not a AnotherForCausalLM" in switch._Build(broken).wait()
-    assert [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".so"] == []
+    assert [p for p in own_cache.rglob("*") if p.is_file() and p.suffix != ".so"] == []
 
 
 def _running(marker: str) -> list[str]:
@@ -298,15 +317,14 @@ def _wait_until(condition, seconds=60.0):
         time.sleep(0.05)
 
 
-def test_no_build_outlives_its_loop_or_its_parent(make_loop, tmp_path, monkeypatch):
-    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypatch):
     monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
     loop = make_loop(make_model())
     for _ in range(20):
         answers(loop, mixed_requests())
-    assert _running(str(tmp_path))
+    assert _running(str(own_cache))
     loop.close()
-    assert not _running(str(tmp_path))
+    assert not _running(str(own_cache))
     program = (
         "import sys, time; from tests.engine.test_compiled_decode import *\n"
         "model = make_model()\n"
@@ -317,17 +335,16 @@ def test_no_build_outlives_its_loop_or_its_parent(make_loop, tmp_path, monkeypat
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=repo)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"up\n"
-    _wait_until(lambda: _running(str(tmp_path)))
+    _wait_until(lambda: _running(str(own_cache)))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    _wait_until(lambda: not _running(str(tmp_path)))
+    _wait_until(lambda: not _running(str(own_cache)))
 
 
 @needs_compiler
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "gpt_oss", "qwen3_moe"])
-def test_families(family, make_loop, tmp_path, monkeypatch):
-    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+def test_families(family, make_loop, own_cache):
     model = prepare(tiny_module(family), family)
     assert model.vocab_size == VOCAB
     eager = make_loop(model, "eager")

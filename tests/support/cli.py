@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support.preloaded import Forked, Preloaded
+from areno.engine.parallel.workers import _start_process as start_process
+from tests.support.preloaded import Forked, ForkedRank, Preloaded
 
-Process = subprocess.Popen[str] | Forked
+Process = subprocess.Popen[str] | subprocess.Popen[bytes] | Forked
+_SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS"})
 
 REWARD = '''
 def reward_fn(record):
@@ -31,7 +34,8 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _preloaded() -> Preloaded:
+def preloaded() -> Preloaded:
+    """The process that this one has programs forked from."""
     return Preloaded(environment())
 
 
@@ -62,12 +66,20 @@ def _start(
     arguments: tuple[object, ...], stdout: int, stderr: int, reader: IO[str] | None, fresh: bool = False
 ) -> Process:
     words, variables = [str(each) for each in arguments], environment()
-    if not fresh and sys.platform == "linux" and _preloaded().fits(variables):
-        return Forked(_preloaded().fork(words, variables, stdout, stderr), reader)
+    if not fresh and sys.platform == "linux" and preloaded().fits(variables):
+        return Forked(preloaded().fork("areno", words, variables, stdout, stderr), reader)
     command = [sys.executable, "-m", "areno", *words]
     process: Any = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=variables)
     process.stdout = reader
     return process  # type: ignore[no-any-return]
+
+
+def forked_rank(file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> Process:
+    """Stands in for ``areno.engine.parallel.workers._start_process``: a rank that has its imports done."""
+    if not preloaded().fits(environment, but=_SET_BY_RANKS):
+        return start_process(file, environment, log)
+    outputs = (1, 2) if log is None else (log.fileno(), log.fileno())
+    return ForkedRank(preloaded().fork("areno.engine.parallel.worker", [], environment, *outputs, file))
 
 
 def write_task(folder: Path, rows: int = 60) -> dict[str, Path]:

@@ -1,8 +1,8 @@
-"""The command line in a process that is forked from one with all imports done: real signals and exits, no seconds of imports.
+"""Programs in processes that are forked from one with all imports done: real signals and exits, no seconds of imports.
 
 A process of its own (``python -m tests.support.preloaded SOCKET``) imports what runs import and then forks itself for each
-command. What is read at import, such as ``HF_HOME``, is as it was when that process started; a command whose environment
-differs in such a variable gets a new interpreter (``fits``).
+program: the command line, or a rank of a group. What is read at import, such as ``HF_HOME``, is as it was when that process
+started; a program whose environment differs in such a variable gets a new interpreter (``fits``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 _IMPORTS = (
     "torch",
@@ -39,6 +41,8 @@ _IMPORTS = (
     "areno.api.trainers.dpo",
     "areno.api.trainers.ppo",
     "areno.engine.engine",
+    "areno.engine.parallel.server",
+    "areno.engine.parallel.fsdp",
     "areno.experiments.run",
 )
 # Libraries read variables of these names when they are imported.
@@ -61,8 +65,11 @@ _START_S = 120.0
 class Forked:
     """A process that a ``Preloaded`` has forked; as much of ``subprocess.Popen`` as tests use."""
 
-    def __init__(self, link: socket.socket, stdout: IO[str] | None) -> None:
+    ranks: ClassVar[weakref.WeakSet[Forked]] = weakref.WeakSet()
+
+    def __init__(self, link: socket.socket, stdout: IO[str] | None = None) -> None:
         self._link = link
+        self._waiting = threading.Lock()
         self.stdout = stdout
         digits = b""
         while (digit := link.recv(1)) not in (b"\n", b""):
@@ -76,14 +83,17 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self._link.settimeout(timeout)
-            try:
-                status = self._link.recv(16)
-            except TimeoutError:
-                raise subprocess.TimeoutExpired(["areno"], timeout or 0.0) from None
-            self.returncode = int(status)
-        return self.returncode
+        if not self._waiting.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise subprocess.TimeoutExpired(["areno"], timeout or 0.0)
+        try:
+            if self.returncode is None:
+                self._link.settimeout(None if timeout is None else max(timeout, 0.001))
+                self.returncode = int(self._link.recv(16))
+            return self.returncode
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(["areno"], timeout or 0.0) from None
+        finally:
+            self._waiting.release()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait for the end; returns the rest of the output."""
@@ -107,6 +117,14 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
+class ForkedRank(Forked):
+    """One of a group's worker processes."""
+
+    def __init__(self, link: socket.socket) -> None:
+        super().__init__(link)
+        self.ranks.add(self)
+
+
 class Preloaded:
     """The process that has imported everything; it ends with the one that made it."""
 
@@ -119,13 +137,18 @@ class Preloaded:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=root)
         atexit.register(self._close)
 
-    def fits(self, environment: dict[str, str]) -> bool:
-        """Whether a command with this environment may be forked."""
-        differ = {key for key, _ in environment.items() ^ self._environment.items()}
+    def fits(self, environment: Mapping[str, str], but: frozenset[str] = frozenset()) -> bool:
+        """Whether a program with this environment may be forked; it sets itself what the variables ``but`` would."""
+        differ = {key for key, _ in environment.items() ^ self._environment.items()} - but
         return not any(key.startswith(_READ_AT_IMPORT) for key in differ)
 
-    def fork(self, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int) -> socket.socket:
-        """Start ``areno`` with these arguments; the socket tells its id and, at its end, its exit status."""
+    def fork(
+        self, module: str, arguments: list[str], environment: Mapping[str, str], stdout: int, stderr: int, *files: int
+    ) -> socket.socket:
+        """Run a module like ``python -m``; the socket tells the process's id and, at its end, its exit status.
+
+        The numbers of inherited files follow the arguments.
+        """
         link = socket.socket(socket.AF_UNIX)
         deadline = time.monotonic() + _START_S
         while True:
@@ -136,9 +159,9 @@ class Preloaded:
                 assert self._process.poll() is None, "the preloaded process has ended"
                 assert time.monotonic() < deadline, "the preloaded process does not answer"
                 time.sleep(0.05)
-        request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
+        request = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
         data = json.dumps(request).encode()
-        socket.send_fds(link, [len(data).to_bytes(8, "big")], [stdout, stderr])
+        socket.send_fds(link, [len(data).to_bytes(8, "big")], [stdout, stderr, *files])
         link.sendall(data)
         return link
 
@@ -174,7 +197,7 @@ def _serve(address: str) -> None:
 def _mind(link: socket.socket) -> None:
     """Fork once more, and tell how that process ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    head, handles, _, _ = socket.recv_fds(link, 8, 2)
+    head, handles, _, _ = socket.recv_fds(link, 8, 8)
     data = b""
     while len(data) < int.from_bytes(head, "big"):
         data += link.recv(1 << 20)
@@ -192,7 +215,7 @@ def _mind(link: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], handles: list[int]) -> NoReturn:
-    for number, handle in zip((1, 2), handles, strict=True):
+    for number, handle in zip((1, 2), handles[:2], strict=True):
         os.dup2(handle, number)
         os.close(handle)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -200,9 +223,10 @@ def _become(request: dict[str, Any], handles: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    sys.argv = ["areno", *request["arguments"]]
+    own = [str(handle) for handle in handles[2:]]
+    sys.argv = [request["module"], *request["arguments"], *own]
     sys.path[0] = request["folder"]  # as with -m
-    runpy.run_module("areno", run_name="__main__", alter_sys=True)
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     raise SystemExit(0)
 
 

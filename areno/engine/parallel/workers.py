@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import areno
 from areno.cores import openmp_threads, usable_cores
@@ -408,14 +408,7 @@ def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
     environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     with theirs, open(processes.log_file, "ab") if processes.log_file else contextlib.nullcontext() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "areno.engine.parallel.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+        process = _start_process(theirs.fileno(), environment, log)
     return _Rank(rank, process, frames)
 
 
@@ -431,3 +424,15 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
         return False
+
+
+def _start_process(file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """A worker that inherits a file descriptor, its end of the socket pair, and writes to a log."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "areno.engine.parallel.worker", str(file)],
+        pass_fds=[file],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+    )
