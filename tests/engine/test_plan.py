@@ -13,6 +13,7 @@ from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
+from areno.engine.plan import account
 from areno.engine.plan.account import make_plan
 from areno.engine.plan.advice import advise
 from areno.engine.plan.live_bytes import LiveBytes
@@ -188,10 +189,10 @@ def test_advice_makes_a_run_fit(tiny_checkpoint):
 def test_the_table_says_yes_or_no_and_what_to_do(tiny_checkpoint):
     run = options(tiny_checkpoint)
     assert "Fits: yes." in plan_text(run, make_plan(run))
-    tight = make_plan(run, MIB)
-    assert "Fits: no." in plan_text(run, tight)
-    assert "take a smaller model" in plan_text(run, tight)
-    crowded = options(tiny_checkpoint, batch_size=512, kv_cache_tokens=2000)
+    text = plan_text(run, make_plan(run, MIB))
+    assert "Fits: no." in text
+    assert "take a smaller model" in text
+    crowded = options(tiny_checkpoint, batch_size=32, kv_cache_tokens=250)
     assert "sequences will take turns" in plan_text(crowded, make_plan(crowded))
 
 
@@ -245,9 +246,10 @@ def test_the_plan_as_data_sums_up(tiny_checkpoint, capsys):
     assert data["change"] == []
 
 
-def test_a_run_that_does_not_fit_exits_with_1(tiny_checkpoint, capsys):
-    words = ["plan", "--ckpt", str(tiny_checkpoint), "--device", "cpu", "--kv-cache-tokens", str(2**32)]
-    assert main([*words, "--batch-size", "4096", "--n-samples", "16", "--max-new-tokens", "4000"]) == 1
+def test_a_run_that_does_not_fit_exits_with_1(tiny_checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(account, "available_bytes", lambda device: 16 * MIB)  # stands in for a small machine
+    words = ["plan", "--ckpt", str(tiny_checkpoint), "--device", "cpu", "--algo", "sft", "--max-new-tokens", "24"]
+    assert main([*words, "--max-prompt-tokens", "40", "--batch-size", "2", "--mini-bs", "1"]) == 1
     assert "Fits: no." in capsys.readouterr().out
 
 
