@@ -40,7 +40,8 @@ CONFIG = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6,
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Small weights, and 2 KiB for each cached token."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tuned") / "model", hidden=256, layers=1, heads=2, num_key_value_heads=2)
+    folder = tmp_path_factory.mktemp("tuned") / "model"
+    return save_tiny_checkpoint(folder, hidden=256, layers=1, heads=2, num_key_value_heads=2)
 
 
 @pytest.fixture
