@@ -110,7 +110,8 @@ def test_a_grammar_that_fails_costs_its_own_request_alone(engine, monkeypatch, s
     monkeypatch.setattr("areno.text.grammar.json_object_constraint", lambda *_, **__: BrokenGrammar)
     with ServerThread(service(engine)) as server:
         with pytest.raises(openai.APIError, match="out of fuel"):
-            list(ask(server, max_tokens=20, stream=stream, response_format={"type": "json_object"}))
+            body = {"max_tokens": 20, "response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}
+            list(ask(server, stream=stream, **body))
         assert ask(server).usage.completion_tokens > 0
 
 
