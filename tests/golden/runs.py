@@ -1,0 +1,117 @@
+"""The golden runs: every example YAML, and twelve runs of ``areno train``, all through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+TRAIN = ("--max-new-tokens", "12", "--lr", "1e-3", "--batch-size", "6", "--mini-bs", "8", "--device", "cpu")
+SHORT = {
+    "rl": ("train_dataset.batch_size=4", "gconfig.n_samples=4", "rollout.max_head_offpolicyness=0"),
+    "sft": ("train_dataset.batch_size=4",),
+    "dpo": ("train_dataset.batch_size=4",),
+    "rw": ("train_dataset.batch_size=4",),
+}
+EVALUATED = ("grpo", "dpo", "ipo", "reward_model")
+SAMPLED = ("--n-samples", "4", "--dataset-path", "{prompts}", "--reward-fn-path", "{reward}", "--max-steps", "3")
+PAIRS = ("--dataset-path", "{pairs}", "--max-steps", "3")
+FLAGS: dict[str, tuple[str, ...]] = {
+    "sft": ("--algo", "sft", "--dataset-path", "{answers}", "--epochs", "1", "--eval-dataset-path", "{answers}"),
+    "sft_lora": ("--algo", "sft", "--dataset-path", "{answers}", "--max-steps", "3", "--lora-rank", "4"),
+    "sft_accumulated": (
+        *("--algo", "sft", "--dataset-path", "{answers}", "--max-steps", "2", "--gradient-accumulation-steps", "1"),
+        *("--mini-bs", "3", "--adam-8bit"),
+    ),
+    "dpo": ("--algo", "dpo", *PAIRS, "--eval-dataset-path", "{pairs}", "--eval-interval", "2"),
+    "rm": ("--algo", "rm", *PAIRS),
+    "gspo": ("--algo", "gspo", *SAMPLED),
+    "grpo_kl": ("--algo", "grpo", *SAMPLED, "--kl-coef", "0.1", "--update-epochs", "2", "--update-minibatches", "2"),
+    "grpo_tree": ("--algo", "grpo", *SAMPLED, "--tree-training", "--advantage", "rloo"),
+    "grpo_eval": (
+        *("--algo", "grpo", *SAMPLED, "--eval-dataset-path", "{prompts}", "--eval-max-rows", "4"),
+        *("--eval-interval", "1", "--keep-best", "--save-interval", "1"),
+    ),
+    "grpo_ranks": ("--algo", "grpo", *SAMPLED, "--world-size", "2"),
+    "ppo": ("--algo", "ppo", *SAMPLED, "--critic-warmup-steps", "1", "--use-kl-loss", "--whiten-advantages"),
+    "ppo_passes": ("--algo", "ppo", *SAMPLED, "--update-epochs", "2", "--gamma", "0.95", "--lora-rank", "4"),
+}
+REWARD = '''
+def reward_fn(record):
+    """Share of the answer that is one letter: dense enough that a random model has a signal."""
+    return max(map(record.completion.count, set(record.completion)), default=0) / (1 + len(record.completion))
+'''
+
+
+def yaml_names(checkout: Path) -> list[str]:
+    """The examples that run on the toy."""
+    return sorted(path.stem for path in (checkout / "examples/experiments").glob("*.yaml") if path.stem != "gsm8k_grpo")
+
+
+def make_data(folder: Path) -> dict[str, Path]:
+    """The toy's model and rows, and the reward of the runs."""
+    from examples.experiments import toy
+
+    toy.make_toy(folder)
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [{"prompt": row["prompt"], "solutions": [row["letter"]]} for row in rows]
+    toy.write(folder / "prompts.jsonl", prompts)
+    names = {"prompts": "prompts", "answers": "sft", "pairs": "pairs"}
+    return {"reward": folder / "reward.py", **{key: folder / f"{name}.jsonl" for key, name in names.items()}}
+
+
+def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
+    """Do the runs with the code of a checkout.
+
+    Args:
+        checkout: a source tree of areno.
+        data: the toy, made by :func:`make_data`.
+        out: gets one folder per run.
+        only: part of the names of the runs to do.
+
+    Returns:
+        Names of runs that failed; their output is in ``out``.
+    """
+    jobs = {f"train_{name}": _train(name, data, out) for name in FLAGS}
+    jobs |= {f"run_{name}": _run(checkout, name, data, out) for name in yaml_names(checkout)}
+    jobs = {name: words for name, words in jobs.items() if only in name}
+    out.mkdir(parents=True, exist_ok=True)
+    waiting, running, failed = list(jobs), {}, []
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            name = waiting.pop(0)
+            running[name] = _start(jobs[name], checkout, out / f"{name}.txt")
+        name = next(iter(running))
+        if running.pop(name).wait(600):
+            failed.append(name)
+        print(f"{name}{' failed' if name in failed else ''}", flush=True)
+    return failed
+
+
+def _train(name: str, data: Path, out: Path) -> list[str]:
+    files = {"prompts": "prompts.jsonl", "answers": "sft.jsonl", "pairs": "pairs.jsonl", "reward": "reward.py"}
+    words = [word.format(**{key: data / file for key, file in files.items()}) for word in FLAGS[name]]
+    given = [word for word in TRAIN if word not in ("--mini-bs", "8")] if "--mini-bs" in words else list(TRAIN)
+    return ["train", "--ckpt", str(data / "model"), "--run-dir", str(out / f"train_{name}"), *given, *words]
+
+
+def _run(checkout: Path, name: str, data: Path, out: Path) -> list[str]:
+    file, root = checkout / f"examples/experiments/{name}.yaml", out / f"run_{name}"
+    root.mkdir(parents=True, exist_ok=True)
+    for path in data.iterdir():
+        (root / path.name).symlink_to(path)
+    kind = yaml.safe_load(file.read_text(encoding="utf-8"))["train_dataset"]["type"]
+    more = ("evaluator.freq_steps=2",) if name in EVALUATED else ()
+    return ["run", str(file), f"cluster.fileroot={root}", "total_train_steps=3", *SHORT[kind], *more]
+
+
+def _start(words: list[str], checkout: Path, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with open(log, "wb") as file:
+        command = [sys.executable, "-m", "areno", *words]
+        return subprocess.Popen(command, cwd=checkout, env=environment, stdout=file, stderr=subprocess.STDOUT)
