@@ -20,12 +20,13 @@ SHORT = {
 EVALUATED = ("grpo", "dpo", "ipo", "reward_model")
 SAMPLED = ("--n-samples", "4", "--dataset-path", "{prompts}", "--reward-fn-path", "{reward}", "--max-steps", "3")
 PAIRS = ("--dataset-path", "{pairs}", "--max-steps", "3")
+ANSWERS = ("--algo", "sft", "--dataset-path", "{answers}", "--dataset-loader-fn", "{loader}")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "sft": ("--algo", "sft", "--dataset-path", "{answers}", "--epochs", "1", "--eval-dataset-path", "{answers}"),
-    "sft_lora": ("--algo", "sft", "--dataset-path", "{answers}", "--max-steps", "3", "--lora-rank", "4"),
+    "sft": (*ANSWERS, "--epochs", "1", "--eval-dataset-path", "{answers}"),
+    "sft_lora": (*ANSWERS, "--max-steps", "3", "--lora-rank", "4"),
     "sft_accumulated": (
-        *("--algo", "sft", "--dataset-path", "{answers}", "--max-steps", "2", "--gradient-accumulation-steps", "1"),
-        *("--mini-bs", "3", "--adam-8bit"),
+        *(*ANSWERS, "--max-steps", "2"),
+        *("--gradient-accumulation-steps", "1", "--mini-bs", "3", "--adam-8bit"),
     ),
     "dpo": ("--algo", "dpo", *PAIRS, "--eval-dataset-path", "{pairs}", "--eval-interval", "2"),
     "rm": ("--algo", "rm", *PAIRS),
@@ -38,8 +39,16 @@ FLAGS: dict[str, tuple[str, ...]] = {
     ),
     "grpo_ranks": ("--algo", "grpo", *SAMPLED, "--world-size", "2"),
     "ppo": ("--algo", "ppo", *SAMPLED, "--critic-warmup-steps", "1", "--use-kl-loss", "--whiten-advantages"),
-    "ppo_passes": ("--algo", "ppo", *SAMPLED, "--update-epochs", "2", "--gamma", "0.95", "--lora-rank", "4"),
+    "ppo_passes": (
+        *("--algo", "ppo", *SAMPLED, "--update-epochs", "2", "--gamma", "0.95"),
+        *("--critic-warmup-steps", "0", "--lora-rank", "4"),
+    ),
 }
+FILES = {
+    **{"prompts": "prompts.jsonl", "answers": "sft.jsonl", "pairs": "pairs.jsonl"},
+    **{"reward": "reward.py", "loader": "loader.py"},
+}
+LOADER = "def load_training_dataset(path, *, default_loader, **_):\n    return default_loader(path)\n"
 REWARD = '''
 def reward_fn(record):
     """Share of the answer that is one letter: dense enough that a random model has a signal."""
@@ -52,17 +61,16 @@ def yaml_names(checkout: Path) -> list[str]:
     return sorted(path.stem for path in (checkout / "examples/experiments").glob("*.yaml") if path.stem != "gsm8k_grpo")
 
 
-def make_data(folder: Path) -> dict[str, Path]:
-    """The toy's model and rows, and the reward of the runs."""
+def make_data(folder: Path) -> None:
+    """The toy's model and rows, and the functions of the runs."""
     from examples.experiments import toy
 
     toy.make_toy(folder)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    (folder / "loader.py").write_text(LOADER, encoding="utf-8")
     prompts = [{"prompt": row["prompt"], "solutions": [row["letter"]]} for row in rows]
     toy.write(folder / "prompts.jsonl", prompts)
-    names = {"prompts": "prompts", "answers": "sft", "pairs": "pairs"}
-    return {"reward": folder / "reward.py", **{key: folder / f"{name}.jsonl" for key, name in names.items()}}
 
 
 def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
@@ -94,8 +102,7 @@ def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
 
 
 def _train(name: str, data: Path, out: Path) -> list[str]:
-    files = {"prompts": "prompts.jsonl", "answers": "sft.jsonl", "pairs": "pairs.jsonl", "reward": "reward.py"}
-    words = [word.format(**{key: data / file for key, file in files.items()}) for word in FLAGS[name]]
+    words = [word.format(**{key: data / file for key, file in FILES.items()}) for word in FLAGS[name]]
     given = [word for word in TRAIN if word not in ("--mini-bs", "8")] if "--mini-bs" in words else list(TRAIN)
     return ["train", "--ckpt", str(data / "model"), "--run-dir", str(out / f"train_{name}"), *given, *words]
 
