@@ -20,9 +20,8 @@ from areno.api.datasets import load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.row_checks import Needs, row_problem
 from areno.api.trainer import Trainer
-from areno.api.trainers.loop import TrainingLoop
+from areno.api.trainers.base import DataTrainer, spec_of
 from areno.api.trainers.rollout import RolloutTrainer
-from areno.api.trainers.stopping import StopRequested
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import load_hook
 from areno.config.machine import runtime_of
@@ -31,7 +30,6 @@ from areno.config.resume import is_run
 from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
 from areno.config.validate import EVAL_LOADER_HOOK, check_length
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
@@ -39,6 +37,8 @@ from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
 from areno.observability.run_dir import RunDirectory
 from areno.observability.run_lock import run_lock
+from areno.training.checkpoints import Checkpoints
+from areno.training.stopping import StopRequested
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def run_training(
             loop = _loop(options, trainer, dataset, reward_fn)
             loop.eval_rows, loop.resumed_from = held_out, checkpoint
             if progress is not None:
-                loop.display = progress
+                loop.report.display = progress
             return _fit(options, loop, run_dir, began)
         finally:
             trainer.close()
@@ -213,14 +213,14 @@ def run_evaluation(
             loop.cleanup()
 
 
-def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> TrainingLoop:
+def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DataTrainer:
     spec = get_algorithm(options.algo)
     return spec.resolve_trainer_cls()(
         options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=spec.make_loss_fn(options)
     )
 
 
-def _fit(options: TrainOptions, loop: TrainingLoop, run_dir: RunDirectory, began: float) -> int:
+def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began: float) -> int:
     with loop.stop.signals():
         try:
             state = loop.fit()
@@ -250,7 +250,7 @@ def _last_step(run_dir: RunDirectory) -> dict[str, Any]:
     return records[-1] if records else {}
 
 
-def _evaluations(options: TrainOptions, loop: TrainingLoop) -> dict[str, Any]:
+def _evaluations(options: TrainOptions, loop: DataTrainer) -> dict[str, Any]:
     """The last and the best evaluation of the run, for its summary, and a log line about the best; {} without any."""
     last, best = loop.state.evaluation, loop.state.best
     if last is None:
@@ -274,9 +274,7 @@ def _checkpoint(options: TrainOptions) -> Path | None:
     """
     if not options.resume:
         return None
-    checkpoints = CheckpointFolder(options.checkpoint_path)
-    checkpoints.clear_leftovers()  # may put a checkpoint back, which is then the newest
-    return checkpoints.to_resume(options.resume_step)
+    return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
 def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:

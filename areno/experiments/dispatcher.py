@@ -62,6 +62,7 @@ class BatchDispatcher:
         check_trajectory_format: check every trajectory's keys, shapes and numbers.
         dump: writes trajectories down; None writes nothing.
         listener: hears of every episode, in any thread.
+        on_wait: called again and again while a caller waits; what it raises ends the wait, and loses nothing.
 
     Raises:
         UsageError: options do not go together.
@@ -84,13 +85,12 @@ class BatchDispatcher:
         check_trajectory_format: bool = False,
         dump: TrajectoryDump | None = None,
         listener: Listener | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         if on_stale not in ("regenerate", "drop"):
             raise UsageError(f"on_stale {on_stale!r} is unknown; use regenerate or drop")
         if dynamic_bs == staleness.replaces_rejected:
-            raise UsageError(
-                f"dynamic_bs={dynamic_bs} needs a StalenessManager with replaces_rejected={not dynamic_bs}"
-            )
+            raise UsageError(f"dynamic_bs={dynamic_bs} needs StalenessManager(replaces_rejected={not dynamic_bs})")
         if queue_size is not None and queue_size < 1:
             raise UsageError(f"rollout.queue_size must be at least 1, got {queue_size}")
         self.client, self.staleness, size = client, staleness, staleness.batch_size
@@ -101,7 +101,7 @@ class BatchDispatcher:
             max(16 * size, 128) if max_rejections_in_a_row is None else max_rejections_in_a_row,
         )
         self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
-        self._check, self._dump, self._listener = check_trajectory_format, dump, listener
+        self._check, self._dump, self._listener, self._on_wait = check_trajectory_format, dump, listener, on_wait
         self._changed = threading.Condition(threading.RLock())
         self._version = 0
         self._plan: Plan | None = None
@@ -438,6 +438,7 @@ class BatchDispatcher:
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
         while True:
+            self._on_wait()
             may_come = more()
             with self._changed:
                 if self._failure is not None:

@@ -19,6 +19,7 @@ from areno.config.experiment.loader import experiment_class, load_expr_config
 from areno.errors import ArenoError, EngineError, exit_code
 from areno.experiments.checks import check_inputs
 from areno.experiments.folders import open_log
+from areno.training.stopping import StopRequested
 
 _log = logging.getLogger(__name__)
 
@@ -49,14 +50,25 @@ def run_experiment(config: BaseExperimentConfig) -> None:
         _run_with_retries(config)
 
 
+def recovers(config: BaseExperimentConfig) -> bool:
+    """Whether a run goes on from its checkpoints."""
+    return config.recover.mode in ("on", "auto")
+
+
 def _run_with_retries(config: BaseExperimentConfig) -> None:
-    retries = config.recover.retries if config.recover.mode in ("on", "auto") else 0
+    retries = config.recover.retries if recovers(config) else 0
     for attempt in range(1, retries + 2):
         try:
             named: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
-            with trainer_class(config)(config, **named) as trainer:
+            with trainer_class(config)(config, **named) as trainer, trainer.stop.signals():
                 trainer.train()
             return
+        except StopRequested as stop:
+            again = (
+                "run the same command again to go on" if recovers(config) else "with recover.mode=auto it could go on"
+            )
+            _log.warning("experiment stopped; %s", again)
+            raise SystemExit(128 + stop.signum) from None
         except EngineError as error:
             if attempt > retries:
                 raise

@@ -53,6 +53,8 @@ class HealthMonitor:
             the run computes in fp32.
         grouped: advantages compare the samples of a prompt, so that they sum to zero.
         max_new_tokens: limit of a response; None where it is not known.
+        settings: what the options of ``areno train`` that warnings name are called in this run; those left out keep their
+            names.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -65,6 +67,7 @@ class HealthMonitor:
         logprob_gap_limit: float = LOGPROB_GAP_LIMIT,
         grouped: bool = True,
         max_new_tokens: int | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1 step, got {window}")
@@ -72,6 +75,7 @@ class HealthMonitor:
         self._gap_limit = logprob_gap_limit
         self._episodes: dict[str, _Episode] = {}
         self._max_new_tokens = max_new_tokens
+        self._settings = settings or {}
         self._loss_explained = not grouped  # the explanation is of grouped advantages
 
     def observe(
@@ -109,7 +113,12 @@ class HealthMonitor:
             "reward_errors": _reward_errors(stats),
         }
         warnings = [text for name, finding in findings.items() for text in self._follow(name, finding)]
-        return [f"step {step}: {text}" for text in warnings]
+        return [f"step {step}: {self._in_settings(text)}" for text in warnings]
+
+    def _in_settings(self, text: str) -> str:
+        for option, name in self._settings.items():
+            text = text.replace(option, name)
+        return text
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
         """Once in a run, why a loss near 0 is no problem; else an empty text. Arguments as for :meth:`observe`."""

@@ -51,17 +51,17 @@ class StatsLogger:
         self._global_step = self._x = -1
         self._held: dict[str, float] = {}
 
-    def before_training(self, stats: Mapping[str, float]) -> None:
-        """Tell what was measured before the first step: a line of step 0 in ``metrics.jsonl``.
+    def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
+        """Tell what was measured before a step, most often the first: a line of that step in ``metrics.jsonl``.
 
-        Services get it together with the first step, whose place on their axis it would take otherwise.
+        Services get it together with the step, whose place on their axis it would take otherwise.
 
         Raises:
             ArenoError: the file cannot be written.
         """
         self._held = without_counts(stats)
-        _log.info("before training\n%s", table(self._held))
-        self._run_dir.append_metrics(0, self._held)
+        _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._held))
+        self._run_dir.append_metrics(step, self._held)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
         """Tell the statistics of one finished step.

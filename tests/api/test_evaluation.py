@@ -394,12 +394,12 @@ OWN = """
 import random
 import torch
 from areno.api.trainers.sft import SFTTrainer
-from areno.api.trainers.loop import TrainingLoop
+from areno.api.trainers.base import DataTrainer
 from areno.config import AlgorithmSpec
 from areno.loss_fns import sft_loss_fn
 
 class Blind(SFTTrainer):
-    evaluate = TrainingLoop.evaluate
+    evaluate = DataTrainer.evaluate
 
 class Scripted(SFTTrainer):
     best_metric, best_is_higher = "score", True

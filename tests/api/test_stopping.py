@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from areno.api.trainers.stopping import StopController, StopRequested
+from areno.training.stopping import StopController, StopRequested
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

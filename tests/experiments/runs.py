@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.experiments import plain_objects
+from areno.training import plain_objects
 from examples.experiments import toy
 from tests.support.cli import environment
 from tests.support.processes import alive
@@ -134,9 +134,9 @@ class Run:
         """Global steps of the tables in ``main.log``, counted from 1, without those that a recovery says are done again."""
         found: list[int] = []
         for line in self.log.splitlines():
-            if "no recovery point in" in line:
+            if "no checkpoint in" in line:
                 found = []
-            elif back := re.search(r"recovering after global step (\d+) from", line):
+            elif back := re.search(r"resumed from \S+: (\d+) steps are done", line):
                 found = [step for step in found if step <= int(back[1])]
             elif told := re.search(r"Epoch \d+/\d+ step \d+/\d+ global step (\d+) ", line):
                 found.append(int(told[1]))

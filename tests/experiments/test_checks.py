@@ -11,7 +11,7 @@ import pytest
 from areno.errors import DataError, UsageError
 from areno.experiments.checks import check_inputs
 from areno.experiments.run import run_experiment, trainer_class
-from areno.experiments.trainers import base
+from areno.experiments.trainers import experiment
 from tests.config.experiment.samples import rl
 from tests.experiments.trainer_stage import CLASSES, settings_of_kind
 
@@ -21,7 +21,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(base, "make_engine", load)
+    monkeypatch.setattr(experiment, "make_engine", load)
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path, no_model):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.errors import UsageError
-from areno.experiments.frequency import FrequencyControl, StepInfo
+from areno.spec import Frequency
+from areno.training.frequency import FrequencyControl, StepInfo
 
 
 class Clock:
@@ -101,7 +102,7 @@ def test_a_recovered_run_does_not_evaluate_before_training_again():
 
 
 def test_without_a_frequency_nothing_is_due_but_the_end_where_it_is_asked_for():
-    assert not FrequencyControl().enabled
+    assert not Frequency().given
     assert due_steps(FrequencyControl(), 2, 6) == []
     assert due_steps(FrequencyControl(always_last=True), 2, 6) == [6]
 

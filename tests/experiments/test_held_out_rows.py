@@ -13,7 +13,7 @@ import pytest
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
 from areno.experiments.run import trainer_class
-from areno.experiments.trainers import base
+from areno.experiments.trainers import experiment
 from tests.experiments.trainer_stage import CLASSES, ROWS, HereTrainer, settings_of_kind
 
 EACH_STEP = {"evaluator.freq_steps": 1}
@@ -60,7 +60,7 @@ def no_model(monkeypatch):
     def loaded(*_: Any) -> None:
         pytest.fail("a model was loaded")
 
-    monkeypatch.setattr(base, "make_engine", loaded)
+    monkeypatch.setattr(experiment, "make_engine", loaded)
 
 
 def refused(config: Any) -> str:

@@ -11,11 +11,14 @@ from functools import partial
 
 import torch
 
+from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.experiments.folders import ExperimentFolders
-from areno.experiments.frequency import FrequencyControl, StepInfo
-from areno.experiments.recovery import Recovery
-from areno.experiments.saving import Saver
 from areno.observability.stats_logger import StatsLogger
+from areno.spec import CheckpointSpec, Frequency
+from areno.training.checkpoints import Checkpoints, rollout_state
+from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.saving import Saver
+from areno.training.state import RunState
 
 EPOCHS, PER_EPOCH = 3, 13
 
@@ -33,9 +36,15 @@ class Toy:
         self.lr *= 0.9
         return {"sft/loss/avg": self.weights}
 
-    def write(self, folder):
+    def save_model(self, folder):
         for part in range(3):
             (folder / f"part{part}.json").write_text(json.dumps([self.weights, self.lr]))
+
+    def save_state(self, checkpoint):
+        pass
+
+    def checkpoint_bytes(self):
+        return 0
 
     def stage(self):
         text = json.dumps([self.weights, self.lr])
@@ -47,34 +56,36 @@ def run(root):
     run_dir = folders.create()
     logger = StatsLogger(run_dir, total_epochs=EPOCHS, steps_per_epoch=PER_EPOCH)
     saver = Saver(folders.checkpoints, partial(FrequencyControl, 1, 5, always_last=True))
-    recovery = Recovery(folders.recover, "auto", FrequencyControl(freq_steps=2, always_last=True))
+    checkpoints = Checkpoints(CheckpointSpec(folders.recover, Frequency(steps=2, last=True), newest=2, strict=True))
     trainer, at = Toy(), StepInfo.first(PER_EPOCH, EPOCHS * PER_EPOCH)
     random.seed(0), torch.manual_seed(0)
-    point = recovery.load()
-    if point is None:
+    found = checkpoints.find()
+    if found is None:
         logger.begin_anew()
     else:
-        trainer.weights, trainer.lr = json.loads((point.trainer / "part2.json").read_text())
-        trainer.position, trainer.unused = point.states["data"], point.rollout_state()
-        saver.load_state_dict(point.states["saver"])
-        logger.load_state_dict(point.states["logger"])
-        point.restore_rng()
-        if point.step.is_last:
+        state = RunState.of_checkpoint(found)
+        trainer.weights, trainer.lr = json.loads((found / "part2.json").read_text())
+        trainer.position, trainer.unused = state.parts["data"], rollout_state(found)
+        saver.load_state_dict(state.parts["saver"])
+        logger.load_state_dict(state.parts["logger"])
+        checkpoints.frequency.load_state_dict(state.parts["checkpoints"])
+        restore_rng(state.rng)
+        at = StepInfo(state.epoch, state.epoch_step, state.step - 1, PER_EPOCH, EPOCHS * PER_EPOCH)
+        if at.is_last:
             return
-        at = point.step.next()
+        at = at.next()
     while True:
         numbers = trainer.step()
         time.sleep(0.002)
-        saver.save_if_due("default", at, trainer.write, stage=trainer.stage)
+        saver.save_if_due("default", at, trainer.save_model, stage=trainer.stage)
         logger.commit(at.epoch, at.epoch_step, at.global_step, numbers)
         if at.is_last:
             saver.wait()
-        recovery.dump_if_due(
-            at,
-            states=lambda: {"data": trainer.position, "saver": saver.state_dict(), "logger": logger.state_dict()},
-            write_trainer=trainer.write,
-            rollout_state=lambda: trainer.unused,
-        )
+        if checkpoints.due(at):
+            parts = {"data": trainer.position, "saver": saver.state_dict(), "logger": logger.state_dict()}
+            parts["checkpoints"] = checkpoints.frequency.state_dict()
+            state = RunState(at.global_step + 1, at.epoch, at.epoch_step, rng=capture_rng(), parts=parts)
+            checkpoints.save(state, trainer, lambda: trainer.unused)
         if at.is_last:
             saver.close()
             return

@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_where_it_was(make_run, task):
     assert run.none_left(), run.pids()
     before = run.steps()
     run.finish()
-    assert "recovering after global step" in run.log
+    assert "resumed from" in run.log
     assert run.steps()[: len(before) - 1] == before[:-1]
     check_rows(run, task, STEPS)
     assert run.none_left()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from areno.errors import EngineError, UsageError
 from areno.experiments.run import run_experiment
-from areno.experiments.trainers import SFTTrainer, base
+from areno.experiments.trainers import SFTTrainer, experiment
 from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, settings_of_kind, trainer_of
 
 
@@ -111,7 +111,7 @@ def test_models_are_kept_at_their_times(sft, every, saved):
 def test_models_are_kept_after_so_many_seconds(tiny_checkpoint, tmp_path, monkeypatch):
     """The clock of the run says that each step takes one second."""
     seconds = {"now": 0.0}
-    monkeypatch.setattr("areno.experiments.frequency.FrequencyControl._elapsed", lambda self, now: seconds["now"])
+    monkeypatch.setattr("areno.training.frequency.FrequencyControl._elapsed", lambda self, now: seconds["now"])
     with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path, {**SIX, "saver.freq_secs": 3})) as trainer:
         step = trainer.run_step
 
@@ -176,8 +176,10 @@ def test_evaluations_come_at_their_times(sft):
 def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, monkeypatch):
     """Weights are read once, and a restart reads those of its point."""
     read: list[str] = []
-    make = base.make_engine
-    monkeypatch.setattr(base, "make_engine", lambda section, *rest: read.append(section.path) or make(section, *rest))
+    make = experiment.make_engine
+    monkeypatch.setattr(
+        experiment, "make_engine", lambda section, *rest: read.append(section.path) or make(section, *rest)
+    )
 
     def run(name: str, **changes: Any) -> Run:
         given = {"recover.freq_steps": 1, **{key.replace("__", "."): value for key, value in changes.items()}}
@@ -190,7 +192,7 @@ def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, 
         assert again.steps == 4
         assert not differ(whole, again)
         assert read[-2] == str(tiny_checkpoint)
-        assert Path(read[-1]).parts[-3::2] == ("recover", "trainer")
+        assert Path(read[-1]).parts[-2:] == ("recover", "step_000002")
     assert len(read) == 5
     for mode in ("off", "disabled"):
         assert not list(run(mode, total_train_steps=2, recover__mode=mode).checkpoints.glob("recover*"))

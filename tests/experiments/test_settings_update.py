@@ -272,7 +272,7 @@ def test_tokens_are_left_out_by_their_second_moment(tiny_checkpoint, tmp_path, b
         rows = rows_to_shape()
         for row in rows:
             row.versions = [-1, -1] + [0] * (len(row.tokens) - 2)
-        told = trainer._update(rows, trainer.at)
+        told = trainer._update(rows, next(trainer.steps()).at)
     assert (told["ppo_actor/update/m2_filtered_fraction"] > 0.5) == (bound < 1)
 
 

@@ -10,6 +10,7 @@ recorded on this machine, because sums are rounded otherwise on another processo
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def _compare(commit: str, only: str, folder: Path) -> int:
             failed += record(tree, data, before, only)
         finally:
             _git("worktree", "remove", "--force", str(tree))
+    shutil.rmtree(after, ignore_errors=True)
     failed += record(ROOT, data, after, only)
     names = sorted(path.name for path in after.iterdir() if path.is_dir() and only in path.name)
     found = [line for name in names for line in differences(name, before, after)]

@@ -113,7 +113,7 @@ def test_a_step_number_that_goes_back_is_moved_behind_the_last_one(run_dir):
 def test_what_is_measured_before_training_does_not_shift_the_steps(run_dir):
     service = Remembering()
     logger = make(run_dir, service)
-    logger.before_training({"eval-rollout/reward": 0.25, "eval-rollout/reward__count": 8})
+    logger.before_step({"eval-rollout/reward": 0.25, "eval-rollout/reward__count": 8})
     logger.commit(0, 0, 0, {"x": 1.0})
     logger.commit(0, 1, 1, {"x": 2.0})
     assert service.steps == [(0, {"eval-rollout/reward": 0.25, "x": 1.0}), (1, {"x": 2.0})]

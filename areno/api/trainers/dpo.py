@@ -22,12 +22,12 @@ from areno.api.ref_cache import (
     reference_key,
     store_logprobs,
 )
-from areno.api.trainers.loop import StepOutcome
 from areno.api.trainers.preference import PreferenceTrainer
 from areno.cache_folder import cache_folder
 from areno.engine.train.batch import PackedBatch
 from areno.errors import EngineError
 from areno.observability import lifecycle
+from areno.training.report import StepOutcome
 from areno.types import ModelRole, TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.dpo.DPOTrainer")

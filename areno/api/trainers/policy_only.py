@@ -21,7 +21,7 @@ logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
 
 
 class PolicyOnlyTrainer(RolloutTrainer):
-    """Rollout, reward, advantages by comparison, policy steps; see :class:`~areno.api.trainers.loop.TrainingLoop`."""
+    """Rollout, reward, advantages by comparison, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("areno.api.trainers.ppo.PPOTrainer")
 
 
 class PPOTrainer(RolloutTrainer):
-    """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.api.trainers.loop.TrainingLoop`."""
+    """Rollout, rewards, values, GAE, critic steps, policy steps; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger
     role: ClassVar[lifecycle.Role] = "actor"

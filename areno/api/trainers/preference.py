@@ -9,18 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from areno.api.preferences import build_preference_rows
-from areno.api.trainers.loop import StepOutcome, TrainingLoop
+from areno.api.trainers.base import DataTrainer
 from areno.engine.train.batch import PackedBatch, pack_rows
 from areno.errors import EngineError
 from areno.loss_fns.stats import Mean
 from areno.observability import lifecycle
+from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
 # Held-out pairs that are measured at once.
 _CHUNK_PAIRS = 32
 
 
-class PreferenceTrainer(TrainingLoop):
+class PreferenceTrainer(DataTrainer):
     """Steps over pairs: ``--batch-size`` counts pairs, ``--mini-bs`` rows.
 
     Rows lie end to end: pair i is the rows 2i (chosen) and 2i + 1 (rejected). A trainer says how held-out rows are

@@ -30,7 +30,7 @@ from areno.api.evaluation import (
 )
 from areno.api.records import reward_record
 from areno.api.trainers.agents import AgentRollouts
-from areno.api.trainers.loop import StepOutcome, TrainingLoop
+from areno.api.trainers.base import DataTrainer
 from areno.api.trainers.passes import merge_stats, plan_passes
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
@@ -39,6 +39,7 @@ from areno.observability.samples import completions_to_log, log_completions, log
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError, place_of
 from areno.serving.text import TokenTexts
+from areno.training.report import StepOutcome
 from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
 
@@ -80,8 +81,8 @@ class Sample:
         return [] if self.empty else [completion_row(self.item.input_tokens, self.sequence)]
 
 
-class RolloutTrainer(TrainingLoop):
-    """Base of the trainers that sample; see :class:`~areno.api.trainers.loop.TrainingLoop`.
+class RolloutTrainer(DataTrainer):
+    """Base of the trainers that sample; see :class:`~areno.training.loop.TrainingLoop`.
 
     Attributes:
         role: what the log lines call the model that samples.

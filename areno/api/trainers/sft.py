@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from areno.api.datasets import build_sft_rows
-from areno.api.trainers.loop import StepOutcome, TrainingLoop
+from areno.api.trainers.base import DataTrainer
 from areno.errors import DataError
 from areno.observability import lifecycle
+from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.sft.SFTTrainer")
@@ -18,8 +19,8 @@ logger = logging.getLogger("areno.api.trainers.sft.SFTTrainer")
 _LARGEST_EXPONENT = 700.0
 
 
-class SFTTrainer(TrainingLoop):
-    """Trains on the response tokens of each row; see :class:`~areno.api.trainers.loop.TrainingLoop`."""
+class SFTTrainer(DataTrainer):
+    """Trains on the response tokens of each row; see :class:`~areno.training.loop.TrainingLoop`."""
 
     logger = logger
     best_metric = "loss"

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +25,13 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, UsageError
-from areno.experiments import plain_objects
 from areno.experiments.dispatcher import BatchDispatcher
 from areno.experiments.dump import TrajectoryDump
 from areno.experiments.engine_client import EngineClient
 from areno.experiments.fleet.delivery import WeightOptions
 from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
-from areno.experiments.frequency import StepInfo
-from areno.experiments.recovery import RecoveryPoint
 from areno.experiments.staleness import StalenessManager
 from areno.experiments.tasks import Batch
-from areno.experiments.trainers.base import DEFAULT, ExperimentTrainer, averaged, in_scope
 from areno.experiments.trainers.engines import (
     device_of,
     engine_config,
@@ -45,6 +42,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     this_machine,
 )
+from areno.experiments.trainers.experiment import DEFAULT, ExperimentTrainer, averaged, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
@@ -79,6 +77,10 @@ from areno.observability import tracing
 from areno.observability.perf_tracer import Category
 from areno.text.reasoning import list_reasoning_parsers
 from areno.text.tool_calls import list_tool_call_parsers
+from areno.training import plain_objects
+from areno.training.checkpoints import rollout_state
+from areno.training.frequency import StepInfo
+from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
@@ -168,7 +170,7 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
-        if self.recovery.enabled and len(rows):
+        if self._spec().checkpoints.enabled and len(rows):
             plain_objects.check(
                 rows[0]
             )  # rows of the queue go into recovery points, the first of which may be hours away
@@ -246,9 +248,14 @@ class PPOTrainer(ExperimentTrainer):
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._heard,
+            on_wait=self._stop_if_asked,
         )
         self.dispatchers.append(made)
         return made
+
+    def _stop_if_asked(self) -> None:
+        """While a batch is waited for, a stop costs nothing that is not done again."""
+        self.stop.check()
 
     def _heard(self, task: int, status: str, reason: str) -> None:
         """In any thread."""
@@ -290,7 +297,7 @@ class PPOTrainer(ExperimentTrainer):
             self.eval_workflow = self._workflow(*again, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
         self.accept = self._filter(dynamic_filter_fn)
-        self.run()
+        self.fit()
 
     def _workflow(self, given: Any, kwargs: dict[str, Any] | None, *, evaluates: bool) -> Any:
         config = self.config
@@ -348,13 +355,15 @@ class PPOTrainer(ExperimentTrainer):
 
         return within
 
-    def run_step(self, at: StepInfo) -> dict[str, float]:
+    def run_step(self, at: StepInfo) -> StepOutcome:
         """One batch, one update, new weights for the replicas."""
+        self.display.phase("rollout")
         with self.timed("rollout"):
             batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers = self._rollout_statistics(batch, rows)
         if rows:
+            self.display.phase("train")
             numbers |= self._update(rows, at)
             self.run_dir.append_samples(batch_samples(at.global_step, batch, rows, self.engine.tokenizer))
         with self.timed("update_weights"):
@@ -362,7 +371,14 @@ class PPOTrainer(ExperimentTrainer):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
         self.dispatcher.set_version(at.global_step + 1)
-        return numbers
+        sequences = numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
+        return StepOutcome(rows, numbers, rewards=[row.reward for row in rows], sequences=sequences)
+
+    def known_names(self) -> dict[str, str]:
+        """Those of the update and of the rollout."""
+        names = {"loss": "actor_loss/avg", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
+        found = {known: f"{self.section}/update/{name}" for known, name in names.items()}
+        return found | {"reward_mean": "rollout/reward/avg"}
 
     def _rollout_statistics(self, batch: Batch, rows: Sequence[TrainSequence]) -> dict[str, float]:
         told = self.dispatcher.statistics()
@@ -431,7 +447,7 @@ class PPOTrainer(ExperimentTrainer):
         numbers = in_scope(f"{self.section}/update", told)
         if critic is not None and critic.optimizer is not None:
             values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
-            schedule, batching = schedule_of(critic.optimizer, self.total_steps), micro_batching(critic.mb_spec)
+            schedule, batching = schedule_of(critic.optimizer, self._total_steps), micro_batching(critic.mb_spec)
             rate = schedule.at(step)
             with self.timed("critic_train_step"):
                 parts = [
@@ -460,11 +476,12 @@ class PPOTrainer(ExperimentTrainer):
         """Rows that wait or run, trajectories that no batch has used yet, counters."""
         return self.dispatcher.export_state()
 
-    def restore(self, point: RecoveryPoint) -> None:
-        """Bring the replicas to the weights of the point, and the queue to its rows."""
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
+        """Also bring the replicas to the weights of the checkpoint, and the queue to its rows."""
+        super().load_part_states(parts, checkpoint)
         assert self.fleet is not None
-        self.fleet.update_weights(self.engine, point.step.global_step + 1)
-        self.dispatcher.load_state(point.rollout_state())
+        self.fleet.update_weights(self.engine, self.state.step)
+        self.dispatcher.load_state(rollout_state(checkpoint))
 
     def close(self) -> None:
         """Episodes first, then the replicas, then the rest."""

@@ -14,13 +14,14 @@ from areno.api.row_checks import Needs
 from areno.config.experiment.experiments import DPOConfig, RWConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
-from areno.experiments.frequency import StepInfo
-from areno.experiments.trainers.base import ExperimentTrainer, in_scope
 from areno.experiments.trainers.engines import micro_batching
+from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource
 from areno.experiments.trainers.update import REF
 from areno.loss_fns.named import language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
 from areno.loss_fns.shaping import sizes
+from areno.training.frequency import StepInfo
+from areno.training.report import StepOutcome
 from areno.types import ModelRole, TrainSequence, tightest
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class SupervisedTrainer(ExperimentTrainer):
             self.config.actor.mb_spec, together=self.together, tree=self.config.actor.enable_tree_training
         )
         self.ensure_roles()
-        self.run()
+        self.fit()
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """Training rows, or pairs of them; those that are longer than ``max_length`` are left out."""
@@ -76,24 +77,25 @@ class SupervisedTrainer(ExperimentTrainer):
         """The sequences of some rows."""
         return list(batch)
 
-    def prepare(self, rows: list[TrainSequence]) -> None:
+    def score_rows(self, rows: list[TrainSequence]) -> None:
         """Give rows what the loss needs besides their tokens."""
 
-    def run_step(self, at: StepInfo) -> dict[str, float]:
+    def run_step(self, at: StepInfo) -> StepOutcome:
         """One optimizer step over the next rows."""
+        self.display.phase("train")
         rows = self.sequences(self.rows.batch())
-        self.prepare(rows)
+        self.score_rows(rows)
         rate = self.schedule.at(at.global_step + 1)
         with self.timed("train_step"):
             told = self.optimize(rows, self.loss(), self.batching, rate)
-        numbers = {**told, **_sizes(rows), "lr": rate}
-        return in_scope(self.section, numbers)
+        numbers = in_scope(self.section, {**told, **_sizes(rows), "lr": rate})
+        return StepOutcome(rows, numbers, sequences=numbers.get(f"{self.section}/n_seqs", self.rows.batch_size))
 
     def evaluate(self) -> dict[str, float]:
         """The loss and its statistics on the held-out rows, without training."""
         assert self.valid_rows is not None
         rows = self.sequences(self.valid_rows)
-        self.prepare(rows)
+        self.score_rows(rows)
         told = self.engine.measure(rows, self.loss(), self.batching)
         return in_scope(f"{self.section}/eval", {**told, **_sizes(rows)})
 
@@ -168,7 +170,7 @@ class DPOTrainer(PairTrainer):
         """The reference."""
         self.engine.ensure_roles({REF: ModelRole(REF, self.config.ref.path, trainable=False)})
 
-    def prepare(self, rows: list[TrainSequence]) -> None:
+    def score_rows(self, rows: list[TrainSequence]) -> None:
         """Log-probs of the reference."""
         self.score(rows, REF, "ref_logprobs", self.config.ref.mb_spec)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.errors import UsageError
-from areno.experiments.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import FrequencyControl, StepInfo
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
-"""The frame of every experiment: folders, log, engine, steps, models to keep, restart points, statistics.
+"""What the trainers of ``areno run`` share: the run specification from the configuration, folders, log, engine, models.
 
-A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an evaluation measures. After each step come,
-in this order: models that are due, the evaluation, the statistics, the restart point. The restart point is last, so a run
-that goes on from it has told everything before it once.
+A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an evaluation measures; the loop is
+:class:`areno.training.loop.TrainingLoop`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import functools
 import logging
 import os
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -37,9 +36,6 @@ from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
-from areno.experiments.frequency import FrequencyControl, StepInfo
-from areno.experiments.recovery import Recovery, RecoveryPoint
-from areno.experiments.saving import Saver
 from areno.experiments.trainers.engines import (
     engine_config,
     layout_of,
@@ -48,12 +44,18 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     this_machine,
 )
+from areno.experiments.trainers.report import ExperimentReporter
 from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, Service, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
+from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
+from areno.training.checkpoints import Checkpoints
+from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.loop import PlannedStep, TrainingLoop
+from areno.training.saving import DISK_REMEDY, Saver
 from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
@@ -62,7 +64,15 @@ DEFAULT = "default"
 """Folder of the actor's models."""
 
 
-class ExperimentTrainer(ABC):
+_KEPT_CHECKPOINTS = 2
+
+
+def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = False) -> Frequency:
+    """How often a section asks for something."""
+    return Frequency(section.freq_epochs, section.freq_steps, section.freq_secs, first, last)
+
+
+class ExperimentTrainer(TrainingLoop):
     """See the module's text; to be used as a context manager, or closed.
 
     Args:
@@ -81,6 +91,8 @@ class ExperimentTrainer(ABC):
     """What a row must have; None where that is the workflow's matter."""
     section: ClassVar[str] = "ppo_actor"
     """What statistics of the update are called."""
+    logger = _log
+    best_may_be_missing = True
 
     def __init__(
         self,
@@ -106,18 +118,16 @@ class ExperimentTrainer(ABC):
             self.tracker: StatsTracker = get("")
             self._configure_tracing()
             self.memory = self._memory_profiler()
-            self.recovery = Recovery(
-                self._elsewhere(config.recover, self.folders.checkpoints) / "recover",
-                config.recover.mode,
-                frequency(config.recover, always_last=frequency(config.recover).enabled),
-            )
-            self._point = self.recovery.load()
+            spec = self._spec()
+            checkpoints = Checkpoints(spec.checkpoints)
+            self.resumed_from = checkpoints.find()
             found = self._read_rows(train_dataset, valid_dataset)
             self._check_rows(*found)
             self._services = self._open_services()
-            self.engine: AnyEngine = self._make_engine(self._point)
+            self.engine: AnyEngine = self._make_engine(self.resumed_from)
             self.rows, self.valid_rows = self.make_rows(*found)
-            self._make_keepers()
+            self.saver = self._make_saver()
+            self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
         except BaseException:
             self.close()
             raise
@@ -129,27 +139,13 @@ class ExperimentTrainer(ABC):
         """The rows to train on, and those to evaluate on."""
 
     @abstractmethod
-    def run_step(self, at: StepInfo) -> dict[str, float]:
-        """Do one step; returns its statistics."""
-
-    @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Measure the model on the held-out rows."""
 
-    def sequences_of(self, numbers: Mapping[str, float]) -> float:
-        """Sequences that a step has trained on, from its statistics."""
-        return numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
-
-    def states(self) -> dict[str, Any]:
-        """Further counters of a restart point, as JSON has them."""
-        return {}
-
-    def rollout_state(self) -> Any:
-        """Further state of a restart point."""
-        return None
-
-    def restore(self, point: RecoveryPoint) -> None:  # noqa: B027  (most have nothing more)
-        """Go on from :meth:`states` and :meth:`rollout_state`; the engine has its weights already."""
+    def known_names(self) -> dict[str, str]:
+        """Statistics that health monitor and display know, by the name that they have there."""
+        names = {"loss": "loss", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
+        return {known: f"{self.section}/{name}" for known, name in names.items()}
 
     # -- making ----------------------------------------------------------------------------------------------------
 
@@ -213,16 +209,37 @@ class ExperimentTrainer(ABC):
             trackio=asdict(loggers.trackio),
         )
 
-    def _make_engine(self, point: RecoveryPoint | None) -> AnyEngine:
-        """The engine, with the weights of a restart point where there is one."""
+    def _make_engine(self, checkpoint: Path | None) -> AnyEngine:
+        """The engine, with the weights of a checkpoint where there is one."""
         actor = self.config.actor
-        section = actor if point is None else replace(actor, init_from_scratch=False)
+        section = actor if checkpoint is None else replace(actor, init_from_scratch=False)
         config = engine_config(section, trains=self.actor_trains, seed=self.config.seed)
-        if point is not None and config.adapter is not None:
-            config = replace(config, adapter=replace(config.adapter, adapter_path=str(point.trainer)))
-        elif point is not None:
-            section = replace(section, path=str(point.trainer))
+        if checkpoint is not None and config.adapter is not None:
+            config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
+        elif checkpoint is not None:
+            section = replace(section, path=str(checkpoint))
         return make_engine(section, config, layout_of(actor.backend, "actor"))
+
+    def _spec(self) -> RunSpec:
+        config, recover = self.config, self.config.recover
+        every = frequency(recover, last=frequency(recover).given)
+        return RunSpec(
+            algorithm=self.section,
+            seed=config.seed,
+            run_dir=self.run_dir.path,
+            span=Span(config.total_train_epochs, config.total_train_steps, config.total_train_n_seqs),
+            evaluation=frequency(config.evaluator, first=config.evaluator.eval_before_train),
+            checkpoints=CheckpointSpec(
+                self._elsewhere(recover, self.folders.checkpoints) / "recover",
+                every,
+                newest=_KEPT_CHECKPOINTS,
+                enabled=recover.mode in ("on", "auto"),
+                saves_optimizer=not recover.no_save_optim,
+                loads_optimizer=not (recover.no_load_optim or recover.no_save_optim),
+                strict=True,
+                remedy=DISK_REMEDY.replace("saver.", "recover."),
+            ),
+        )
 
     def _configure_tracing(self) -> None:
         given, perf, session = self.config.perf_tracer, None, None
@@ -237,26 +254,29 @@ class ExperimentTrainer(ABC):
             return MemoryProfiler(self.run_dir.path, ())
         return MemoryProfiler(self.run_dir.path, given.profile_steps, given.max_entries)
 
-    def _make_keepers(self) -> None:
-        config, folders = self.config, self.folders
-        saves = config.saver.mode != SAVES_NOTHING
-        self.saver = Saver(
-            self._elsewhere(config.saver, folders.checkpoints),
-            lambda: frequency(config.saver, always_last=saves),
+    def _make_saver(self) -> Saver:
+        config, saves = self.config, self.config.saver.mode != SAVES_NOTHING
+        if not saves:
+            _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
+        elif not frequency(config.saver).given:
+            _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
+        every = frequency(config.saver, last=saves)
+        return Saver(
+            self._elsewhere(config.saver, self.folders.checkpoints),
+            lambda: FrequencyControl.of(every),
             self.roles,
             config.saver.mode if saves else "auto",
         )
-        if not saves:
-            _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
-        elif not frequency(config.saver).enabled:
-            _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
-        self.evaluator = frequency(config.evaluator, before_training=config.evaluator.eval_before_train)
+
+    def _make_reporter(self) -> ExperimentReporter:
+        config = self.config
         self.stats_logger = StatsLogger(
             self.run_dir,
             total_epochs=config.total_train_epochs,
             steps_per_epoch=self.rows.steps_per_epoch,
             services=self._services,
         )
+        return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names())
 
     def plan_steps(self, total_epochs: int | None = None) -> None:
         """How many steps there will be; ``total_epochs`` is in place of ``total_train_epochs``."""
@@ -264,9 +284,8 @@ class ExperimentTrainer(ABC):
         if total_epochs is not None:
             config.total_train_epochs = self.stats_logger.total_epochs = total_epochs
         steps = config.total_train_epochs * per_epoch
-        self.total_steps = min(steps, config.total_train_steps or steps)
-        self.at = StepInfo.first(per_epoch, self.total_steps)
-        self.schedule = schedule_of(config.actor.optimizer, self.total_steps)
+        self._total_steps = min(steps, config.total_train_steps or steps)
+        self.schedule = schedule_of(config.actor.optimizer, self._total_steps)
 
     def _elsewhere(self, section: FrequencyConfig, usual: Path) -> Path:
         """Checkpoints may lie under a root of their own."""
@@ -277,49 +296,41 @@ class ExperimentTrainer(ABC):
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """All steps, from the first or from a restart point."""
-        trained = self._recover()
-        limit = self.config.total_train_n_seqs
-        if self.evaluator.due_before_training():
-            self.stats_logger.before_training(self._evaluated())
-        while self.at.global_step < self.total_steps and (limit is None or trained < limit):
-            step = self.at.global_step
-            with tracing.perf_tracer().step(step), self.memory.step(step):
-                trained += self._step(limit, trained)
-            tracing.save(step)
-            self.at = self.at.next()
+    def total_steps(self) -> int:
+        """As :meth:`plan_steps` has found."""
+        return self._total_steps
+
+    def steps(self) -> Iterator[PlannedStep]:
+        """One after the other; a step finds its rows itself, because rollout reads them ahead."""
+        state = self.state
+        at = StepInfo(state.epoch, state.epoch_step, state.step, self.rows.steps_per_epoch, self._total_steps)
+        if at.epoch_step >= at.steps_per_epoch:
+            at = replace(at, epoch=at.epoch + 1, epoch_step=0)
+        while at.global_step < self._total_steps and not self.finished():
+            yield PlannedStep(at, at)
+            at = at.next()
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """Traces and the memory profiler."""
+        with tracing.perf_tracer().step(step), self.memory.step(step):
+            yield
+        tracing.save(step)
+
+    def has_held_out(self) -> bool:
+        """Whether there is a ``valid_dataset``."""
+        return self.valid_rows is not None
+
+    def measure(self) -> dict[str, float]:
+        """:meth:`evaluate`."""
+        return self.evaluate()
+
+    def end(self) -> None:
+        """Wait for models that are still being written."""
         self.saver.wait()
-        self.run_dir.write_summary({"global_step": self.at.global_step, "sequences": trained, "finished": True})
-
-    def _step(self, limit: int | None, trained: float) -> float:
-        at = self.at
-        with self.timed("step"):
-            numbers = self.run_step(at)
-        sequences = self.sequences_of(numbers)
-        if limit is not None and trained + sequences >= limit:
-            self.at = at = StepInfo(at.epoch, at.epoch_step, at.global_step, at.steps_per_epoch, at.global_step + 1)
-        with self.timed("save"):
-            self._save(at)
-        if self.valid_rows is not None and self.evaluator.check(at):
-            numbers |= self._evaluated()
-        numbers |= self.tracker.export()
-        self.stats_logger.commit(at.epoch, at.epoch_step, at.global_step, numbers)
-        if at.is_last:
-            self.saver.wait()  # a restart point that says all is done comes after what it says
-        with self.timed("checkpoint_for_recover"):
-            self.recovery.dump_if_due(
-                at,
-                states=lambda: self._states(trained + sequences),
-                write_trainer=self._write_trainer,
-                rollout_state=self.rollout_state,
-                needed_bytes=self.engine.checkpoint_bytes,
-            )
-        return sequences
-
-    def _evaluated(self) -> dict[str, float]:
-        with self.timed("eval"):
-            return self.evaluate()
+        self.run_dir.write_summary(
+            {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
+        )
 
     def timed(self, key: str) -> Any:
         """A block whose seconds become ``timeperf/{key}``, and an event of the trace."""
@@ -329,6 +340,7 @@ class ExperimentTrainer(ABC):
         self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
     ) -> dict[str, float]:
         """One optimizer step over rows, at a rate."""
+        self._updating = True
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
 
@@ -352,12 +364,14 @@ class ExperimentTrainer(ABC):
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def _save(self, at: StepInfo) -> None:
+    def save_models(self, at: StepInfo) -> None:
+        """Those of all roles that are due; a checkpoint that says all is done comes after what it says."""
         for role in self.roles:
             name = ACTOR if role == DEFAULT else role
-            self.saver.save_if_due(
-                role, at, functools.partial(self.engine.save_model, role=name), stage=self._stage(name)
-            )
+            write = functools.partial(self.engine.save_model, role=name)
+            self.saver.save_if_due(role, at, write, stage=self._stage(name))
+        if at.is_last:
+            self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
         """What copies a model, for saving beside training; None where it cannot be copied."""
@@ -366,59 +380,42 @@ class ExperimentTrainer(ABC):
             return None
         return lambda: engine.role(role).stage_model(engine.tokenizer)
 
-    def _write_trainer(self, folder: Path) -> None:
-        self.engine.save_model(folder)
-        if not self.config.recover.no_save_optim:
-            self.engine.save_state(folder)
+    def part_states(self) -> dict[str, Any]:
+        """Counters of the models and the position in the rows."""
+        return {"saver": self.saver.state_dict(), "rows": self.rows.state_dict()}
 
-    def _states(self, trained: float) -> dict[str, Any]:
-        return {
-            "saver": self.saver.state_dict(),
-            "evaluator": self.evaluator.state_dict(),
-            "stats_logger": self.stats_logger.state_dict(),
-            "rows": self.rows.state_dict(),
-            "trained": trained,
-            **self.states(),
-        }
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
+        """Go on from them."""
+        self.saver.load_state_dict(parts["saver"])
+        self.rows.load_state_dict(parts["rows"])
 
-    def _recover(self) -> float:
-        """Go on from the restart point, if there is one; returns the sequences trained on so far.
-
-        The engine has its weights already, and the roles are there.
-        """
-        point = self._point
-        if point is None:
-            self._begin_anew()
-            return 0.0
-        if not (self.config.recover.no_load_optim or self.config.recover.no_save_optim):
-            self.engine.load_state(point.trainer)
-        self.saver.load_state_dict(point.states["saver"])
-        self.evaluator.load_state_dict(point.states["evaluator"])
-        self.stats_logger.load_state_dict(point.states["stats_logger"])
-        self.rows.load_state_dict(point.states["rows"])
-        done = point.step
-        self.at = StepInfo(
-            done.epoch, done.epoch_step, done.global_step, self.rows.steps_per_epoch, self.total_steps
-        ).next()
-        self.restore(point)
-        point.restore_rng()
-        return float(point.states["trained"])
-
-    def _begin_anew(self) -> None:
-        """Refuse to write over a trial that has run; what an attempt without a restart point has left is dropped.
+    def begin_anew(self) -> None:
+        """Refuse to write over a trial that has run; what an attempt without a checkpoint has left is dropped.
 
         Raises:
             UsageError: the trial has run, and nothing says that it goes on.
         """
-        if self.run_dir.read_metrics() and not self.recovery.enabled:
+        if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(
                 f"trial_name {self.config.trial_name!r}: {names} has run already, in {self.run_dir.path}; choose another "
                 "trial_name, or set recover.mode=auto to go on with it"
             )
-        self.stats_logger.begin_anew()
+        if self.spec.checkpoints.enabled:
+            _log.info("no checkpoint in %s; the run begins at its first step", self.spec.checkpoints.folder)
+        self.report.rewind(self.state)
 
-    def ensure_roles(self) -> None:  # noqa: B027  (most have the actor alone)
+    def save_at_stop(self) -> None:
+        """A checkpoint where there are any, else the models."""
+        if self.spec.checkpoints.enabled:
+            self.checkpoint()
+        elif self.state.step and self.config.saver.mode != SAVES_NOTHING:
+            state = self.state
+            at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
+            if not self.saver.path(DEFAULT, at).exists():
+                self.save_models(at)
+
+    def ensure_roles(self) -> None:
         """Load the models that score besides the actor."""
 
     # -- ending ----------------------------------------------------------------------------------------------------
@@ -428,10 +425,10 @@ class ExperimentTrainer(ABC):
         if self._closed:
             return
         self._closed = True
-        for part in (getattr(self, name, None) for name in ("saver", "engine", "stats_logger")):
+        for part in (getattr(self, name, None) for name in ("saver", "engine", "report")):
             if part is not None:
                 part.close()
-        if getattr(self, "stats_logger", None) is None:
+        if getattr(self, "report", None) is None:
             for service in self._services:
                 service.close()
         tracing.save(force=True)
@@ -470,11 +467,6 @@ def _restore(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def frequency(section: FrequencyConfig, **more: Any) -> FrequencyControl:
-    """The rhythm of a section."""
-    return FrequencyControl(section.freq_epochs, section.freq_steps, section.freq_secs, **more)
 
 
 def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:

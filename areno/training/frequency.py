@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from areno.errors import UsageError
+from areno.spec.run import Frequency
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,16 @@ class FrequencyControl:
         self._epochs = self._steps = 0
         self._since = clock()
 
-    @property
-    def enabled(self) -> bool:
-        """Whether one of the three is given."""
-        return any(value is not None for value in self._every.values())
+    @classmethod
+    def of(cls, frequency: Frequency) -> FrequencyControl:
+        """The control of a specification."""
+        return cls(
+            frequency.epochs,
+            frequency.steps,
+            frequency.seconds,
+            always_last=frequency.last,
+            before_training=frequency.first,
+        )
 
     def due_before_training(self) -> bool:
         """Whether it is due before the first step; True at most once in a run, recovered or not."""

@@ -3,41 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from areno.engine.checkpoint.contents import read_state
+from areno.errors import DamagedCheckpointError
 
 
 @dataclass(slots=True)
-class Progress:
+class RunState:
     """Position of a run after its last completed step.
 
     Attributes:
         step: completed steps.
         epoch: current epoch, from 0.
+        epoch_step: completed steps of this epoch.
         position: rows of this epoch's order that are done with, skipped ones included.
+        sequences: trained sequences since the run began.
         skipped_long: over-long prompts passed over since the run began.
         health: state of the health monitor.
         rng: state of the global random generators.
+        unusable: completed steps before the first update that was not usable; None if all were.
+        evaluation_due: the evaluation after the last step has yet to be done.
         evaluation: the last evaluation: ``step`` (completed steps of the model that was measured), ``metrics``, and the
             ``settings`` under which others are comparable with it.
-        unusable: completed steps before the first update that was not usable; None if all were.
         best: the best evaluation so far: ``step``, ``metric``, ``value``.
+        parts: counters of the parts of a run by name, as JSON has them: frequencies, data position, statistics.
     """
 
     step: int = 0
     epoch: int = 0
+    epoch_step: int = 0
     position: int = 0
+    sequences: float = 0.0
     skipped_long: int = 0
     health: dict[str, Any] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     unusable: int | None = None
+    evaluation_due: bool = False
     evaluation: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
+    parts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, state: dict[str, Any]) -> Progress:
-        """Undo :meth:`to_json`."""
-        return cls(**state)
+    def of_checkpoint(cls, checkpoint: Path) -> RunState:
+        """The state that a checkpoint was written with.
+
+        Raises:
+            DamagedCheckpointError: it is missing, damaged, or of another version.
+            CheckpointError: it cannot be read.
+        """
+        found = read_state(checkpoint)
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise DamagedCheckpointError(f"the state of {checkpoint} is not one of this version ({error})") from error

@@ -1,0 +1,175 @@
+"""What the trainers of ``areno train`` share: the run specification from the options, epochs over a data set, train calls.
+
+The contract of a trainer class is ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from areno.api.datasets import epoch_order
+from areno.api.trainer import Trainer
+from areno.api.trainers.report import StepReporter
+from areno.config.algorithms import get_algorithm
+from areno.config.train_options import TrainOptions
+from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.errors import UsageError
+from areno.observability import lifecycle
+from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.run_dir import RunDirectory
+from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
+from areno.training.frequency import StepInfo
+from areno.training.loop import PlannedStep, TrainingLoop
+from areno.training.state import RunState
+from areno.types import TrainSequence, tightest
+
+_NO_LAST_STEP = 2**62
+"""Steps of a run whose end is where its rows end, which over-long ones bring nearer."""
+
+
+def spec_of(config: TrainOptions) -> RunSpec:
+    """The run that the options describe."""
+    names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
+    return RunSpec(
+        algorithm=config.algo,
+        seed=config.seed,
+        run_dir=config.run_path,
+        span=Span(config.epochs, config.max_steps),
+        evaluation=Frequency(steps=config.eval_interval, first=config.eval_before_train, last=True),
+        evaluated_with={name: getattr(config, name) for name in names},
+        checkpoints=CheckpointSpec(
+            config.checkpoint_path,
+            Frequency(steps=config.save_interval, last=True),
+            newest=config.keep_checkpoints,
+            best=config.keep_best,
+            remedy="free some space, use --keep-checkpoints, or choose another --save-path",
+        ),
+        resumed=bool(config.resume),
+    )
+
+
+class DataTrainer(TrainingLoop):
+    """Base of the trainers; see the module's text.
+
+    Args:
+        config: resolved options of the run.
+        instance: initialized :class:`areno.Trainer`.
+        dataset: rows, indexable.
+        reward_fn: reward function, where the algorithm needs one.
+        loss_fn: loss of the optimizer steps.
+
+    Attributes:
+        eval_rows: held-out rows, in the run's schema; None evaluates nothing.
+    """
+
+    def __init__(
+        self,
+        config: TrainOptions,
+        *,
+        instance: Trainer,
+        dataset: Sequence[dict[str, Any]],
+        reward_fn: Callable[..., Any] | None,
+        loss_fn: Callable[..., Any],
+    ) -> None:
+        self.config, self.instance, self.dataset = config, instance, dataset
+        self.reward_fn, self.loss_fn = reward_fn, loss_fn
+        self.eval_rows: Sequence[dict[str, Any]] | None = None
+        fp32 = instance.backend.compute_dtype() == "float32"
+        health = HealthMonitor(
+            logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
+            grouped=get_algorithm(config.algo).min_samples > 1,
+            max_new_tokens=config.max_new_tokens if config.agent_fn is None else None,
+        )
+        self.set_up(spec_of(config), instance.backend, StepReporter(config, self.logger, health))
+
+    # -- what an algorithm supplies --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
+        """Batches of an epoch from position ``start`` of ``order``, each with the position after it."""
+
+    def row_count(self) -> int:
+        """Rows of an epoch."""
+        return len(self.dataset)
+
+    def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Measure the model on held-out rows; it may be interrupted at any moment, and must not train.
+
+        Returns:
+            Metrics by short name, ``best_metric`` among them.
+        """
+        raise UsageError(
+            f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; leave the "
+            "option out, or give the trainer a method evaluate(rows)"
+        )
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> RunDirectory:
+        """The run's files."""
+        return self.report.run_dir
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """The run's checkpoints."""
+        return self.checkpointing.folder
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of a row: the smaller of ``--max-context-len`` and the model's own limit."""
+        return tightest(self.config.max_context_len, self.instance.model_context_len())
+
+    def fit(self) -> RunState:
+        """Run to the end, or to a stop; see :meth:`TrainingLoop.fit`."""
+        if self.eval_rows is not None and type(self).evaluate is DataTrainer.evaluate:
+            self.evaluate(self.eval_rows)  # says at once that it cannot, and not after the first steps
+        try:
+            return super().fit()
+        finally:
+            self.report.close()
+
+    def total_steps(self) -> int:
+        """Steps of the whole run, were no row skipped."""
+        total = self._steps_per_epoch() * self.config.epochs
+        return min(total, self.config.max_steps) if self.config.max_steps else total
+
+    def _steps_per_epoch(self) -> int:
+        return -(-self.row_count() // self.config.batch_size)
+
+    def steps(self) -> Iterator[PlannedStep]:
+        """Epoch after epoch, each in an order of its own."""
+        config, state = self.config, self.state
+        while state.epoch < config.epochs and not self.finished():
+            epoch = state.epoch
+            lifecycle.epoch_start(self.logger, epoch)
+            order = epoch_order(self.row_count(), epoch=epoch, seed=config.seed, shuffle=config.shuffle)
+            for batch, position in self.batches(order, state.position):
+                at = StepInfo(epoch, state.epoch_step, state.step, self._steps_per_epoch(), _NO_LAST_STEP)
+                yield PlannedStep(batch, at, position)
+                if self.finished():
+                    lifecycle.max_steps_reached(self.logger, epoch, state.step - 1)
+                    return
+            state.epoch, state.epoch_step, state.position = epoch + 1, 0, 0
+            lifecycle.epoch_end(self.logger, epoch)
+
+    def train(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """One train call with the run's loss and sizes; not interrupted by a signal."""
+        self._updating = True  # until the step is complete, the weights belong to no step that could be saved
+        return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
+
+    def has_held_out(self) -> bool:
+        """Whether ``--eval-dataset-path`` gave rows."""
+        return self.eval_rows is not None
+
+    def measure(self) -> dict[str, float]:
+        """:meth:`evaluate` on the held-out rows, with its seconds."""
+        assert self.eval_rows is not None
+        began = time.perf_counter()
+        with self.stop.interruptible():
+            metrics = self.evaluate(self.eval_rows)
+        metrics.setdefault("eval_time_s", time.perf_counter() - began)
+        return metrics

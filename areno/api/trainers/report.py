@@ -1,0 +1,85 @@
+"""What ``areno train`` tells of its steps: the documented log lines, ``metrics.jsonl`` and TensorBoard events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from logging import Logger
+from pathlib import Path
+from typing import ClassVar
+
+from areno.api.metrics import MetricsRecorder
+from areno.config.train_options import TrainOptions
+from areno.config.yaml_io import dump_config
+from areno.observability import lifecycle
+from areno.observability.health import HealthMonitor
+from areno.observability.run_dir import RunDirectory
+from areno.training.frequency import StepInfo
+from areno.training.report import Reporter, StepOutcome
+from areno.training.state import RunState
+
+
+class StepReporter(Reporter):
+    """See the module's text.
+
+    Args:
+        config: options of the run.
+        logger: of the trainer.
+        health: see :class:`Reporter`.
+    """
+
+    joins_evaluation: ClassVar[bool] = False
+
+    def __init__(self, config: TrainOptions, logger: Logger, health: HealthMonitor) -> None:
+        super().__init__(RunDirectory(config.run_path), logger, health)
+        self._config = config
+        self._recorder: MetricsRecorder | None = None
+
+    def begin(self, total_steps: int, done_steps: int) -> None:
+        """Also write the configuration."""
+        self.run_dir.write_config(dump_config(self._config))
+        super().begin(total_steps, done_steps)
+
+    def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
+        """Log the statistics, and write all scalars."""
+        outcome.stats["step_wall_time_s"] = outcome.seconds
+        lifecycle.train_stats(self.logger, at.epoch, at.global_step, outcome.stats)
+        self._metrics(at.global_step).record_step(
+            at.global_step,
+            rows=outcome.rows,
+            train_stats=outcome.stats,
+            timings=outcome.timings,
+            skipped_long=outcome.skipped_long,
+            total_skipped_long=state.skipped_long,
+            rewards=outcome.rewards,
+        )
+
+    def record_evaluation(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Log the metrics, and write them under ``eval/``."""
+        lifecycle.evaluation(self.logger, state.epoch, state.step, metrics)
+        self._metrics(state.step).record_scalars(state.step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def rewind(self, state: RunState) -> None:
+        """Drop lines of later steps."""
+        self.run_dir.truncate_after(state.step - 1)
+
+    @contextmanager
+    def writing(self, path: Path, state: RunState) -> Iterator[None]:
+        """Show and log that a checkpoint is written."""
+        self.display.phase("save")
+        lifecycle.save_checkpoint_start(self.logger, state.epoch, state.step - 1, path)
+        yield
+        lifecycle.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
+
+    def close(self) -> None:
+        """Also write the events that are queued."""
+        super().close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _metrics(self, step: int) -> MetricsRecorder:
+        if self._recorder is None:
+            self._recorder = MetricsRecorder(
+                self._config.events_path, self.run_dir, step if self._config.resume else None
+            )
+        return self._recorder

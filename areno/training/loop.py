@@ -1,0 +1,349 @@
+"""The loop of every training run, whichever front end started it: steps, evaluation, checkpoints, resume, and a clean end.
+
+An algorithm's trainer supplies the steps' batches, one step, and what an evaluation measures. After each step come models that
+are due, statistics, evaluation and checkpoint; a run that is resumed from that checkpoint has told everything before it once.
+An evaluation belongs to a number of completed steps, as a checkpoint does, and leaves no trace in training: random state and
+step times are as if it had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areno.engine.checkpoint.rng import capture_rng, restore_rng
+from areno.errors import ArenoError
+from areno.observability.display import Progress
+from areno.spec.run import RunSpec
+from areno.training.checkpoints import Checkpoints, Store
+from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.report import Reporter, StepOutcome
+from areno.training.state import RunState
+from areno.training.stopping import StopController, StopRequested
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that is to be done.
+
+    Attributes:
+        batch: what :meth:`TrainingLoop.run_step` gets.
+        at: its place in the run.
+        position: rows of the epoch's order that are done with after it.
+    """
+
+    batch: Any
+    at: StepInfo
+    position: int = 0
+
+
+class TrainingLoop(ABC):
+    """Base of the trainers; see the module's text.
+
+    Attributes:
+        best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
+        best_is_higher: whether a higher value of it is better.
+        best_may_be_missing: an evaluation may lack that metric, and is then not the best one.
+        resumed_from: checkpoint whose weights are loaded already; None begins at the first step.
+        state: how far the run has come.
+    """
+
+    logger: logging.Logger
+    best_metric: str = "loss"
+    best_is_higher: bool = False
+    best_may_be_missing: bool = False
+    stop: StopController
+    resumed_from: Path | None = None
+
+    def set_up(self, spec: RunSpec, store: Store, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
+        """Take what the loop works with.
+
+        Args:
+            spec: of the run.
+            store: what checkpoints save.
+            report: tells what happens.
+            checkpoints: where they have been looked for already; None makes them from ``spec``.
+        """
+        self.spec, self.store, self.report = spec, store, report
+        self.stop = StopController()
+        self.state = RunState()
+        self.checkpointing = checkpoints or Checkpoints(spec.checkpoints)
+        self.checkpointing.writing = lambda path: self.report.writing(path, self.state)
+        self.evaluation = FrequencyControl.of(spec.evaluation)
+        self._updating = False
+
+    @property
+    def display(self) -> Progress:
+        """Progress for people."""
+        return self.report.display
+
+    # -- what an algorithm supplies --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def steps(self) -> Iterator[PlannedStep]:
+        """The steps from ``state`` to the end of the run."""
+
+    @abstractmethod
+    def run_step(self, batch: Any) -> StepOutcome:
+        """Do one step; work that can be repeated belongs inside ``self.stop.interruptible()``."""
+
+    @abstractmethod
+    def has_held_out(self) -> bool:
+        """Whether there are rows to evaluate on."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, float]:
+        """Measure the model on the held-out rows; may be interrupted at any moment, and must not train."""
+
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Steps of the whole run, were no row skipped."""
+
+    def load_models(self) -> None:  # noqa: B027  (not every algorithm has further models)
+        """Called once before the state of a resumed run is restored: ensure the models that it needs besides the policy."""
+
+    def prepare(self) -> None:  # noqa: B027  (or prepares anything)
+        """Called once before the first step, with the state restored."""
+
+    def begin_anew(self) -> None:
+        """Called once instead of restoring, where there is nothing to resume from."""
+        if self.spec.resumed:
+            self.report.rewind(self.state)
+
+    def save_models(self, at: StepInfo) -> None:  # noqa: B027  (checkpoints may be all that a run keeps)
+        """Called after each step: save the models that are due."""
+
+    def rollout_state(self) -> Any:
+        """Further state of a checkpoint, which :mod:`areno.training.plain_objects` can hold; None has none."""
+        return None
+
+    def part_states(self) -> dict[str, Any]:
+        """Further counters of a checkpoint, as JSON has them."""
+        return {}
+
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:  # noqa: B027  (most have nothing more)
+        """Go on from :meth:`part_states` and :meth:`rollout_state`; the weights are loaded already."""
+
+    def save_at_stop(self) -> None:
+        """Called where a signal or an error ends the run between two updates: save what is complete."""
+        self.checkpoint()
+
+    def end(self) -> None:  # noqa: B027  (everything may have been done after the last step)
+        """Called once after the last step of a run that was not stopped."""
+
+    def cleanup(self) -> None:  # noqa: B027  (or holds anything)
+        """Called once at the end, whatever happened."""
+
+    def timed(self, key: str) -> AbstractContextManager[Any]:
+        """A block whose seconds are told as ``key``."""
+        return nullcontext()
+
+    def around_step(self, step: int) -> AbstractContextManager[Any]:
+        """A block around all that belongs to a step."""
+        return nullcontext()
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> RunState:
+        """Run to the end, or to a stop; the last completed step is always saved.
+
+        Returns:
+            How far the run came.
+
+        Raises:
+            StopRequested: a signal ended the run; its last completed step is saved.
+        """
+        try:
+            self.load_models()
+            self._restore()
+            self.prepare()
+            self.state.rng = capture_rng()
+            self.report.begin(self.total_steps(), self.state.step)
+            if self.evaluation.due_before_training() or self.state.evaluation_due:
+                self._evaluate()
+            self._all_steps()
+            self.end()
+        except BaseException as error:
+            self.display.stop()
+            self._rescue(error)
+            raise
+        finally:
+            self.display.stop()
+            self.cleanup()
+        return self.state
+
+    def _all_steps(self) -> None:
+        for planned in self.steps():
+            self.stop.check()
+            with self.around_step(planned.at.global_step):
+                self._step(planned)
+        if self.spec.evaluation.last:
+            self._evaluate()
+        if self.spec.checkpoints.every.last:
+            self.checkpoint()
+
+    def finished(self) -> bool:
+        """Whether one of the limits of the run is reached; epochs are counted by :meth:`steps`."""
+        span, state = self.spec.span, self.state
+        over = span.steps is not None and state.step >= span.steps
+        return over or (span.sequences is not None and state.sequences >= span.sequences)
+
+    def _step(self, planned: PlannedStep) -> None:
+        at, report, began = planned.at, self.report, time.perf_counter()
+        with self.timed("step"):
+            outcome = self.run_step(planned.batch)
+        outcome.seconds = time.perf_counter() - began
+        self.state.sequences += outcome.sequences
+        self.state.skipped_long += outcome.skipped_long
+        if self.spec.span.sequences is not None and self.state.sequences >= self.spec.span.sequences:
+            at = replace(at, total_steps=at.global_step + 1)
+        if not report.joins_evaluation:
+            report.record_step(at, outcome, self.state)
+        if not report.observe(at.global_step, outcome) and self.state.unusable is None:
+            self.state.unusable = self.checkpointing.folder.sound_until = at.global_step
+        self._advance(planned)
+        report.show(at.global_step, outcome)
+        with self.timed("save"):
+            self.save_models(at)
+        try:
+            outcome.stats |= self._evaluate_if_due(at)
+        finally:  # a stop may come while the model is measured
+            if report.joins_evaluation:
+                report.record_step(at, outcome, self.state)
+        with self.timed("checkpoint_for_recover"):
+            if self.checkpointing.due(at):
+                self.checkpoint()
+
+    def _advance(self, planned: PlannedStep) -> None:
+        """Count a finished step."""
+        state, at = self.state, planned.at
+        state.step, state.position = at.global_step + 1, planned.position
+        state.epoch, state.epoch_step = at.epoch, at.epoch_step + 1
+        state.health, state.rng = self.report.health.state_dict(), capture_rng()
+        self._updating = False
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
+        """The numbers of an evaluation that belong to the record of the step before it."""
+        if not self.has_held_out():
+            return {}
+        self.state.evaluation_due |= self.evaluation.check(at)
+        if not self.state.evaluation_due:
+            return {}
+        return self._evaluate(apart=not self.report.joins_evaluation)
+
+    def _evaluate(self, apart: bool = True) -> dict[str, float]:
+        """Measure the model as it is after the completed steps, unless that is done already.
+
+        Args:
+            apart: the numbers are told as a record of their own.
+
+        Returns:
+            The numbers that belong to the record of a step.
+        """
+        step, done = self.state.step, self.state.evaluation
+        if not self.has_held_out() or (done is not None and done["step"] == step):
+            return {}
+        self.display.phase("evaluate")
+        rng = capture_rng()
+        with self.timed("eval"):
+            metrics = self.measure()
+        restore_rng(rng)
+        self.state.evaluation = {"step": step, "metrics": metrics, "settings": self.spec.evaluated_with}
+        self.state.evaluation_due = False
+        if apart:
+            self.report.record_evaluation(self.state, metrics)
+        improved = self._update_best(metrics)
+        self.checkpointing.update(self.state)
+        # What the run started from is not a checkpoint of it: the given model is there already.
+        if improved and step and self.spec.checkpoints.best:
+            self._note_parts()
+            self.checkpointing.save_best(self.state, self.store, self.rollout_state)
+        return {} if apart else metrics
+
+    def _update_best(self, metrics: dict[str, float]) -> bool:
+        """Remember the evaluation if it is the best one so far; a tie is not, nor is NaN."""
+        name, best = self.best_metric, self.state.best
+        if name not in metrics:
+            if self.best_may_be_missing:
+                return False
+            raise ArenoError(
+                f"evaluate() of {type(self).__name__} gave no {name!r}, its best_metric; got {sorted(metrics)}"
+            )
+        value = metrics[name]
+        if best is None:
+            improved = not math.isnan(value)
+        else:
+            improved = value > best["value"] if self.best_is_higher else value < best["value"]
+        if improved:
+            best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
+        shown = f"{name} {value:.4g} after {self.state.step} steps"
+        self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
+        return improved
+
+    def _restore_evaluation(self) -> None:
+        """Write the evaluation of the restored step again, whose line was dropped with those of later steps."""
+        done = self.state.evaluation
+        if done is None:
+            return
+        if done["step"] == self.state.step and not self.report.joins_evaluation:
+            self.report.record_evaluation(self.state, done["metrics"])
+        if done["settings"] != self.spec.evaluated_with:
+            self.logger.info("the evaluation options are not those of the run so far: the best evaluation starts anew")
+            self.state.evaluation = self.state.best = None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> None:
+        """Write the checkpoint of the last completed step, unless that is done already or none are written."""
+        if self.spec.checkpoints.enabled:
+            self._note_parts()
+            self.checkpointing.save(self.state, self.store, self.rollout_state)
+
+    def _note_parts(self) -> None:
+        frequencies = {"evaluation": self.evaluation, "checkpoints": self.checkpointing.frequency}
+        self.state.parts = {name: control.state_dict() for name, control in frequencies.items()}
+        self.state.parts |= {"report": self.report.state_dict(), **self.part_states()}
+
+    def _restore(self) -> None:
+        """Continue from a checkpoint where there is one; steps after it will be done again."""
+        checkpoint = self.resumed_from
+        if checkpoint is None:
+            self.begin_anew()
+            return
+        self.state = state = RunState.of_checkpoint(checkpoint)
+        if self.spec.checkpoints.loads_optimizer:
+            self.store.load_state(checkpoint)
+        self.report.health.load_state_dict(state.health)
+        self.evaluation.load_state_dict(state.parts["evaluation"])
+        self.checkpointing.frequency.load_state_dict(state.parts["checkpoints"])
+        self.report.load_state_dict(state.parts["report"])
+        self.load_part_states(state.parts, checkpoint)
+        restore_rng(state.rng)
+        self.logger.info("resumed from %s: %d steps are done", checkpoint, state.step)
+        self.checkpointing.resume(checkpoint, state)
+        self.report.rewind(state)
+        self._restore_evaluation()
+
+    def _rescue(self, error: BaseException) -> None:
+        """Save what is complete before an error or a stop ends the run; a second Ctrl-C skips that."""
+        if isinstance(error, KeyboardInterrupt):
+            return
+        if self._updating:
+            newest = f"; the newest checkpoint is the one after step {self.checkpointing.saved_step}"
+            self.logger.error("ended inside an update%s", newest if self.spec.checkpoints.enabled else "")
+            return
+        if isinstance(error, StopRequested):
+            self.logger.warning("%s: stopping after %d steps", error, self.state.step)
+        try:
+            self.save_at_stop()
+        except ArenoError as failure:
+            self.logger.error("the last steps could not be saved: %s", failure)
