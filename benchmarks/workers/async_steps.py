@@ -18,7 +18,7 @@ from tool_latency import Latency
 from areno.api.agentic.rows import TrajectoryRow
 from areno.config.experiment import GRPOConfig, load_expr_config
 from areno.experiments.engine_client import EPISODE, EngineClient, ModelRequest
-from areno.experiments.frequency import StepInfo
+from areno.training.frequency import StepInfo
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trajectory import make_trajectory
 from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
