@@ -62,7 +62,7 @@ class BatchDispatcher:
         check_trajectory_format: check every trajectory's keys, shapes and numbers.
         dump: writes trajectories down; None writes nothing.
         listener: hears of every episode, in any thread.
-        on_wait: called again and again while a caller waits; what it raises ends the wait, and loses nothing.
+        on_wait: called repeatedly while a caller waits; what it raises ends the wait, and loses nothing.
 
     Raises:
         UsageError: options do not go together.
@@ -103,12 +103,11 @@ class BatchDispatcher:
         self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
         self._check, self._dump, self._listener, self._on_wait = check_trajectory_format, dump, listener, on_wait
         self._changed = threading.Condition(threading.RLock())
-        self._version = 0
         self._plan: Plan | None = None
         self._pending: deque[Task] = deque()
         self._running: dict[int, Task] = {}
         self._finished: list[Task] = []
-        self._next_id = self._begun = self._ended = self._batches = 0
+        self._version = self._next_id = self._begun = self._ended = self._batches = 0
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._counts = {"failed": 0, "filtered": 0, "empty": 0, "restarted": 0}

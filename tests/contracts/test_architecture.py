@@ -23,12 +23,14 @@ ROOMS = [
     "api",
     "rewards",
     "serving",
+    "training",
     "engine",
     "observability",
     "loss_fns",
     "text",
     "types",
     "config",
+    "spec",
 ]
 HEAVY = ("torch", "transformers", "datasets")
 # Files that name a higher room as "module:attribute" text, with the reason.

@@ -1,0 +1,93 @@
+"""An experiment that is asked to stop saves its last step, and goes on from there; one that cannot learn says so."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import areno  # noqa: F401  (before torch)
+from examples.experiments import toy
+from tests.experiments.trainer_stage import HereTrainer, settings_of_kind
+from tests.support.cli import areno as run_areno
+from tests.support.cli import start, wait_for_text
+
+SFT = Path(__file__).resolve().parents[2] / "examples/experiments/sft.yaml"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    toy.make_model(folder / "model")
+    torch.set_num_threads(threads)
+    toy.write(folder / "sft.jsonl", toy.rows(32, 1))
+    return folder
+
+
+def words(made: Path, root: Path, steps: int, **changes: Any) -> list[str]:
+    root.mkdir(exist_ok=True)
+    given = {"cluster.fileroot": root, "train_dataset.path": made / "sft.jsonl", "actor.path": made / "model"}
+    given |= {"total_train_epochs": 10**6, "total_train_steps": steps, "saver.freq_epochs": "null"}
+    given |= {"actor.optimizer.warmup_steps_proportion": 0.0, **changes}  # or the rate depends on the number of steps
+    return ["run", str(SFT), *(f"{name.replace('__', '.')}={value}" for name, value in given.items())]
+
+
+def models(root: Path) -> list[Path]:
+    return sorted(root.glob("checkpoints/*/toy/sft/default/epoch*/model.safetensors"))
+
+
+def stopped(made: Path, root: Path, signum: int, **changes: Any) -> str:
+    """What a run says that gets a signal after some steps."""
+    process = start(*words(made, root, 10**6, **changes))
+    wait_for_text(process, "global step 5 ")
+    process.send_signal(signum)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, told
+    return str(told)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_bit_for_bit(made: Path, tmp_path: Path, signum: int) -> None:
+    told = stopped(made, tmp_path / "stopped", signum, recover__mode="auto", recover__freq_epochs=10**5)
+    assert "run the same command again" in told
+    (point,) = (tmp_path / "stopped").glob("checkpoints/*/toy/sft/recover/step_*")
+    steps = int(point.name.removeprefix("step_")) + 3
+    for name in ("stopped", "whole"):
+        more = {"recover__mode": "auto", "recover__freq_epochs": 10**5}
+        assert run_areno(*words(made, tmp_path / name, steps, **more)).returncode == 0
+    (one,), (other,) = models(tmp_path / "stopped"), models(tmp_path / "whole")
+    before, after = load_file(one), load_file(other)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_recovery_the_model_is_saved(made: Path, tmp_path: Path) -> None:
+    told = stopped(made, tmp_path, signal.SIGTERM)
+    assert "recover.mode=auto" in told
+    (model,) = models(tmp_path)
+    step = int(model.parent.name.rpartition("globalstep")[2])
+    assert f"stopping after {step + 1} steps" in told
+
+
+def test_with_no_model_to_save_nothing_is(made: Path, tmp_path: Path) -> None:
+    stopped(made, tmp_path, signal.SIGTERM, saver__mode="off")
+    assert not models(tmp_path)
+
+
+def test_rewards_that_teach_nothing_are_a_warning_in_the_names_of_settings(
+    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"reward.fn": "tests.experiments.plain_rewards.nothing", "total_train_steps": 6, "total_train_epochs": 9}
+    with caplog.at_level("INFO", logger="areno"):
+        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
+            trainer.train()
+    (warning,) = [record.getMessage() for record in caplog.records if "nothing can be learned" in record.getMessage()]
+    assert "step 4: all rewards are 0, for 5 steps" in warning
+    assert "gconfig.temperature" in warning
+    assert "--" not in warning
