@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +12,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-_MACHINE = re.compile(r"time|per_second|tokens_per|memory|_bytes|pause|/wall")
+_MACHINE = re.compile(r"time|per_second|tokens_per|memory|_bytes|pause|/wall|checkpoint_for_recover")
 """Parts of the names of statistics that depend on the machine's load."""
 
 
-def differences(name: str, before: Path, after: Path) -> Iterator[str]:
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
+"""What numbers of runs may differ by that round otherwise each time."""
+_WEIGHTS = 1e-3
+"""The same for a weight: Adam's first steps turn a gradient that is all rounding into a whole step."""
+
+
+def differences(name: str, before: Path, after: Path, exact: bool) -> Iterator[str]:
     """Differences of one run.
 
     Args:
         name: of the run, as its folder is called.
         before: folder of the first recording.
         after: folder of the second.
+        exact: they must agree bit for bit.
     """
     first, second = before / name, after / name
     for file in ("metrics.jsonl", "samples.jsonl"):
         pairs = [(_lines(path, file)) for path in (first, second)]
-        yield from _of_records(f"{name} {file}", *pairs)
-    yield from _of_tensors(name, _tensors(first), _tensors(second))
+        yield from _of_records(f"{name} {file}", *pairs, exact)
+    yield from _of_tensors(name, _tensors(first), _tensors(second), 0.0 if exact else _WEIGHTS)
 
 
 def _lines(folder: Path, file: str) -> list[dict[str, Any]]:
@@ -39,12 +47,22 @@ def _settled(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not _MACHINE.search(name)}
 
 
-def _of_records(what: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
+def _same(one: Any, other: Any, exact: bool) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_same(a, b, exact) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key], exact) for key in one)
+    if not exact and isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    return bool(one == other)
+
+
+def _of_records(what: str, before: list[dict[str, Any]], after: list[dict[str, Any]], exact: bool) -> Iterator[str]:
     if len(before) != len(after):
         yield f"{what}: {len(before)} lines before, {len(after)} after"
     for number, (one, other) in enumerate(zip(before, after, strict=False), start=1):
         for key in dict.fromkeys((*one, *other)):
-            if one.get(key, "absent") != other.get(key, "absent"):
+            if not _same(one.get(key, "absent"), other.get(key, "absent"), exact):
                 yield f"{what}:{number} {key}: {one.get(key, 'absent')!r} before, {other.get(key, 'absent')!r} after"
 
 
@@ -60,12 +78,15 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _of_tensors(name: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Iterator[str]:
+def _of_tensors(
+    name: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], most: float
+) -> Iterator[str]:
     if not before and not after:
         yield f"{name}: no weights were saved"
     for key in dict.fromkeys((*before, *after)):
         if key not in before or key not in after:
             yield f"{name} {key}: only {'before' if key in before else 'after'}"
-        elif not torch.equal(before[key], after[key]):
-            furthest = float((before[key].double() - after[key].double()).abs().max())
+            continue
+        furthest = float((before[key].double() - after[key].double()).abs().max())
+        if not furthest <= most:  # NaN too
             yield f"{name} {key}: differs by up to {furthest:.3g}"
