@@ -95,9 +95,9 @@ def record(checkout: Path, data: Path, out: Path, only: str = "") -> list[str]:
     Returns:
         Names of runs that failed; their output is in ``out``.
     """
-    jobs = {f"train_{name}": _train(name, data, out) for name in FLAGS}
-    jobs |= {f"run_{name}": _run(checkout, name, data, out) for name in yaml_names(checkout)}
-    jobs = {name: words for name, words in jobs.items() if only in name}
+    jobs = {f"train_{name}": _train(name, data, out) for name in FLAGS if only in f"train_{name}"}
+    named = [name for name in yaml_names(checkout) if only in f"run_{name}"]
+    jobs |= {f"run_{name}": _run(checkout, name, data, out) for name in named}
     out.mkdir(parents=True, exist_ok=True)
     waiting, running, failed = list(jobs), {}, []
     while waiting or running:
