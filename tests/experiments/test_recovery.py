@@ -109,6 +109,13 @@ def test_points_are_written_in_their_rhythm_which_a_recovery_continues(tmp_path)
     assert run(again, range(6, 10)) == [8]
 
 
+def test_a_point_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
+    points = recovery(tmp_path, freq_steps=1)
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\d{12} MiB and .*\(recover\.freq"):
+        points.dump_if_due(at_step(0), states=dict, write_trainer=lambda folder: None, needed_bytes=lambda: 2**60)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("mode", ["off", "disabled"])
 def test_off_neither_writes_nor_looks(tmp_path, mode):
     dump(recovery(tmp_path), 0)
