@@ -12,6 +12,7 @@ import pytest
 
 import areno
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn
+from areno.api.agentic.tape import AgentTape
 from tests.agentic.stage import batch_of, sampling
 
 SPEC = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")).parent / "spec"
@@ -171,6 +172,14 @@ def test_several_choices_of_one_request_are_branches(trainer):
     assert after.model_extra["areno"]["input_tokens"][: len(known)] == known
     with trainer.rollout_session(sampling_params=sampling()) as other, pytest.raises(ValueError, match="not from this"):
         other.samples([AgentTrajectoryTurn(item=item, messages=messages, response=after)])
+
+
+def test_requests_for_the_same_prompt_never_share_a_seed_and_have_the_same_ones_in_every_run(trainer):
+    first, again = (AgentTape(trainer.get_tokenizer(), 3) for _ in range(2))
+    asked = [([1, 2], 3), ([1, 2], 2), ([9], 1), ([1, 2], 4)]
+    seeds = [first.seeds(prompt, samples) for prompt, samples in asked]
+    assert len({seed for some in seeds for seed in some}) == 10
+    assert [again.seeds(prompt, samples) for prompt, samples in asked] == seeds
 
 
 def test_turns_without_a_response_bring_their_own_tokens(trainer):

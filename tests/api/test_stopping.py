@@ -29,6 +29,17 @@ def test_a_signal_ends_work_that_can_be_repeated_and_the_second_one_everything(s
     signal.signal(signum, inherited)
 
 
+def test_work_that_cannot_be_repeated_is_finished_first():
+    stop = StopController()
+    with stop.signals():
+        with stop.interruptible():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == signal.SIGTERM
+        with pytest.raises(StopRequested), stop.interruptible():
+            raise AssertionError("work begins though a stop is asked for")
+
+
 def test_a_program_under_nohup_goes_on_when_its_terminal_is_closed():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

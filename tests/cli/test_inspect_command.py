@@ -19,3 +19,24 @@ def test_escape_sequences_are_shown_and_not_sent(tmp_path, capsys):
         assert all(c.isprintable() or c == "\n" for c in shown)
         assert "\\x1b[2J" in shown
         assert "四" in shown
+
+
+def test_samples_of_one_step_are_listed_the_first_step_included(tmp_path, capsys):
+    run = RunDirectory(tmp_path / "run").create()
+    run.write_config("algo: gspo\n")
+    sample = {
+        "prompt_index": 0,
+        "sample_index": 0,
+        "reward": 1.0,
+        "advantage": None,
+        "response_len": 3,
+        "completion": "4",
+    }
+    run.append_samples([{"step": step, **sample} for step in (0, 0, 1)])
+    for given, listed in (
+        ([], ["0/0/0", "0/0/0", "1/0/0"]),
+        (["--step", "0"], ["0/0/0", "0/0/0"]),
+        (["--step", "1"], ["1/0/0"]),
+    ):
+        assert main(["inspect", str(run.path), *given]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed

@@ -168,6 +168,9 @@ def test_roles_are_counted_where_a_run_holds_them(tiny_checkpoint):
     assert (roles(), roles(kl_coef=0.1), roles(algo="dpo")) == (0, weights, 0)
     other = {"algo": "dpo", "ref_ckpt": f"{tiny_checkpoint}/"}
     assert (roles(**other), roles("score", **other)) == (0, weights), "DPO's reference is gone before the first step"
+    own = {"kl_coef": 0.1, "lora_rank": 4}
+    assert roles(**own) == 0, "with its adapter off, the actor is its own reference"
+    assert roles(**own, ref_ckpt=f"{tiny_checkpoint}/") == weights
     two_states = part(plan(algo="ppo"), "optimizer", "optimizer")
     assert two_states > 1.5 * part(plan(), "optimizer", "optimizer")
 

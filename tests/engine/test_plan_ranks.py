@@ -14,6 +14,7 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.sharding import local
 from areno.engine.plan.account import make_plan
+from areno.engine.plan.sizes import RunSizes
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.types import Request, SamplingParams
 from tests.engine.test_plan import MIB, options, part
@@ -75,6 +76,13 @@ def test_replicas_share_states_rows_and_sequences(tiny_checkpoint):
     assert part(two, "forward", "activations") < part(one, "forward", "activations"), "half the rows in a pass"
     assert two.needed == 2 * two.peak.total - 4 * two.parameters, "weights are there once"
     assert not make_plan(options(tiny_checkpoint, world_size=2), two.peak.total + MIB).fits
+
+
+def test_a_replica_gets_the_larger_share_of_an_odd_number_of_rows(tiny_checkpoint):
+    run = options(tiny_checkpoint, world_size=2, batch_size=5, n_samples=1, mini_bs=8)
+    assert RunSizes(run, torch.device("cpu")).microbatch(10) == ([10] * 3, 1)
+    pairs = options(tiny_checkpoint, algo="dpo", world_size=2, batch_size=5, mini_bs=8)
+    assert RunSizes(pairs, torch.device("cpu")).microbatch(10) == ([10] * 6, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe", "phi3"])

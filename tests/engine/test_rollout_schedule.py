@@ -16,6 +16,7 @@ import torch
 from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.loop import RolloutLoop
+from areno.engine.rollout.prefix_store import PrefixStore
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
 from tests.support.tiny import VOCAB, tiny_module
@@ -125,6 +126,17 @@ def test_the_prefix_store_keeps_its_budget_and_drops_the_oldest(make_loop):
     assert loop.counters.reused == 48  # whole blocks of 16, and at least one token is computed
     answers(loop, [Request([i % 3 for i in range(64)], SamplingParams(max_new_tokens=4), [0])])
     assert loop.counters.reused == 48
+
+
+def test_what_was_stored_under_other_weights_is_not_found():
+    store, context = PrefixStore(64), list(range(40))
+    store.add(context, {}, version=1)
+    hit = store.find([*context, 7], version=1)
+    assert hit is not None
+    assert hit.length == 32
+    assert store.covers(context, version=1)
+    assert store.find([*context, 7], version=2) is None
+    assert not store.covers(context, version=2)
 
 
 def test_weights_that_change_in_the_middle_stamp_each_token_and_reuse_nothing_old(make_loop):

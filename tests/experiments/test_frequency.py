@@ -69,6 +69,12 @@ def test_seconds_are_counted_from_when_they_last_came_due_with_or_without_ranks(
     assert due_steps(slow, 100, 10, clock, seconds=10) == [2, 4, 6, 8, 10]
 
 
+def test_steps_that_come_due_do_not_set_the_seconds_back():
+    clock = Clock()
+    control = FrequencyControl(freq_steps=2, freq_secs=50, clock=clock)
+    assert due_steps(control, 100, 11, clock, seconds=10) == [2, 4, 5, 6, 8, 10]
+
+
 def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
     clock = Clock()
     first = FrequencyControl(freq_steps=3, freq_secs=100, clock=clock)

@@ -110,6 +110,17 @@ def test_checkpoints_are_due_in_their_frequency_which_a_resumed_run_continues(tm
     assert [step for step in range(7, 10) if again.due(at_step(step))] == [8]
 
 
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(tmp_path):
+    class Huge(Parts):
+        def checkpoint_bytes(self):
+            return 2**60
+
+    points = checkpoints(tmp_path, remedy="save less often")
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\d{12} MiB and .*save less often"):
+        points.save(RunState(step=1), Huge(1))
+    assert names(tmp_path) == []
+
+
 def test_off_neither_writes_nor_looks(tmp_path):
     dump(tmp_path, 1)
     off = checkpoints(tmp_path, enabled=False)

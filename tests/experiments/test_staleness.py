@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import areno  # noqa: F401
 from areno.errors import UsageError
-from areno.experiments.staleness import StalenessManager
+from areno.experiments.staleness import StalenessManager, oldest_version, too_old
 
 
 class Admission(RuleBasedStateMachine):
@@ -150,3 +151,10 @@ def test_recovery_keeps_the_bound_of_an_uninterrupted_run():
 def test_negative_staleness_is_refused():
     with pytest.raises(UsageError, match="max_head_offpolicyness must be at least 0, got -1"):
         StalenessManager(max_head_offpolicyness=-1)
+
+
+def test_a_trajectory_is_too_old_by_its_oldest_sampled_token_alone():
+    trajectory = {"versions": torch.tensor([[-1, 7, 5], [-1, 4, -1]])}
+    assert oldest_version(trajectory) == 4
+    assert [too_old(trajectory, version, bound=2) for version in (5, 6, 7)] == [False, False, True]
+    assert not too_old({"versions": torch.tensor([[-1, -1]])}, 9, bound=0)

@@ -31,7 +31,7 @@ def every_knob(draw):
     distill = draw(st.sampled_from([0.0, 0.0, 0.3]))
     return PolicyLoss(
         eps_clip=draw(st.sampled_from([0.0, 0.05, 0.2])),
-        eps_clip_higher=draw(st.sampled_from([None, 0.05, 0.4])),
+        eps_clip_higher=draw(st.sampled_from([None, 0.0, 0.05, 0.4])),
         c_clip=draw(st.sampled_from([None, 1.2, 3.0])) if kind == "clip" else None,
         importance_sampling_level=draw(st.sampled_from(["token", "sequence"])),
         use_sapo_loss=kind == "sapo",

@@ -108,6 +108,12 @@ def test_bounds_themselves_are_let_through():
     assert keep.tolist() == [True, True, False]
 
 
+def test_a_lower_bound_of_zero_is_a_bound():
+    pack, prox, behave = two_tokens(-0.1, 0.1)
+    keep = behaviour_weights(RejectionSampling(metric="kl_k1", upper=0.5, lower=0.0), pack, prox, behave).keep
+    assert keep.tolist() == [False, True]
+
+
 def test_k3_is_r_minus_log_r_minus_one_and_not_its_mirror_image():
     # r = e: e - 2 = 0.718; r = 1/e: 1/e = 0.368. The mirrored form exp(-d) + d - 1 would have them the other way round.
     pack, prox, behave = two_tokens(1.0, -1.0)
