@@ -84,9 +84,9 @@ def test_rewards_that_teach_nothing_are_a_warning_in_the_names_of_settings(
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {"reward.fn": "tests.experiments.plain_rewards.nothing", "total_train_steps": 6, "total_train_epochs": 9}
-    with caplog.at_level("INFO", logger="areno"):
-        with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
-            trainer.train()
+    caplog.set_level("INFO", logger="areno")
+    with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path, changes)) as trainer:
+        trainer.train()
     (warning,) = [record.getMessage() for record in caplog.records if "nothing can be learned" in record.getMessage()]
     assert "step 4: all rewards are 0, for 5 steps" in warning
     assert "gconfig.temperature" in warning
