@@ -18,7 +18,7 @@ from areno.engine.parallel.workers import _start_process as start_process
 from tests.support.preloaded import Forked, ForkedRank, Preloaded
 
 Process = subprocess.Popen[str] | subprocess.Popen[bytes] | Forked
-_SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS"})
+_SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
 
 REWARD = '''
 def reward_fn(record):
