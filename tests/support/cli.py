@@ -39,6 +39,13 @@ def preloaded() -> Preloaded:
     return Preloaded(environment())
 
 
+def start_program(words: list[str], variables: dict[str, str], output: int) -> Process | None:
+    """Start a module or a file in the background, with ranks that are forked, too; None where that cannot be."""
+    if sys.platform != "linux" or not preloaded().fits(variables, but=_SET_BY_RANKS):
+        return None
+    return Forked(preloaded().fork("tests.support.program", words, variables, output, output))
+
+
 def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run ``areno`` to its end."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
