@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -87,7 +88,7 @@ class Run:
         folder: gets ``file.yaml`` and ``output.txt`` of all attempts.
         arguments: ``key=value``.
         program: what is run with them.
-        forked: from the process that has all imports done; a kill of the session does not reach its ranks then.
+        forked: from the process that has all imports done; its processes share a session with others then.
     """
 
     folder: Path
@@ -217,7 +218,14 @@ class Run:
     def kill(self, *, group: bool = True) -> None:
         """SIGKILL of all processes of the session, or of the first one alone."""
         assert self.process is not None
-        (os.killpg if group else os.kill)(self.process.pid, signal.SIGKILL)
+        first = self.process.pid
+        if group and not self.forked:
+            os.killpg(first, signal.SIGKILL)
+        else:
+            session = os.getsid(first)
+            for pid in [pid for pid in self.pids() if os.getsid(pid) == session] if group else [first]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
 
     def none_left(self, seconds: float = 10.0) -> bool:
