@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 from areno.training import plain_objects
 from examples.experiments import toy
-from tests.support.cli import environment
+from tests.support.cli import Process, environment, start_program
 from tests.support.processes import alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,14 +88,16 @@ class Run:
         folder: gets ``file.yaml`` and ``output.txt`` of all attempts.
         arguments: ``key=value``.
         program: what is run with them.
+        forked: from the process that has all imports done; its processes share a session with others then.
     """
 
     folder: Path
     arguments: list[str]
     program: tuple[str, ...] = ("-m", "areno", "run")
     environment: dict[str, str] = field(default_factory=dict)
+    forked: bool = False
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -154,25 +157,29 @@ class Run:
 
     def start(self) -> Run:
         (self.folder / "file.yaml").write_text("{}\n")
-        command = [sys.executable, *self.program, "--config", str(self.folder / "file.yaml"), *self.arguments]
+        command = [*self.program, "--config", str(self.folder / "file.yaml"), *self.arguments]
+        variables = {**environment(), "PYTHONPATH": str(ROOT), _MARK: self.mark, **self.environment}
         with open(self.folder / "output.txt", "ab") as output:
-            self.process = subprocess.Popen(
-                command,
+            if self.forked:
+                words = command[1:] if command[0] == "-m" else command
+                self.process = start_program(words, variables, output.fileno())
+            self.process = self.process or subprocess.Popen(
+                [sys.executable, *command],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment(), "PYTHONPATH": str(ROOT), _MARK: self.mark, **self.environment},
+                env=variables,
                 start_new_session=True,
             )
         return self
 
     def pids(self) -> list[int]:
-        """All processes of this run, the first one included."""
+        """All processes of this run, the first one included: by a variable, or where forked, by where they write to."""
         wanted = f"{_MARK}={self.mark}".encode()
         return [
             pid
             for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if wanted in _bytes(pid, "environ").split(b"\0") and alive(pid)
+            if (wanted in _bytes(pid, "environ").split(b"\0") or self.folder in _errors_of(pid).parents) and alive(pid)
         ]
 
     def workers(self, *, rollout: bool) -> list[int]:
@@ -181,11 +188,7 @@ class Run:
         for pid in sorted(self.pids()):
             if b"areno.engine.parallel.worker" not in _bytes(pid, "cmdline"):
                 continue
-            try:
-                logs_to = os.readlink(f"/proc/{pid}/fd/2")
-            except OSError:
-                continue
-            if ("rollout-" in Path(logs_to).name) == rollout:
+            if ("rollout-" in _errors_of(pid).name) == rollout:
                 found.append(pid)
         return found
 
@@ -215,7 +218,14 @@ class Run:
     def kill(self, *, group: bool = True) -> None:
         """SIGKILL of all processes of the session, or of the first one alone."""
         assert self.process is not None
-        (os.killpg if group else os.kill)(self.process.pid, signal.SIGKILL)
+        first = self.process.pid
+        if group and not self.forked:
+            os.killpg(first, signal.SIGKILL)
+        else:
+            session = os.getsid(first)
+            for pid in [pid for pid in self.pids() if os.getsid(pid) == session] if group else [first]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
 
     def none_left(self, seconds: float = 10.0) -> bool:
@@ -228,6 +238,14 @@ class Run:
         """Whatever has happened: leave nothing running."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
+
+
+def _errors_of(pid: int) -> Path:
+    """Where a process writes errors to."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/2"))
+    except OSError:
+        return Path()
 
 
 def _bytes(pid: int, name: str) -> bytes:

@@ -70,7 +70,7 @@ def runs() -> Iterator[list[Run]]:
 def quickstart(task: Task, folder: Path, rows: list[dict[str, Any]], *more: str) -> Run:
     toy.write(folder / "boba.jsonl", rows)
     text = QUICKSTART.format(root=folder / "files", model=task.model, data=folder / "boba.jsonl")
-    return Run(folder, [*text.split(), *more], program=(str(ROOT / "training/main_async_ppo.py"),))
+    return Run(folder, [*text.split(), *more], program=(str(ROOT / "training/main_async_ppo.py"),), forked=True)
 
 
 def boba(prompt: str, number: int) -> dict[str, Any]:
@@ -250,8 +250,11 @@ def test_an_agent_over_several_replicas(task, tmp_path, runs, mode):
     }
     if mode == "subproc":
         changes["rollout__agent__subproc_max_workers"] = 2
-    run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment={"ARENO_TEST_PIDS": str(pids)})
-    runs.append(run.finish())
+    told = {"ARENO_TEST_PIDS": str(pids)}
+    run = Run(tmp_path, settings(task, tmp_path / "files", **changes), environment=told, forked=True)
+    runs.append(run.start())
+    assert run.until(lambda: len(run.pids()) >= 3)  # the trainer and two replicas
+    assert run.wait() == 0, run.output[-6000:]
     assert run.steps() == [0, 1]
     for line in run.lines("metrics.jsonl"):
         assert line["ppo_actor/n_seqs"] == 4 * 4 * 2  # two turns are two rows

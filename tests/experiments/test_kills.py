@@ -27,9 +27,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 def make_run(task: Task, tmp_path: Path) -> Iterator[Any]:
     made: list[Run] = []
 
-    def make(name: str = "run", **changes: Any) -> Run:
+    def make(name: str = "run", forked: bool = False, **changes: Any) -> Run:
         folder = tmp_path / name
-        made.append(Run(folder, settings(task, folder / "files", **{"total_train_steps": STEPS, **changes})))
+        given = settings(task, folder / "files", **{"total_train_steps": STEPS, **changes})
+        made.append(Run(folder, given, forked=forked))
         return made[-1]
 
     yield make
@@ -55,8 +56,9 @@ def killed_until_done(run: Run, moments: Any, most: int = 60) -> int:
 
 def test_a_killed_run_goes_on_where_it_was(make_run, task):
     """All processes at once, in the middle of the run."""
-    run = make_run().start()
+    run = make_run(forked=True).start()
     assert run.until_step(4)
+    assert len(run.pids()) >= 2
     run.kill()
     assert run.none_left(), run.pids()
     before = run.steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -17,18 +18,11 @@ from areno.errors import ArenoError, EngineError
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
 from tests.experiments.trainer_stage import run_kind, settings_of_kind, trainer_of
+from tests.support.processes import alive
 
 
-def marked(name: str) -> set[int]:
-    """Processes with a variable of this name in their environment."""
-    found = set()
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{name}=".encode() in place.read_bytes():
-                found.add(int(place.parent.name))
-        except OSError:  # it has ended, or is not ours
-            continue
-    return found
+def environment_of(engine: Any) -> str | None:
+    return os.environ.get("ARENO_TEST_MARK")
 
 
 def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tiny_checkpoint, tmp_path):
@@ -42,7 +36,10 @@ def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tin
     config = settings_of_kind("rl", tiny_checkpoint, tmp_path, given)
     sent: list[Path] = []
     with PPOTrainer(config) as trainer:
-        assert len(marked("ARENO_TEST_MARK")) == 2
+        replicas = trainer.fleet._up().values()  # type: ignore[union-attr]
+        assert [group.each_rank(environment_of) for group in replicas] == [["a"], ["a"]]
+        pids = [pid for group in replicas for pid in group.workers.pids]
+        assert len({os.getpid(), *pids}) == 3
         update = trainer.fleet.update_weights  # type: ignore[union-attr]
 
         def told(*args: Any) -> Any:
@@ -55,7 +52,7 @@ def test_replicas_are_processes_of_their_own_with_the_weights_of_the_trainer(tin
         assert sent
         versions = [record["ppo_actor/update/version_stats/v_theta"] for record in trainer.run_dir.read_metrics()]
         assert versions == [1, 2]
-    assert not marked("ARENO_TEST_MARK")
+    assert not any(map(alive, pids))
 
 
 @pytest.mark.parametrize(

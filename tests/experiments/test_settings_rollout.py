@@ -14,6 +14,7 @@ from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trainers.engines import rollout_devices
 from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.types import Request, SamplingParams
 from tests.config.experiment.samples import rl as example
 from tests.experiments.trainer_stage import HereTrainer, RolloutRun, Run, settings_of_kind
 
@@ -24,12 +25,44 @@ AGENTS = "tests.experiments.settings_agents."
 # -- sampling --------------------------------------------------------------------------------------------------------
 
 ALONE = {"gconfig.n_samples": 1, "actor.reward_norm": None}
-GREEDY = {**ALONE, "gconfig.greedy": True, "gconfig.max_new_tokens": 12}
+SAMPLED: dict[str, Any] = {
+    "max_new_tokens": 9,
+    "min_new_tokens": 5,
+    "temperature": 0.7,
+    "top_k": 50,
+    "top_p": 0.9,
+    "frequency_penalty": 0.25,
+    "stop": ["zz"],
+    "stop_token_ids": [token for token in range(512) if token != 7],
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+}
+GREEDY: dict[str, Any] = {"greedy": True, "max_new_tokens": 90, "ignore_eos": True}
 
 
-def in_order(run: RolloutRun) -> list[list[int]]:
-    """Prompts with answers, whatever the order of rows."""
-    return sorted(row["input_ids"] for row in run.samples)
+def asked_for(rl: Any, gconfig: dict[str, Any], **more: Any) -> tuple[RolloutRun, list[Request]]:
+    """A run, and what its engine was asked for."""
+    asked: list[Request] = []
+
+    def watch(trainer: HereTrainer) -> None:
+        fleet: Any = trainer.fleet
+        submit = fleet.submit
+        fleet.submit = lambda requests: asked.extend(requests) or submit(requests)
+
+    run = rl({f"gconfig.{name}": value for name, value in gconfig.items()} | more, watch=watch)
+    assert asked
+    return run, asked
+
+
+def test_the_engine_is_asked_to_sample_as_the_settings_say(rl):
+    """What each of them does to answers is shown with the engine."""
+    run, asked = asked_for(rl, SAMPLED)
+    assert all(request.sampling == SamplingParams(**SAMPLED) for request in asked)
+    assert {len(answer) for answer in run.answers()} <= {5, 6}  # nearly every token stops, but not before the fifth
+    run, asked = asked_for(rl, {**GREEDY, "max_tokens": 40}, **ALONE)
+    for request in asked:
+        assert request.sampling == SamplingParams(**{**GREEDY, "max_new_tokens": 40 - len(request.prompt_tokens)})
+    assert {len(row["input_ids"]) for row in run.samples} == {40}
 
 
 def test_a_group_has_n_samples(rl):
@@ -38,64 +71,7 @@ def test_a_group_has_n_samples(rl):
         assert [len(t["rewards"]) for t in groups] == [samples] * 4
 
 
-def test_answers_have_at_most_so_many_tokens(rl):
-    endless = {"gconfig.ignore_eos": True}
-    assert {len(answer) for answer in rl({**endless, "gconfig.max_new_tokens": 9}).answers()} == {9}
-    lengths = [
-        len(row["input_ids"]) for row in rl({**endless, "gconfig.max_new_tokens": 90, "gconfig.max_tokens": 40}).samples
-    ]
-    assert set(lengths) == {40}
-
-
-def test_stop_tokens_stop_and_not_before_the_least_length(rl):
-    every = {"gconfig.stop_token_ids": [token for token in range(512) if token != 7], "gconfig.max_new_tokens": 8}
-    assert {len(answer) for answer in rl(every).answers()} <= {1, 2}
-    least = rl({**every, "gconfig.min_new_tokens": 5}).answers()
-    assert min(map(len, least)) >= 5
-
-
-def test_greedy_answers_do_not_depend_on_the_seed(rl):
-    greedy = [in_order(rl({**GREEDY, "seed": seed, "train_dataset.batch_size": 12})) for seed in (1, 2)]
-    assert greedy[0] == greedy[1]
-    for near in ({"gconfig.top_k": 1}, {"gconfig.top_p": 1e-6}, {"gconfig.temperature": 1e-4}):
-        given = {**ALONE, "gconfig.max_new_tokens": 12, "train_dataset.batch_size": 12, **near}
-        assert in_order(rl(given)) == greedy[0], near
-    free = {**ALONE, "gconfig.max_new_tokens": 12, "train_dataset.batch_size": 12}
-    assert in_order(rl(free)) != greedy[0]
-
-
-def test_a_penalty_makes_answers_repeat_themselves_less(rl):
-    def distinct(penalty: float) -> int:
-        given = {
-            **GREEDY,
-            "gconfig.max_new_tokens": 40,
-            "gconfig.frequency_penalty": penalty,
-            "gconfig.ignore_eos": True,
-        }
-        return sum(len(set(answer)) for answer in rl(given).answers())
-
-    assert distinct(2.0) > distinct(0.0) > distinct(-2.0)
-
-
-def test_texts_that_stop(rl, tiny_checkpoint):
-    whole = rl({**GREEDY, "gconfig.ignore_eos": True})
-    tokenizer = whole.trainer.engine.tokenizer
-    texts = [tokenizer.decode(answer) for answer in whole.answers()]
-    word = texts[0].strip()[:1] or texts[0][:1]
-    stopped = rl({**GREEDY, "gconfig.ignore_eos": True, "gconfig.stop": [word]})
-    assert sum(map(len, stopped.answers())) < sum(map(len, whole.answers()))
-
-
 WILD = {"gconfig.n_samples": 16, "gconfig.max_new_tokens": 60, "gconfig.temperature": 20.0}
-
-
-def test_an_end_of_sequence_may_be_ignored(rl):
-    lengths = {
-        ignore: {len(answer) for answer in rl({**WILD, "gconfig.ignore_eos": ignore}).answers()}
-        for ignore in (False, True)
-    }
-    assert min(lengths[False]) < 60
-    assert lengths[True] == {60}
 
 
 def test_rewards_see_special_tokens_when_asked_for(rl):

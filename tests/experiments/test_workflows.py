@@ -61,7 +61,7 @@ def test_a_reward_function_gets_texts_tokens_and_the_row():
 def test_reward_functions_may_be_closures_names_files_or_coroutines(tmp_path: Path):
     factor = 3.0
     assert call(AsyncReward(lambda *texts, **data: factor * len(texts[0]))) == 3.0
-    assert call(AsyncReward("tests.experiments.test_workflows.first_digit"), answer="7") == 302.7
+    assert call(AsyncReward("tests.experiments.plain_rewards.letters")) == 9 % 7 / 7
     (tmp_path / "mine.py").write_text(
         "import asyncio\nasync def reward(prompt, completions, prompt_ids, completion_ids, **data):\n"
         "    await asyncio.sleep(0)\n    return sum(completion_ids)\n"

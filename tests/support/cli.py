@@ -18,7 +18,7 @@ from areno.engine.parallel.workers import _start_process as start_process
 from tests.support.preloaded import Forked, ForkedRank, Preloaded
 
 Process = subprocess.Popen[str] | subprocess.Popen[bytes] | Forked
-_SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS"})
+_SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
 
 REWARD = '''
 def reward_fn(record):
@@ -37,6 +37,13 @@ def environment() -> dict[str, str]:
 def preloaded() -> Preloaded:
     """The process that this one has programs forked from."""
     return Preloaded(environment())
+
+
+def start_program(words: list[str], variables: dict[str, str], output: int) -> Process | None:
+    """Start a module or a file in the background, with ranks that are forked, too; None where that cannot be."""
+    if sys.platform != "linux" or not preloaded().fits(variables, but=_SET_BY_RANKS):
+        return None
+    return Forked(preloaded().fork("tests.support.program", words, variables, output, output))
 
 
 def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -60,6 +60,7 @@ _READ_AT_IMPORT = (
     "CUDA_",
 )
 _START_S = 120.0
+_ADDRESS = "ARENO_TEST_PRELOADED"
 
 
 class Forked:
@@ -126,13 +127,20 @@ class ForkedRank(Forked):
 
 
 class Preloaded:
-    """The process that has imported everything; it ends with the one that made it."""
+    """The process that has imported everything; it ends with the one that made it.
+
+    A program that was forked from it is told its ``address``, and then makes no other one.
+    """
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = os.environ.get(_ADDRESS, "")
+        if self.address:
+            return
         self._folder = tempfile.TemporaryDirectory(prefix="areno-preloaded-")
-        self._address = str(Path(self._folder.name) / "socket")
-        command = [sys.executable, "-m", __name__, self._address]
+        self.address = str(Path(self._folder.name) / "socket")
+        command = [sys.executable, "-m", __name__, self.address]
         root = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, cwd=root)
         atexit.register(self._close)
@@ -153,19 +161,22 @@ class Preloaded:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                link.connect(self._address)
+                link.connect(self.address)
                 break
             except (FileNotFoundError, ConnectionRefusedError):
-                assert self._process.poll() is None, "the preloaded process has ended"
+                ended = self._process is None or self._process.poll() is not None
+                assert not ended, "the preloaded process has ended"
                 assert time.monotonic() < deadline, "the preloaded process does not answer"
                 time.sleep(0.05)
-        request = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
+        variables = {**environment, _ADDRESS: self.address}
+        request = {"module": module, "arguments": arguments, "environment": variables, "folder": os.getcwd()}
         data = json.dumps(request).encode()
         socket.send_fds(link, [len(data).to_bytes(8, "big")], [stdout, stderr, *files])
         link.sendall(data)
         return link
 
     def _close(self) -> None:
+        assert self._process is not None
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()

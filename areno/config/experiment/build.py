@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ MOVED = {
 """Keys of earlier versions of the format, and of programs that published files were written for, by last name."""
 
 _MISSING = "???"
+_PATH = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 
 
 def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> Config | None:
@@ -233,6 +235,8 @@ def _sections_tree(value: Any, entry: Setting, context: _Context, path: str) -> 
 
 
 def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
+    with suppress(LookupError, RecursionError):
+        return {str(key): _followed(value, full) for key, value in full.items()}
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(full), resolve=True)
     except InterpolationKeyError as error:
@@ -249,6 +253,29 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
         raise UsageError(f"{error.full_key}: the interpolation cannot be resolved: {text}; correct it") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _followed(value: Any, root: Tree) -> Any:
+    """A copy in which each ``${path}`` is the value there: what OmegaConf gives, without its 30 ms.
+
+    Raises:
+        LookupError: there is anything else than plain values and paths of them.
+    """
+    if isinstance(value, dict):
+        return {key: _followed(item, root) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_followed(item, root) for item in value]
+    if not isinstance(value, str | int | float | None):
+        raise LookupError(value)
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    found: Any = root
+    path = _PATH.fullmatch(value)
+    for name in path[1].split(".") if path else ("",):
+        found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING
+    if isinstance(found, dict | list) or found == _MISSING:
+        raise LookupError(value)
+    return _followed(found, root)
 
 
 def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:

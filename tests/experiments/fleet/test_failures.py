@@ -14,6 +14,8 @@ import pytest
 from areno.errors import EngineError, UsageError
 from areno.experiments.scheduler.errors import WorkerCreationError, WorkerFailedError
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
+from tests.support.cli import environment, preloaded
+from tests.support.preloaded import Forked
 from tests.support.processes import alive, workers_of
 
 
@@ -165,24 +167,15 @@ def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer,
 
 
 def test_a_killed_parent_leaves_no_process_and_no_memory(policy, tmp_path):
-    program = (
-        "import sys, time\n"
-        "from areno.engine.engine import Engine\n"
-        "from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet\n"
-        "from tests.experiments.fleet.conftest import config\n"
-        "from tests.experiments.fleet.support import requests\n"
-        f"fleet = RolloutFleet({str(policy)!r}, config(), FleetOptions(replicas=2, log_folder={str(tmp_path)!r}))\n"
-        f"engine = Engine({str(policy)!r}, config())\n"
-        "fleet.update_weights(engine, 1)\n"
-        "fleet.submit(requests(4, tokens=4000))\n"
-        "print(*[pid for replica in fleet.health().replicas for pid in replica.worker.pids], flush=True)\n"
-        "time.sleep(60)\n"
-    )
     before = set(Path("/dev/shm").iterdir())
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        workers = list(map(int, parent.stdout.readline().split()))
-        assert len(workers) == 2
-        assert all(map(alive, workers))
-        parent.kill()
+    end, beginning = os.pipe()
+    words = [str(policy), str(tmp_path)]
+    parent = Forked(preloaded().fork("tests.experiments.fleet.parent", words, environment(), beginning, beginning))
+    os.close(beginning)
+    with open(end) as said:
+        workers = list(map(int, said.readline().split()))
+    assert len(workers) == 2
+    assert all(map(alive, workers))
+    parent.kill()
     wait_until(lambda: not any(map(alive, workers)), 10)
     assert {path for path in Path("/dev/shm").iterdir() if "areno" in path.name} <= before

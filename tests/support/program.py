@@ -1,0 +1,17 @@
+"""A program whose ranks are forked like itself: ``python -m tests.support.program MODULE_OR_FILE ARGUMENTS``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from areno.engine.parallel import workers
+from tests.support.cli import forked_rank
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    workers._start_process = forked_rank
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
