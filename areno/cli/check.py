@@ -22,6 +22,8 @@ from areno.config.paths import unwritable
 Status = Literal["OK", "INFO", "WARN", "FAIL"]
 _GIB = 1024**3
 _EXTRAS = {
+    "uvicorn": ("serve", "areno serve and agents"),
+    "fastapi": ("serve", "areno serve and agents"),
     "flash-attn": ("flash", "FlashAttention on CUDA"),
     "math-verify": ("math", "rewards for mathematics"),
     "peft": ("lora", "adapters (--lora-rank)"),
@@ -91,8 +93,12 @@ def _ready(results: Sequence[Check]) -> list[str]:
     """What this machine can do now."""
     fine = {result.name for result in results if result.status == "OK"}
     devices = [name.removeprefix("device ") for name in sorted(fine) if name.startswith("device ")]
-    parts = [use for name, (_, use) in _EXTRAS.items() if f"{name} (optional)" in fine]
-    return [f"training and serving on {' and '.join(devices)}", *parts]
+    extras = dict.fromkeys(extra for extra, _ in _EXTRAS.values())
+    whole = {
+        extra for extra in extras if all(f"{name} (optional)" in fine for name, (e, _) in _EXTRAS.items() if e == extra)
+    }
+    uses = dict.fromkeys(use for extra, use in _EXTRAS.values() if extra in whole)
+    return [f"training on {' and '.join(devices)}", *uses]
 
 
 def _python(report: dict[str, Any]) -> list[Check]:

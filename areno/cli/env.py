@@ -42,7 +42,14 @@ REQUIRED = {
 }
 """Distributions that areno needs, with the least version of each."""
 
-OPTIONAL = {"math-verify": "0.8", "flash-attn": "2.7", "peft": "0.17", "bitsandbytes": "0.46"}
+OPTIONAL = {
+    "uvicorn": "0.30",
+    "fastapi": "0.115",
+    "math-verify": "0.8",
+    "flash-attn": "2.7",
+    "peft": "0.17",
+    "bitsandbytes": "0.46",
+}
 """Distributions behind an extra."""
 
 _MODULES = {

@@ -223,8 +223,8 @@ def _non_finite(stats: Mapping[str, float]) -> _Finding:
     bad = ", ".join(f"{name} is {value}" for name, value in seen.items() if not math.isfinite(value))
     return _Finding(
         bool(bad) if seen else None,
-        f"{bad}: the update is unusable. Lower --lr, set --grad-clip-norm, or try --dtype float32; then --resume from "
-        "the last checkpoint",
+        f"{bad}: the update is unusable, and so are later checkpoints. Begin a new run from the last checkpoint before this "
+        "step, with a lower --lr, a lower --grad-clip-norm, or --dtype float32",
     )
 
 

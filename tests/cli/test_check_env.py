@@ -43,7 +43,7 @@ def test_where_all_is_well_nothing_is_left_to_add(altered):
     told, steps = format_checks(results).split("Ready: ")
     assert "peft (optional)\n     not installed; needed for adapters (--lora-rank); to add it: " in told
     ready, after = steps.split("\n\n")
-    assert ready.startswith("training and serving on cpu") or "cuda" in ready
+    assert ready.startswith("training on cpu, areno serve and agents") or "cuda" in ready
     assert "rewards for mathematics" in ready
     assert "adapters" not in ready
     assert after == "Next:\n  1. a first run: areno quickstart"
@@ -138,5 +138,9 @@ def test_versions_compare_by_their_numbers():
 def test_the_least_versions_are_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert {f"{name}>={least}" for name, least in REQUIRED.items()} == set(project["dependencies"])
-    extras = {item for extra in ("math", "flash", "lora", "qlora") for item in project["optional-dependencies"][extra]}
+    extras = {
+        item
+        for extra in ("serve", "math", "flash", "lora", "qlora")
+        for item in project["optional-dependencies"][extra]
+    }
     assert {f"{name}>={least}" for name, least in OPTIONAL.items()} == extras

@@ -25,7 +25,6 @@ _SETTINGS = {
     "--dtype float32": "actor.dtype=float32",
     "--temperature": "gconfig.temperature",
     "--n-samples": "gconfig.n_samples",
-    "--resume": "go on (recover.mode=auto)",
     "--lr": "actor.optimizer.lr",
 }
 """What the options of ``areno train`` are called in an experiment."""

@@ -19,12 +19,11 @@ import torch
 
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import PPOConfig
-from areno.config.experiment.generation_sections import AgentConfig
-from areno.config.options import nearest
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, UsageError
+from areno.experiments.checks import parser_problems
 from areno.experiments.dispatcher import BatchDispatcher
 from areno.experiments.dump import TrajectoryDump
 from areno.experiments.engine_client import EngineClient
@@ -75,8 +74,6 @@ from areno.loss_fns.shaping import (
 )
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
-from areno.text.reasoning import list_reasoning_parsers
-from areno.text.tool_calls import list_tool_call_parsers
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
@@ -86,16 +83,7 @@ from areno.types import TrainSequence
 _log = logging.getLogger(__name__)
 
 _EVAL_AHEAD = 10**12
-_PARSERS = {"tool_call_parser": list_tool_call_parsers, "reasoning_parser": list_reasoning_parsers}
 _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
-
-
-def _check_parsers(agent: AgentConfig) -> None:
-    for name, known in _PARSERS.items():
-        value = getattr(agent, name)
-        if value not in ("auto", *known()) and value.replace("-", "_") not in known():
-            near = nearest(value, known())
-            raise UsageError(f"rollout.agent.{name} {value!r} is unknown{near}; choose auto, {', '.join(known())}")
 
 
 class PPOTrainer(ExperimentTrainer):
@@ -115,7 +103,8 @@ class PPOTrainer(ExperimentTrainer):
         self.fleet: RolloutFleet | None = None
         self.dispatchers: list[BatchDispatcher] = []
         self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
-        _check_parsers(config.rollout.agent)
+        for problem in parser_problems(config.rollout.agent):
+            raise UsageError(problem)
         super().__init__(config, train_dataset, valid_dataset)
         config = self.config
         try:

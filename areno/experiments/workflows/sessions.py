@@ -10,8 +10,6 @@ from areno.api.agentic.tape import AgentTape, TapeDeck
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.experiments.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
 from areno.serving.recording import KEY_PREFIX
-from areno.serving.server import ServerThread
-from areno.serving.service import Service, ServingConfig
 
 # An agent that asks for more at once than the engine decodes shall wait, and not be refused.
 _MAX_QUEUE = 1 << 20
@@ -80,6 +78,9 @@ class SessionServer:
         limits = [limit for limit in (engine_max_tokens, gconfig.max_tokens, engine.context_length) if limit]
         sampling = sampling_params(gconfig, 0, min(limits))
         self._deck = TapeDeck(engine.tokenizer, sampling, min(limits))
+        from areno.serving.server import ServerThread  # needs areno[serve], which workflows without agents do not
+        from areno.serving.service import Service, ServingConfig
+
         config = ServingConfig(
             model_name=model_name,
             default_max_tokens=sampling.max_new_tokens,
