@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from areno.api.agentic import AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
+from areno.api.agentic import calls as agent_calls
 from areno.api.agentic.collect import AgentRunner, Collected
 from tests.agentic.stage import batch_of, sampling
 
@@ -161,7 +162,7 @@ def test_an_agent_that_hangs_is_cancelled_with_all_that_it_began(trainer):
         return turns
 
     began = time.monotonic()
-    only_bad_fails(collect(trainer, agent, timeout_s=3), "no end within 3 s (--agent-timeout-s)")
+    only_bad_fails(collect(trainer, agent, timeout_s=1.5), "no end within 1.5 s (--agent-timeout-s)")
     assert time.monotonic() - began < 25
     assert len(cancelled) == 4  # in the first call and in the one alone
     check_nothing_left(trainer)
@@ -206,7 +207,8 @@ def test_what_an_agent_has_yielded_counts_although_it_fails_later(trainer):
     assert found.rerun == 2
 
 
-def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer):
+def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, monkeypatch):
+    monkeypatch.setattr(agent_calls, "GRACE_S", 1.0)
     refused = []
     release = threading.Event()
 
@@ -226,10 +228,10 @@ def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer):
                 turns.append(AgentTrajectoryTurn(item=item, messages=messages, response=response))
             return turns
 
-    runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=5, retries=1)
-    with trainer.rollout_session(sampling_params=sampling(max_new_tokens=4), timeout_s=5) as ctx:
+    runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=2, retries=1)
+    with trainer.rollout_session(sampling_params=sampling(max_new_tokens=4), timeout_s=2) as ctx:
         found = runner.collect(ctx, batch_of(PROMPTS, 2))
-        only_bad_fails(found, "no end within 5 s")
+        only_bad_fails(found, "no end within 2 s")
         release.set()
         deadline = time.monotonic() + 10
         while not refused and time.monotonic() < deadline:

@@ -61,14 +61,12 @@ def learn(folder, train, held_out, *further):
 
 
 def test_a_reward_model_prefers_right_solutions_that_it_has_not_seen(gsm8k, tmp_path):
-    """Seeds 0 and 1 reach 0.60; guessing is 0.5, with a standard error of 0.0185."""
-    found = [
-        margin
-        for index, (train, held_out) in enumerate(folds(gsm8k_pairs(gsm8k, questions=False), 2))
-        for margin in learn(tmp_path / str(index), train, held_out, "--max-steps", 8)
-    ]
-    assert len(found) == 731
-    assert accuracy(found) > 0.5 + 3 * standard_error(731)
+    """Half of the pairs teach, half are held out: 0.64 in seed 0, and 0.58 the other way round; guessing is 0.5, with a
+    standard error of 0.026."""
+    train, held_out = folds(gsm8k_pairs(gsm8k, questions=False), 2)[0]
+    found = learn(tmp_path / "half", train, held_out, "--max-steps", 8)
+    assert len(found) == 366
+    assert accuracy(found) > 0.5 + 3 * standard_error(366)
 
 
 @pytest.mark.long

@@ -152,6 +152,18 @@ def test_smaller_microbatches_and_recomputation_take_less_memory(tiny_checkpoint
     assert backward(activation_checkpointing=False) > backward()
 
 
+def test_a_shape_is_made_once_and_a_plan_does_not_depend_on_those_before_it(tiny_checkpoint):
+    """Advice and the tuner plan one model many times."""
+    runs = [options(tiny_checkpoint, **more) for more in ({}, {"activation_checkpointing": False}, {"mini_bs": 1})]
+    account._shape_of.cache_clear()
+    together = [make_plan(run) for run in (*runs, *runs)]
+    assert account._shape_of.cache_info().misses == 1
+    assert together[:3] == together[3:]
+    for run, plan in zip(runs[1:], together[1:], strict=False):
+        account._shape_of.cache_clear()
+        assert make_plan(run) == plan
+
+
 def test_roles_are_counted_where_a_run_holds_them(tiny_checkpoint):
     def plan(**values):
         return make_plan(options(tiny_checkpoint, **values))

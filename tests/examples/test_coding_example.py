@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.examples import scripted
 FOLDER = scripted.FOLDER / "coding"
 sys.path.insert(0, str(FOLDER))
 
+import sandbox  # noqa: E402
 from bugs import BUGS  # noqa: E402
 from coding import Repair  # noqa: E402
 from sandbox import NoSandboxError, working_method  # noqa: E402
@@ -89,7 +91,8 @@ RIGHT = next(bug.right for bug in BUGS if bug.name == "roman")
     ],
     ids=["right", "half", "worse", "syntax", "loop", "exit", "sys-exit", "forged"],
 )
-def test_a_module_is_worth_what_its_tests_say(content, expected):
+def test_a_module_is_worth_what_its_tests_say(content, expected, monkeypatch):
+    monkeypatch.setattr(sandbox, "Limits", partial(sandbox.Limits, seconds=3))  # ten, for a loop that never ends
     assert reward(ROMAN, write("roman.py", content)) == expected
 
 

@@ -6,13 +6,11 @@ import ast
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import environment
+from tests.support.cli import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sdk"
 PAGE = Path(os.environ.get("ARENO_TEST_SPEC", EXAMPLES.parents[2] / "shared" / "spec")) / "trainer-sdk.md"
@@ -26,16 +24,16 @@ def problems(tmp_path):
     return path
 
 
-def run(*command, cwd):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, env=environment(), cwd=cwd
-    )
+def run(program, *arguments, cwd, **how):
+    done = python(program, *arguments, folder=cwd, **how)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_rollout_example_prints_an_answer_and_how_it_ended(tiny_checkpoint, tmp_path):
-    out = run(EXAMPLES / "rollout.py", "--model", tiny_checkpoint, cwd=tmp_path)
+    out = run(
+        EXAMPLES / "rollout.py", "--model", tiny_checkpoint, cwd=tmp_path, fresh=True
+    )  # all that it needs, it imports
     assert re.search(r"\((\d+) tokens, ended by (stop|length)\)", out)
 
 
@@ -65,7 +63,7 @@ def printed_programs():
 def test_the_first_printed_program_runs(tiny_checkpoint, tmp_path):
     program = printed_programs()[0].replace("Qwen/Qwen3.5-4B", str(tiny_checkpoint))
     (tmp_path / "program.py").write_text(program + '\nprint("done")\n')
-    assert run("program.py", cwd=tmp_path) == "done\n"
+    assert run(tmp_path / "program.py", cwd=tmp_path) == "done\n"
 
 
 def test_the_second_printed_program_runs_without_its_stray_parenthesis(tiny_checkpoint, problems, tmp_path):
@@ -75,4 +73,4 @@ def test_the_second_printed_program_runs_without_its_stray_parenthesis(tiny_chec
     assert program.count(hub) == program.count(stray) == 1
     program = program.replace(hub, f'load_dataset("json", data_files={str(problems)!r}, split="train[0:1]")')
     (tmp_path / "program.py").write_text(program.replace(stray, "        )\n\n    stats"))
-    check_statistics(run("program.py", cwd=tmp_path))
+    check_statistics(run(tmp_path / "program.py", cwd=tmp_path))

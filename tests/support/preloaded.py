@@ -151,11 +151,19 @@ class Preloaded:
         return not any(key.startswith(_READ_AT_IMPORT) for key in differ)
 
     def fork(
-        self, module: str, arguments: list[str], environment: Mapping[str, str], stdout: int, stderr: int, *files: int
+        self,
+        program: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        *files: int,
+        folder: str | None = None,
     ) -> socket.socket:
-        """Run a module like ``python -m``; the socket tells the process's id and, at its end, its exit status.
+        """Run a module like ``python -m``, or the file of a program; the socket tells the process's id and, at its end, its
+        exit status.
 
-        The numbers of inherited files follow the arguments.
+        The numbers of inherited files follow the arguments. Without a ``folder`` the process has that of this one.
         """
         link = socket.socket(socket.AF_UNIX)
         deadline = time.monotonic() + _START_S
@@ -168,8 +176,8 @@ class Preloaded:
                 assert not ended, "the preloaded process has ended"
                 assert time.monotonic() < deadline, "the preloaded process does not answer"
                 time.sleep(0.05)
-        variables = {**environment, _ADDRESS: self.address}
-        request = {"module": module, "arguments": arguments, "environment": variables, "folder": os.getcwd()}
+        request: dict[str, Any] = {"program": program, "arguments": arguments, "folder": folder or os.getcwd()}
+        request["environment"] = {**environment, _ADDRESS: self.address}
         data = json.dumps(request).encode()
         socket.send_fds(link, [len(data).to_bytes(8, "big")], [stdout, stderr, *files])
         link.sendall(data)
@@ -235,9 +243,14 @@ def _become(request: dict[str, Any], handles: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     own = [str(handle) for handle in handles[2:]]
-    sys.argv = [request["module"], *request["arguments"], *own]
-    sys.path[0] = request["folder"]  # as with -m
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    program = request["program"]
+    sys.argv = [program, *request["arguments"], *own]
+    if program.endswith(".py"):
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.path[0] = request["folder"]  # as with -m
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     raise SystemExit(0)
 
 

@@ -284,18 +284,19 @@ class _Planner:
         run, paged = self.sizes.options, self.sizes.device.type == "cuda"
         # A prefill takes as many tokens whatever a prompt is; an agent's contexts grow up to the longest row.
         prompt = min(run.max_prompt_tokens, self.longest - 1)
-        one = self.actor.rollout(1, 1, prompt, prompt + 1, None).per_token
         budget = run.kv_cache_tokens
         if budget is None:
             free = self.available // self.sizes.sharing - self.actor.weights
-            budget = max(int(free * KV_SHARE) // one, 1024)
+            budget = max(int(free * KV_SHARE) // self.actor.bytes_per_token(prompt), 1024)
         found = self.actor.rollout(self.sizes.running, run.n_samples, prompt, self.longest, budget)
         if not paged:
             return found
         if run.kv_cache_tokens is None:
             need = self._need(self.updates, self.updates, 2 * found.beside)
             room = divide(self._free(), need, keeps_cache=not run.drop_rollout_state, recompute=self.recompute).cache
-            budget = pool_tokens(room // one, self.sizes.running, self.actor.model.context_length)
+            budget = pool_tokens(
+                room // self.actor.bytes_per_token(prompt), self.sizes.running, self.actor.model.context_length
+            )
         pool = budget * found.per_token  # pages are allocated as a whole
         return dataclasses.replace(found, peak=pool + found.beside, cache=pool)
 

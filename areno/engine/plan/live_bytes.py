@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _GROUPED = torch.ops.aten._grouped_mm.default
+_DEVICE = torch.ops.prim.device.default
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
@@ -19,6 +19,15 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
     first, second, *rest = args
     made: Tensor = _GROUPED(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
     return made.to(first.dtype)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors of an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, ValuesView)):
+            yield from _tensors(value)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -49,10 +58,12 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and count what it made."""
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if func is _DEVICE:  # asked for more often than all else together, and makes nothing
+            return func(*args)
+        given = {id(x.untyped_storage()) for x in _tensors((args, (kwargs or {}).values()))}
         result = _grouped(args, kwargs) if func is _GROUPED else func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and id(made.untyped_storage()) not in given:
+        for made in _tensors((result,)):
+            if id(made.untyped_storage()) not in given:
                 self._count(made.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result

@@ -13,13 +13,16 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import PAIR_ALGORITHMS
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.peers import Layout, Peers
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import most_tokens
 from areno.loss_fns.pack import declares_reduction, reads_entropy
 from areno.types import tightest
+
+# One for all plans: options with peers of their own are unlike all others, and no shape would be known again.
+_PEERS = Peers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class RunSizes:
             dummy=True,
             attn_backend=run.attn_backend,
             option=option,
+            peers=_PEERS,
         )
 
     @property

@@ -305,30 +305,39 @@ class ShapeOf:
             longest: tokens of prompt and answer.
             budget: cells of the cache in use at once; None is no limit.
         """
-        key = ("rollout", running, n_samples, prompt, longest, budget)
-        return self._once(key, lambda: self._rollout(running, n_samples, prompt, longest, budget))
+        first = round_up(prompt + 1, COLUMN_STEP)
+        widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
+        grown = tuple((columns, _fitting(running, columns, budget)) for columns in widths)
+        key = ("rollout", n_samples, prompt, longest, grown)
+        return self._once(key, lambda: self._rollout(n_samples, prompt, longest, grown))
 
-    def _rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
-        model = self.model
-        assert isinstance(model, CausalLM)
+    def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
+        """``grown``: columns of the cache, and the sequences that run in it, each time it grows."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
             cache, beside = SlotCache(), 0
-            columns = round_up(prompt + 1, COLUMN_STEP)
-            rows = _fitting(running, columns, budget)
+            rows = grown[0][1]
             at_once = min(max(IDLE_PREFILL // prompt, 1) * n_samples, rows)
             for held in sorted({at_once, rows}):  # the first prefill, and the last over what the others have left
                 beside = max(beside, self._prefill(live, cache, held, at_once, n_samples, prompt))
-            while columns < longest:
-                columns = min(columns + COLUMN_STEP, round_up(longest, COLUMN_STEP))
-                rows = _fitting(running, columns, budget)
+            for columns, rows in grown[1:]:
                 cache.reserve(rows, columns)
-            held_bytes = cache.nbytes()
-            peak = live.peak
+            held_bytes, per_token, peak = cache.nbytes(), _per_token(cache), live.peak
             live.restart()
             self._decode(cache, rows, longest)
             beside = max(beside, live.peak - held_bytes)
-            cells = cache.slots * cache.columns
-            return RolloutBytes(max(peak, live.peak), held_bytes, -(-held_bytes // cells), beside)
+            return RolloutBytes(max(peak, live.peak), held_bytes, per_token, beside)
+
+    def bytes_per_token(self, prompt: int) -> int:
+        """Bytes of a cached token of one sequence, whose prompt has so many."""
+        return self._once(("token", prompt), lambda: self._bytes_per_token(prompt))
+
+    def _bytes_per_token(self, prompt: int) -> int:
+        with self._counting(), torch.inference_mode(False), torch.no_grad():
+            cache = SlotCache()
+            cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))
+            plan = PrefillPlan(cache, [Span([0], prompt)])
+            self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
+            return _per_token(cache)
 
     def _prefill(self, live: LiveBytes, cache: SlotCache, held: int, rows: int, n_samples: int, prompt: int) -> int:
         """Prefill the last ``rows`` of ``held`` sequences; returns the most bytes beside the cache."""
@@ -391,6 +400,10 @@ def _put_on_cpu(module: torch.nn.Module) -> None:
 def _fitting(running: int, columns: int, budget: int | None) -> int:
     """Sequences of so many columns that the budget lets run; at least one always does."""
     return running if budget is None else min(running, max(budget // columns, 1))
+
+
+def _per_token(cache: SlotCache) -> int:
+    return -(-cache.nbytes() // (cache.slots * cache.columns))
 
 
 def _sample(logits: Tensor) -> None:
