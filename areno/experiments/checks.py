@@ -84,7 +84,9 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
                 f"{install_command('track')}, or set stats_logger.{name}.mode=disabled"
             )
     wandb = config.stats_logger.wandb
-    if wandb.mode in ("online", True) and not (wandb.wandb_api_key or has_wandb_login(wandb.wandb_base_url)):
+    if wandb.mode not in ("online", True) or importlib.util.find_spec("wandb") is None:
+        return
+    if not (wandb.wandb_api_key or has_wandb_login(wandb.wandb_base_url)):
         yield (
             "stats_logger.wandb.mode=online needs a login, and there is none: run `wandb login`, set WANDB_API_KEY, or set "
             "stats_logger.wandb.mode=offline"

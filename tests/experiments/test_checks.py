@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areno.errors import DataError, UsageError
-from areno.experiments.checks import check_inputs
+from areno.experiments.checks import check_inputs, has_wandb_login
 from areno.experiments.run import run_experiment, trainer_class
 from areno.experiments.trainers import experiment
 from tests.config.experiment.samples import rl
@@ -96,8 +96,20 @@ def test_rows_of_a_workflow_of_ones_own_may_have_any_keys(tmp_path, tiny_checkpo
         trainer_class(config)(config)  # its workflow comes with train()
 
 
+def test_a_login_that_is_missing_is_found_without_the_service(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_login("")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert has_wandb_login("")
+    assert not has_wandb_login("https://wandb.example.org")
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert has_wandb_login("https://wandb.example.org")
+
+
 def test_a_service_that_refuses_is_found_before_a_model_is_loaded(tmp_path, tiny_checkpoint, no_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     changes = {"stats_logger.wandb.mode": "online"}
-    with pytest.raises(UsageError, match=r"wandb\.mode needs the package wandb"):
+    with pytest.raises(UsageError, match=r"wandb\.mode=online needs the package wandb"):
         run_experiment(settings_of_kind("sft", tiny_checkpoint, tmp_path, changes))
