@@ -129,6 +129,9 @@ class CheckpointOptions:
         help="Directory for checkpoints, written as step_000100 and so on. The last step is always saved.",
     )
     save_interval: int = _checkpoint(100, minimum=1, help="Save every N steps.")
+    save_interval_minutes: float | None = _checkpoint(
+        None, above=0, unset="by steps alone", help="Save also whenever N minutes have passed."
+    )
     keep_checkpoints: int | None = _checkpoint(
         None,
         minimum=1,
@@ -171,6 +174,9 @@ class EvaluationOptions:
     )
     eval_interval: int = _evaluation(100, minimum=1, help="Evaluate every N steps, and after the last.")
     eval_before_train: bool = _evaluation(True, help="Evaluate once before the first step, to know where it starts.")
+    early_stop_patience: int | None = _evaluation(
+        None, minimum=1, unset="never", help="End the run after N evaluations in a row that were not the best one."
+    )
     eval_max_rows: int | None = _evaluation(None, minimum=1, unset="all", help="Use only the first N held-out rows.")
     eval_n_samples: int = _evaluation(
         1, minimum=1, rollout_only=True, help="Completions per held-out prompt; pass@k is reported up to this k."

@@ -83,6 +83,7 @@ class RunSpec:
         run_dir: folder of the run.
         span: how long it goes on.
         evaluation: when the held-out rows are measured.
+        patience: the run ends when so many evaluations in a row were not the best one; None goes on.
         evaluated_with: settings that two evaluations must share to be comparable.
         checkpoints: what it can be resumed from.
         resumed: it goes on with an earlier attempt's files.
@@ -94,5 +95,6 @@ class RunSpec:
     span: Span
     evaluation: Frequency
     checkpoints: CheckpointSpec
+    patience: int | None = None
     evaluated_with: dict[str, Any] = field(default_factory=dict)
     resumed: bool = False

@@ -192,8 +192,8 @@ class TrainingLoop(ABC):
     def finished(self) -> bool:
         """Whether one of the limits of the run is reached; epochs are counted by :meth:`steps`."""
         span, state = self.spec.span, self.state
-        over = span.steps is not None and state.step >= span.steps
-        return over or (span.sequences is not None and state.sequences >= span.sequences)
+        limits = ((span.steps, state.step), (span.sequences, state.sequences), (self.spec.patience, state.not_best))
+        return any(limit is not None and reached >= limit for limit, reached in limits)
 
     def _step(self, planned: PlannedStep) -> None:
         at, report, began = planned.at, self.report, time.perf_counter()
@@ -283,9 +283,12 @@ class TrainingLoop(ABC):
             improved = not math.isnan(value)
         else:
             improved = value > best["value"] if self.best_is_higher else value < best["value"]
+        self.state.not_best = 0 if improved else self.state.not_best + 1
         if improved:
             best = self.state.best = {"step": self.state.step, "metric": name, "value": value}
         shown = f"{name} {value:.4g} after {self.state.step} steps"
+        if self.state.not_best == self.spec.patience:
+            self.logger.info("%d evaluations in a row were not the best one: the run ends", self.state.not_best)
         self.display.evaluated(shown if best is None else f"{shown}, best {best['value']:.4g} after {best['step']}")
         return improved
 
@@ -295,10 +298,11 @@ class TrainingLoop(ABC):
         if done is None:
             return
         if done["step"] == self.state.step and not self.report.joins_evaluation:
-            self.report.record_evaluation(self.state, done["metrics"])
+            self.report.record_evaluation(self.state, done["metrics"], again=True)
         if done["settings"] != self.spec.evaluated_with:
             self.logger.info("the evaluation options are not those of the run so far: the best evaluation starts anew")
             self.state.evaluation = self.state.best = None
+            self.state.not_best, self.state.evaluation_due = 0, True
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -75,8 +75,8 @@ class Reporter(ABC):
         """
 
     @abstractmethod
-    def record_evaluation(self, state: RunState, metrics: Mapping[str, float]) -> None:
-        """Write the numbers of an evaluation that belongs to no step's record."""
+    def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
+        """Write the numbers of an evaluation that belongs to no step's record; ``again`` after their line was dropped."""
 
     @abstractmethod
     def rewind(self, state: RunState) -> None:

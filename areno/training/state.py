@@ -28,6 +28,7 @@ class RunState:
         evaluation: the last evaluation: ``step`` (completed steps of the model that was measured), ``metrics``, and the
             ``settings`` under which others are comparable with it.
         best: the best evaluation so far: ``step``, ``metric``, ``value``.
+        not_best: evaluations since the best one.
         parts: counters of the parts of a run by name, as JSON has them: frequencies, data position, statistics.
     """
 
@@ -43,6 +44,7 @@ class RunState:
     evaluation_due: bool = False
     evaluation: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
+    not_best: int = 0
     parts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -197,3 +197,27 @@ def test_the_command_measures_a_checkpoint_as_its_run_did(tmp_path, tiny_checkpo
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 28
     assert sum(answer["reward"] for answer in answers) / 28 == pytest.approx(last["rewards_mean"])
+
+
+def test_a_run_that_gets_worse_ends_and_leaves_its_best_checkpoint(tiny_checkpoint, tmp_path):
+    task = write_task(tmp_path / "task")
+    words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
+    words += ["--eval-dataset-path", task["data.jsonl"], "--eval-interval", 1, "--keep-best", "--lr", 0.3]
+    done = areno(*words, "--early-stop-patience", 3, "--no-shuffle")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    best = losses.index(min(losses))  # after so many steps
+    assert len(losses) == best + 4 < 50
+    assert "3 evaluations in a row were not the best one: the run ends" in done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["best_evaluation"]["step"], summary["steps"]) == (best, best + 3)
+
+
+def test_checkpoints_are_also_written_by_the_clock(tiny_checkpoint, tmp_path):
+    task = write_task(tmp_path / "task")
+    words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
+    done = areno(*words, "--max-steps", 3, "--save-interval-minutes", 1e-6)
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002", "step_000003"]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from areno.errors import EngineError, UsageError
 from areno.experiments.run import run_experiment
 from areno.experiments.trainers import SFTTrainer, experiment
+from areno.training.state import RunState
 from tests.experiments.trainer_stage import ANSWERED, Run, differ, run_kind, settings_of_kind, trainer_of
 
 
@@ -171,6 +172,17 @@ def test_evaluations_come_at_their_times(sft):
     before = sft({**SIX, **valid(freq_epochs=2, eval_before_train=True)})
     assert len(before.column("sft/eval/loss")) == 2
     assert before.column("sft/eval/loss")[0] > before.column("sft/eval/loss")[1]
+
+
+def test_the_best_checkpoint_is_kept_and_a_run_that_gets_worse_ends(sft):
+    judged = valid(freq_steps=1, keep_best=True, early_stop_patience=3)
+    run = sft({**SIX, **judged, "total_train_epochs": 20, "actor.optimizer.lr": 0.3})
+    losses = run.column("sft/eval/loss")
+    best = losses.index(min(losses))
+    assert len(losses) == run.steps == best + 4 < 60
+    assert run.trainer.state.best == {"step": best + 1, "metric": "sft/eval/loss", "value": losses[best]}
+    assert RunState.of_checkpoint(run.checkpoints / "recover/best").step == best + 1
+    assert run.saved() == [run.steps - 1]
 
 
 def test_restart_points_are_written_and_gone_on_from(tiny_checkpoint, tmp_path, monkeypatch):

@@ -42,13 +42,19 @@ def spec_of(config: TrainOptions) -> RunSpec:
         evaluated_with={name: getattr(config, name) for name in names},
         checkpoints=CheckpointSpec(
             config.checkpoint_path,
-            Frequency(steps=config.save_interval, last=True),
+            Frequency(steps=config.save_interval, seconds=seconds(config.save_interval_minutes), last=True),
             newest=config.keep_checkpoints,
             best=config.keep_best,
             remedy="free some space, use --keep-checkpoints, or choose another --save-path",
         ),
+        patience=config.early_stop_patience,
         resumed=bool(config.resume),
     )
+
+
+def seconds(minutes: float | None) -> float | None:
+    """The same time in seconds."""
+    return None if minutes is None else 60 * minutes
 
 
 class DataTrainer(TrainingLoop):
@@ -150,8 +156,9 @@ class DataTrainer(TrainingLoop):
             for batch, position in self.batches(order, state.position):
                 at = StepInfo(epoch, state.epoch_step, state.step, self._steps_per_epoch(), _NO_LAST_STEP)
                 yield PlannedStep(batch, at, position)
-                if self.finished():
+                if config.max_steps is not None and state.step >= config.max_steps:
                     lifecycle.max_steps_reached(self.logger, epoch, state.step - 1)
+                if self.finished():
                     return
             state.epoch, state.epoch_step, state.position = epoch + 1, 0, 0
             lifecycle.epoch_end(self.logger, epoch)

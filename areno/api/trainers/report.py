@@ -54,9 +54,10 @@ class StepReporter(Reporter):
             rewards=outcome.rewards,
         )
 
-    def record_evaluation(self, state: RunState, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Log the metrics, and write them under ``eval/``."""
-        lifecycle.evaluation(self.logger, state.epoch, state.step, metrics)
+        if not again:
+            lifecycle.evaluation(self.logger, state.epoch, state.step, metrics)
         self._metrics(state.step).record_scalars(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:

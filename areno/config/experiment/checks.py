@@ -107,9 +107,15 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"train_dataset.type {kind!r} is for {known.__name__}, and this is {type(config).__name__}; correct one of them"
     valid, evaluator = config.valid_dataset, config.evaluator
     frequencies = (evaluator.freq_epochs, evaluator.freq_steps, evaluator.freq_secs)
-    evaluates = evaluator.eval_before_train or any(value is not None for value in frequencies)
-    if valid is None and evaluates:
+    often = any(value is not None for value in frequencies)
+    judges = evaluator.keep_best or evaluator.early_stop_patience is not None
+    if valid is None and (often or judges or evaluator.eval_before_train):
         yield "evaluator has nothing to evaluate on; give valid_dataset, or leave the evaluator's frequencies out"
+    elif judges and not often:
+        yield (
+            "evaluator.keep_best and evaluator.early_stop_patience need evaluations during training; give "
+            "evaluator.freq_steps, freq_epochs or freq_secs too"
+        )
     if valid is not None and valid.type != kind:
         yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
 

@@ -69,6 +69,12 @@ class EvaluatorConfig(FrequencyConfig):
     """Evaluation on the held-out rows."""
 
     eval_before_train: bool = setting(False, help="Evaluate once before the first step.")
+    keep_best: bool = setting(False, help="Keep the checkpoint with the best evaluation, as recover/best.")
+    early_stop_patience: int | None = setting(
+        None,
+        minimum=1,
+        help="End the run after so many evaluations in a row that were not the best one; null never does.",
+    )
 
 
 @dataclass

@@ -229,10 +229,13 @@ class ExperimentTrainer(TrainingLoop):
             run_dir=self.run_dir.path,
             span=Span(config.total_train_epochs, config.total_train_steps, config.total_train_n_seqs),
             evaluation=frequency(config.evaluator, first=config.evaluator.eval_before_train),
+            patience=config.evaluator.early_stop_patience,
+            evaluated_with={"valid_dataset": None if config.valid_dataset is None else config.valid_dataset.path},
             checkpoints=CheckpointSpec(
                 self._elsewhere(recover, self.folders.checkpoints) / "recover",
                 every,
                 newest=_KEPT_CHECKPOINTS,
+                best=config.evaluator.keep_best,
                 enabled=recover.mode in ("on", "auto"),
                 saves_optimizer=not recover.no_save_optim,
                 loads_optimizer=not (recover.no_load_optim or recover.no_save_optim),
@@ -326,10 +329,16 @@ class ExperimentTrainer(TrainingLoop):
         return self.evaluate()
 
     def end(self) -> None:
-        """Wait for models that are still being written."""
+        """Save the last models where an early stop came unforeseen, and wait for those that are still being written."""
         self.saver.wait()
+        self._save_last_models()
         self.run_dir.write_summary(
-            {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
+            {
+                "global_step": self.state.step,
+                "sequences": self.state.sequences,
+                "finished": True,
+                "best_evaluation": self.state.best,
+            }
         )
 
     def timed(self, key: str) -> Any:
@@ -409,11 +418,16 @@ class ExperimentTrainer(TrainingLoop):
         """A checkpoint where there are any, else the models."""
         if self.spec.checkpoints.enabled:
             self.checkpoint()
-        elif self.state.step and self.config.saver.mode != SAVES_NOTHING:
-            state = self.state
-            at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
-            if not self.saver.path(DEFAULT, at).exists():
-                self.save_models(at)
+        else:
+            self._save_last_models()
+
+    def _save_last_models(self) -> None:
+        """Save the models of the last step, unless that is done or nothing is saved."""
+        state = self.state
+        at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
+        saves = self.config.saver.mode != SAVES_NOTHING
+        if state.step and saves and not self.saver.path(DEFAULT, at).exists():
+            self.save_models(at)
 
     def ensure_roles(self) -> None:
         """Load the models that score besides the actor."""

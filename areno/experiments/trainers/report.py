@@ -71,7 +71,7 @@ class ExperimentReporter(Reporter):
         outcome.stats |= self._tracker.export()
         self._stats_logger.commit(at.epoch, at.epoch_step, at.global_step, outcome.stats)
 
-    def record_evaluation(self, state: RunState, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Tell what was measured before the next step."""
         self._stats_logger.before_step(metrics, state.step)
 

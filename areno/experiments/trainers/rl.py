@@ -90,6 +90,8 @@ class PPOTrainer(ExperimentTrainer):
     """Policy-gradient training; see the module's text and :class:`ExperimentTrainer`."""
 
     config: PPOConfig
+    best_metric = "eval-rollout/reward/avg"
+    best_is_higher = True
 
     def __init__(
         self,

@@ -108,6 +108,7 @@ class SFTTrainer(SupervisedTrainer):
     """Supervised fine-tuning: on a response to a prompt, an answer to a question, or the last message of a conversation."""
 
     section: ClassVar[str] = "sft"
+    best_metric = "sft/eval/loss"
 
     def encode(self, rows: Sequence[Any], longest: int, names: dict[str, Any]) -> tuple[list[Any], int]:
         """Prompts with their responses."""
@@ -153,6 +154,8 @@ class RWTrainer(PairTrainer):
 
     config: RWConfig
     section: ClassVar[str] = "rw"
+    best_metric = "rw/eval/correct_ratio/avg"
+    best_is_higher = True
     actor_trains: ClassVar[str] = "reward"
 
     def loss(self) -> Any:
@@ -165,6 +168,8 @@ class DPOTrainer(PairTrainer):
 
     config: DPOConfig
     section: ClassVar[str] = "dpo"
+    best_metric = "dpo/eval/reward_accuracy/avg"
+    best_is_higher = True
 
     def ensure_roles(self) -> None:
         """The reference."""

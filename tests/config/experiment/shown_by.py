@@ -58,6 +58,9 @@ EFFECTS: dict[str, str] = {
     "FrequencyConfig.fileroot": _SUPERVISED + "test_the_folder_and_the_mode_of_saving",
     "SaverConfig.mode": _SUPERVISED + "test_async_saving_writes_beside_training",
     "EvaluatorConfig.eval_before_train": _SUPERVISED + "test_evaluations_come_at_their_times",
+    "EvaluatorConfig.keep_best": _SUPERVISED + "test_the_best_checkpoint_is_kept_and_a_run_that_gets_worse_ends",
+    "EvaluatorConfig.early_stop_patience": _SUPERVISED
+    + "test_the_best_checkpoint_is_kept_and_a_run_that_gets_worse_ends",
     "RecoverConfig.mode": _SUPERVISED + "test_restart_points_are_written_and_gone_on_from",
     "RecoverConfig.retries": _SUPERVISED + "test_a_failed_run_is_started_again_so_often",
     "RecoverConfig.no_save_optim": _SUPERVISED + "test_a_restart_may_begin_with_a_fresh_optimizer",

@@ -40,6 +40,8 @@ COMPANIONS: dict[str, dict] = {
     "evaluator.freq_steps": {"valid_dataset": {"path": "x", "type": "rl"}},
     "evaluator.freq_secs": {"valid_dataset": {"path": "x", "type": "rl"}},
     "evaluator.eval_before_train": {"valid_dataset": {"path": "x", "type": "rl"}},
+    "evaluator.keep_best": {"valid_dataset": {"path": "x", "type": "rl"}, "evaluator.freq_steps": 1},
+    "evaluator.early_stop_patience": {"valid_dataset": {"path": "x", "type": "rl"}, "evaluator.freq_steps": 1},
     "actor.sapo_tau_pos": {"actor.use_sapo_loss": True},
     "actor.sapo_tau_neg": {"actor.use_sapo_loss": True},
     "actor.rejection_sampling": {"actor.use_decoupled_loss": True},
