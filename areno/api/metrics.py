@@ -12,6 +12,7 @@ from typing import Any
 
 from areno.observability.run_dir import RunDirectory
 from areno.observability.scalars import step_scalars
+from areno.observability.services import ServiceGroup
 from areno.observability.tensorboard import EventWriter
 from areno.types import TrainSequence
 
@@ -23,11 +24,17 @@ class MetricsRecorder:
         log_dir: folder of the TensorBoard events; None writes none.
         run_dir: its ``metrics.jsonl`` gets one object per step; None writes none.
         purge_step: on resume, the first step that will be recorded again.
+        services: tracking services that get the same scalars.
     """
 
     def __init__(
-        self, log_dir: str | Path | None, run_dir: RunDirectory | None = None, purge_step: int | None = None
+        self,
+        log_dir: str | Path | None,
+        run_dir: RunDirectory | None = None,
+        purge_step: int | None = None,
+        services: ServiceGroup | None = None,
     ) -> None:
+        self._services = services
         self._events = EventWriter(log_dir, purge_step) if log_dir is not None else None
         self._run_dir = run_dir
 
@@ -73,6 +80,8 @@ class MetricsRecorder:
             self._run_dir.append_metrics(step, scalars)
         if self._events is not None:
             self._events.write(step, scalars, time.time())
+        if self._services is not None:
+            self._services.log(step, scalars)
 
     def close(self) -> None:
         """Write what is still queued; a second call does nothing.
@@ -80,5 +89,7 @@ class MetricsRecorder:
         Raises:
             ArenoError: the events could not be written.
         """
+        if self._services is not None:
+            self._services.close()
         if self._events is not None:
             self._events.close()

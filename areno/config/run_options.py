@@ -203,3 +203,18 @@ class ObservabilityOptions:
         unset="<run>/events",
         help="Directory for TensorBoard event files.",
     )
+    track: tuple[str, ...] = option(
+        (),
+        group="Observability",
+        metavar="SERVICE",
+        changes_results=False,
+        help="Also send all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE choose its mode. "
+        "Repeatable.",
+    )
+    track_project: str = option(
+        "areno",
+        group="Observability",
+        metavar="NAME",
+        changes_results=False,
+        help="Project that services show the run in, under the name of the run directory.",
+    )

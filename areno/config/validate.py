@@ -22,6 +22,7 @@ from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.resume import checkpoints, is_run, value_of
 from areno.config.splits import TEST, TRAIN, split_problem
+from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
 
@@ -90,6 +91,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
             yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
             yield from _agents(options)
     yield from shared_problems(options)
+    yield from _tracking(options)
     yield from _output_paths(options)
 
 
@@ -305,6 +307,14 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
             yield f"--fsdp with {option}: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
     if options.tune_params:
         yield "--fsdp with --tune-params: the memory of spread weights is not planned yet; give the sizes, or --no-fsdp"
+
+
+def _tracking(options: TrainOptions) -> Iterator[str]:
+    for service in options.track:
+        if service not in SERVICES:
+            yield f"--track {service} is unknown{nearest(service, SERVICES)}; choose {', '.join(SERVICES)}"
+        elif problem := service_problem(service, mode_of(service)):
+            yield f"--track {service} {problem}"
 
 
 def _agents(options: TrainOptions) -> Iterator[str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
-from netrc import NetrcParseError, netrc
 from typing import Any
-from urllib.parse import urlparse
 
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.generation_sections import AgentConfig
@@ -17,6 +13,7 @@ from areno.config.hooks import named_object
 from areno.config.options import nearest
 from areno.config.packages import install_command, missing_server_packages
 from areno.config.parser import Problems
+from areno.config.tracking import SERVICES, service_problem
 from areno.errors import UsageError
 from areno.text.reasoning import list_reasoning_parsers
 from areno.text.tool_calls import list_tool_call_parsers
@@ -76,32 +73,14 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield from parser_problems(config.rollout.agent)
         if config.rollout.agent.agent_cls_path and (missing := missing_server_packages()):
             yield f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}"
-    for name in ("wandb", "swanlab", "trackio"):
+    for name in SERVICES:
         section = getattr(config.stats_logger, name)
-        if section.mode not in ("disabled", False, None) and importlib.util.find_spec(name) is None:
-            yield (
-                f"stats_logger.{name}.mode={section.mode} needs the package {name}; install it: "
-                f"{install_command('track')}, or set stats_logger.{name}.mode=disabled"
-            )
-    wandb = config.stats_logger.wandb
-    if wandb.mode not in ("online", True) or importlib.util.find_spec("wandb") is None:
-        return
-    if not (wandb.wandb_api_key or has_wandb_login(wandb.wandb_base_url)):
-        yield (
-            "stats_logger.wandb.mode=online needs a login, and there is none: run `wandb login`, set WANDB_API_KEY, or set "
-            "stats_logger.wandb.mode=offline"
-        )
-
-
-def has_wandb_login(address: str) -> bool:
-    """Whether W&B would find a key by itself: in the environment, or where ``wandb login`` stores it."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(address or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:
-        return netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, NetrcParseError):
-        return False
+        mode = "online" if section.mode is True else section.mode
+        if mode in ("disabled", False, None):
+            continue
+        login = {"key": section.wandb_api_key, "address": section.wandb_base_url} if name == "wandb" else {}
+        if problem := service_problem(name, mode, **login):
+            yield f"stats_logger.{name}.mode={mode} {problem}; or set stats_logger.{name}.mode=disabled"
 
 
 def _problem(named: Any, option: str, *, callable_: bool = True) -> str:

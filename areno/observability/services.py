@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,6 +101,36 @@ def open_services(
             service.close()
         raise
     return services
+
+
+class ServiceGroup:
+    """Services that all get the same numbers; one that fails is left out, because training must not depend on it.
+
+    Args:
+        services: open ones.
+        kept_in: file that has all values whatever happens, for messages.
+    """
+
+    def __init__(self, services: Iterable[Service], kept_in: Path) -> None:
+        self._services, self._kept_in = list(services), kept_in
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of one step."""
+        for service in list(self._services):
+            try:
+                service.log(step, numbers)
+            except Exception as error:  # a service's own failure, of whatever type
+                self._services.remove(service)
+                _log.error("%s is left out from now on: %s; %s has all values", service.name, error, self._kept_in)
+
+    def close(self) -> None:
+        """Close all; a second call does nothing."""
+        services, self._services = self._services, []
+        for service in services:
+            try:
+                service.close()
+            except Exception as error:  # a service's own failure, of whatever type
+                _log.error("%s did not end properly: %s; %s has all values", service.name, error, self._kept_in)
 
 
 def _mode(section: str, value: Any, modes: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areno.observability.run_dir import RunDirectory
-from areno.observability.services import Service
+from areno.observability.services import Service, ServiceGroup
 from areno.observability.statistics import with_short_names
 from areno.observability.tracker import without_counts
 
@@ -45,7 +45,7 @@ class StatsLogger:
         self._run_dir = run_dir
         self.total_epochs = total_epochs
         self._steps_per_epoch = steps_per_epoch
-        self._services = list(services)
+        self._services = ServiceGroup(services, run_dir.metrics_path)
         self._clock = clock
         self._start = self._previous = clock()
         self._global_step = self._x = -1
@@ -88,8 +88,7 @@ class StatsLogger:
         self._x = max(global_step, self._x + 1)
         sent = {**self._held, **numbers}
         self._held = {}
-        for service in list(self._services):
-            self._send(service, sent)
+        self._services.log(self._x, sent)
 
     def state_dict(self) -> dict[str, Any]:
         """What a recovered run continues with."""
@@ -122,24 +121,8 @@ class StatsLogger:
 
     def close(self) -> None:
         """Close the services; a second call does nothing."""
-        services, self._services = self._services, []
-        for service in services:
-            try:
-                service.close()
-            except Exception as error:  # a service's own failure, of whatever type
-                _log.error("%s did not end properly: %s; %s has all values", service.name, error, self._metrics)
+        self._services.close()
         _log.info("%d steps in %.1f s", self._global_step + 1, self._clock() - self._start)
-
-    def _send(self, service: Service, numbers: Mapping[str, float]) -> None:
-        try:
-            service.log(self._x, numbers)
-        except Exception as error:  # a service's own failure, of whatever type
-            self._services.remove(service)
-            _log.error("%s is left out from now on: %s; %s has all values", service.name, error, self._metrics)
-
-    @property
-    def _metrics(self) -> str:
-        return str(self._run_dir.metrics_path)
 
 
 def table(numbers: Mapping[str, float]) -> str:

@@ -315,6 +315,8 @@ OPTIONS = {
     "eval_n_samples": 1,
     "eval_temperature": None,
     "metrics_log_dir": None,
+    "track": (),
+    "track_project": "areno",
 }
 
 

@@ -226,7 +226,7 @@ def test_an_error_after_the_critic_has_moved_saves_the_last_whole_step(failing, 
     warm_up = 5 if failing == "finish_step" else 0
     with ppo_loop(tiny_checkpoint, tmp_path, critic_warmup_steps=warm_up) as loop:
         step(loop)
-        loop._save()
+        loop.checkpoint()
         step(loop)
         kept = weights_of(loop.instance, "critic")
         loop._rescue(EngineError("between two steps"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -123,3 +124,32 @@ def test_accumulation_takes_several_optimizer_steps_from_one_batch(train):
     assert all(record["train/ratio_std"] > 1e-4 for record in records)
     state = sorted((run_dir / "checkpoints").iterdir())[-1] / "trainer_state" / "optimizer.pt"
     assert torch.load(state, weights_only=True)["steps"] == 6
+
+
+def test_a_tracking_service_gets_the_metrics_too(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    task = write_task(tmp_path / "task")
+    words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
+    done = areno(*words, "--max-steps", 2, "--track", "wandb", "--track-project", "sums")
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "run").rglob("run-*.wandb")
+    assert kept.name == "run-sums_run_train.wandb"
+    assert b"train/sft_loss" in kept.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--track", "wandbb"], r"--track wandbb is unknown.*did you mean wandb"),
+        (["--track", "wandb"], r"--track wandb needs a login.*WANDB_API_KEY"),
+        (["--track-project", "x"], r"--track-project x has no effect without a service"),
+    ],
+)
+def test_services_are_looked_at_before_anything_is_loaded(words, said, tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    task = write_task(tmp_path / "task")
+    given = map(str, task_arguments("sft", tiny_checkpoint, task, tmp_path / "run"))
+    assert main([*given, *words]) == 2
+    assert re.search(said, capsys.readouterr().err)

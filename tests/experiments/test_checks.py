@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from areno.config.tracking import has_wandb_login
 from areno.errors import DataError, UsageError
-from areno.experiments.checks import check_inputs, has_wandb_login
+from areno.experiments.checks import check_inputs
 from areno.experiments.run import run_experiment, trainer_class
 from areno.experiments.trainers import experiment
 from tests.config.experiment.samples import rl

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from logging import Logger
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from areno.api.metrics import MetricsRecorder
+from areno.config.tracking import mode_of
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.observability import lifecycle
 from areno.observability.health import HealthMonitor
 from areno.observability.run_dir import RunDirectory
+from areno.observability.services import RunName, ServiceGroup, open_services
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
 from areno.training.state import RunState
@@ -34,10 +37,12 @@ class StepReporter(Reporter):
         super().__init__(RunDirectory(config.run_path), logger, health)
         self._config = config
         self._recorder: MetricsRecorder | None = None
+        self._services: ServiceGroup | None = None
 
     def begin(self, total_steps: int, done_steps: int) -> None:
         """Also write the configuration."""
         self.run_dir.write_config(dump_config(self._config))
+        self._services = self._open_services()
         super().begin(total_steps, done_steps)
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
@@ -77,10 +82,18 @@ class StepReporter(Reporter):
         super().close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._services is not None:
+            self._services.close()
+
+    def _open_services(self) -> ServiceGroup:
+        config = self._config
+        name = RunName(config.track_project, self.run_dir.path.name, asdict(config))
+        sections: dict[str, Any] = {service: {"mode": mode_of(service)} for service in config.track}
+        return ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
 
     def _metrics(self, step: int) -> MetricsRecorder:
         if self._recorder is None:
             self._recorder = MetricsRecorder(
-                self._config.events_path, self.run_dir, step if self._config.resume else None
+                self._config.events_path, self.run_dir, step if self._config.resume else None, self._services
             )
         return self._recorder

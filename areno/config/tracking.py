@@ -1,0 +1,51 @@
+"""Experiment tracking services: which there are, and what each needs before a run begins. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from netrc import NetrcParseError, netrc
+from urllib.parse import urlparse
+
+from areno.config.packages import install_command
+
+SERVICES = ("wandb", "swanlab", "trackio")
+_MODES = {"wandb": ("WANDB_MODE", "online"), "swanlab": ("SWANLAB_MODE", "cloud"), "trackio": ("TRACKIO_MODE", "local")}
+
+
+def mode_of(service: str) -> str:
+    """How a service is used that is only named: what its own environment variable says, else its usual mode."""
+    variable, usual = _MODES[service]
+    return os.environ.get(variable) or usual
+
+
+def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
+    """What a service lacks: its package or, as far as it can be known, a login.
+
+    Args:
+        service: one of ``SERVICES``.
+        mode: how it is used.
+        key: key that the run gives it; only W&B is asked for one.
+        address: of a W&B server; empty is the usual one.
+
+    Returns:
+        The problem with its remedy, to stand behind the name of the option; None if there is none.
+    """
+    if importlib.util.find_spec(service) is None:
+        return f"needs the package {service}; install it: {install_command('track')}"
+    if service == "wandb" and mode == "online" and not (key or has_wandb_login(address)):
+        return (
+            "needs a login, and there is none: run `wandb login`, set WANDB_API_KEY, or use mode offline (WANDB_MODE)"
+        )
+    return None
+
+
+def has_wandb_login(address: str) -> bool:
+    """Whether W&B would find a key by itself: in the environment, or where ``wandb login`` stores it."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(address or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        return False
