@@ -7,6 +7,7 @@ from collections.abc import Sequence
 USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
        areno run FILE.yaml --help        all settings of the experiment
+       areno run FILE.yaml --dry-run     check everything and show what would be done
 
 Any setting can be given: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
 What the file says in train_dataset.type decides what is run: rl, sft, rw or dpo.

@@ -23,6 +23,7 @@ from areno.training.stopping import StopRequested
 
 _log = logging.getLogger(__name__)
 
+DRY_RUN = "--dry-run"
 MATH_REWARD = "areno.experiments.workflows.math_reward.math_reward"
 
 
@@ -97,10 +98,16 @@ def guarded(run: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``areno run``: the kind of experiment is what ``train_dataset.type`` says.
+    """``areno run``: the kind of experiment is what ``train_dataset.type`` says; ``--dry-run`` shows what it would do.
 
     Raises:
         ArenoError: the configuration is wrong, or the experiment failed.
     """
-    config, _ = load_expr_config(argv, experiment_class(argv))
+    words = [word for word in argv if word != DRY_RUN]
+    config, _ = load_expr_config(words, experiment_class(words))
+    if DRY_RUN in argv:
+        from areno.experiments.dry_run import dry_run
+
+        sys.stdout.write(dry_run(config) + "\n")
+        return
     run_experiment(config)

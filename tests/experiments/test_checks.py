@@ -7,7 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
+from areno.cli.main import main as cli
+from areno.config.experiment.saving import config_text
 from areno.config.tracking import has_wandb_login
 from areno.errors import DataError, UsageError
 from areno.experiments.checks import check_inputs
@@ -114,3 +117,24 @@ def test_a_service_that_refuses_is_found_before_a_model_is_loaded(tmp_path, tiny
     changes = {"stats_logger.wandb.mode": "online"}
     with pytest.raises(UsageError, match=r"wandb\.mode=online needs the package wandb"):
         run_experiment(settings_of_kind("sft", tiny_checkpoint, tmp_path, changes))
+
+
+def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_checkpoint, capsys):
+    config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"total_train_epochs": 3, "total_train_steps": None})
+    (tmp_path / "file.yaml").write_text(config_text(config), encoding="utf-8")
+    assert cli(["run", str(tmp_path / "file.yaml"), "--dry-run", "launcher.inference_server_cpus_per_gpu=2"]) == 0
+    told = capsys.readouterr().out
+    shown, _, rest = told.partition("train_dataset: 12 rows")
+    assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
+    assert "the scheduler of this machine needs no launcher" in shown
+    assert "steps: 9; an epoch has 3" in rest
+    assert rest.endswith("dry run: nothing was started, and nothing was written\n")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_looks_at_rows(tmp_path, tiny_checkpoint, capsys):
+    config = settings_of_kind("dpo", tiny_checkpoint, tmp_path, {})
+    (tmp_path / "file.yaml").write_text(config_text(config), encoding="utf-8")
+    (tmp_path / "dpo.jsonl").write_text('{"question": "x"}\n', encoding="utf-8")
+    assert cli(["run", str(tmp_path / "file.yaml"), "--dry-run"]) == 2
+    assert "train_dataset" in capsys.readouterr().err
