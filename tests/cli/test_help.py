@@ -37,8 +37,8 @@ GROUPS = {
     "LoRA": "lora-rank lora-alpha lora-dropout lora-target-modules lora-adapter-path load-in-4bit",
     "Checkpoint": "save-path save-interval save-interval-minutes keep-checkpoints keep-best run-dir resume resume-step",
     "Evaluation": (
-        "eval-dataset-path eval-dataset-loader-fn eval-interval early-stop-patience eval-before-train no-eval-before-train eval-max-rows "
-        "eval-n-samples eval-temperature"
+        "eval-dataset-path eval-dataset-loader-fn eval-interval early-stop-patience eval-before-train "
+        "no-eval-before-train eval-max-rows eval-n-samples eval-temperature"
     ),
     "Observability": "metrics-log-dir track track-project",
 }
