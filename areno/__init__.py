@@ -26,6 +26,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"areno.{name}")
     api = importlib.import_module("areno.api")
+    if name == "__all__":  # from areno import *
+        return list(api.__all__)
     if name in api.__all__:
         return getattr(api, name)
     raise AttributeError(f"module 'areno' has no attribute {name!r}")

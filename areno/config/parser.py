@@ -18,6 +18,9 @@ from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config
 from areno.errors import UsageError
 
+_MODEL_OPTIONS = {"--ckpt": "--model-path", "--model-path": "--ckpt"}
+"""How one command calls the option that another one knows by another name."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
@@ -290,7 +293,9 @@ def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: Comma
     spellings = [*flags, *("--no-" + flag.removeprefix("--") for flag in flags)]
     dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
     for word in dashed:
-        problems.add(f"{word} is not an option{nearest(_as_flag(word), spellings)}; see {command.prog} --help")
+        other = _MODEL_OPTIONS.get(word)
+        near = f"; here it is {other}" if other in spellings else nearest(_as_flag(word), spellings)
+        problems.add(f"{word} is not an option{near}; see {command.prog} --help")
     for word in unread if not dashed else ():
         problems.add(f"unexpected argument {word!r}; name its option, and quote values with spaces")
 

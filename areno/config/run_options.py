@@ -76,7 +76,8 @@ class BasicOptions:
         0,
         minimum=0,
         maximum=2**32 - 1,
-        help="Fixes the data order and every random draw; the same seed repeats the run.",
+        help="Fixes the data order and every random draw; the same seed repeats the run, bit for bit with the same number "
+        "of CPU threads (OMP_NUM_THREADS fixes it).",
     )
     shuffle: bool = _basic(True, help="Visit the rows in a new random order each epoch, drawn from --seed.")
     device: str = _basic(

@@ -404,3 +404,9 @@ def test_losses_take_the_pack_and_the_logprobs_first(loss, further):
 
 def test_the_options_of_training_and_their_defaults_are_these():
     assert {option.name: option.default for option in options_of(TrainOptions)} == OPTIONS
+
+
+def test_everything_comes_with_a_star():
+    names: dict[str, object] = {}
+    exec("from areno import *", names)
+    assert set(PUBLIC) <= names.keys()

@@ -137,3 +137,10 @@ def test_missing_packages_are_named(model, capsys, monkeypatch):
     assert f"areno serve needs the packages fastapi, uvicorn; install them: {install_command('serve')}" in (
         capsys.readouterr().err
     )
+
+
+def test_the_name_that_other_commands_have_for_the_model_is_pointed_out(capsys):
+    assert main(["serve", "--ckpt", "somewhere"]) == 2
+    assert "--ckpt is not an option; here it is --model-path" in capsys.readouterr().err
+    assert main(["eval", "--model-path", "somewhere"]) == 2
+    assert "--model-path is not an option; here it is --ckpt" in capsys.readouterr().err

@@ -55,7 +55,8 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     lines = list(_same_kernels(config, machine))
     for path, section, name, value in _choices(config, machine, needed):
         setattr(section, name, value)
-        lines.append(f"{path}.{name} = {value} ({machine.name})")
+        place = "processes on the CPU" if name == "n_gpus_per_node" and not machine.gpus else machine.name
+        lines.append(f"{path}.{name} = {value} ({place})")
     return lines
 
 
