@@ -53,6 +53,26 @@ def test_the_rate_follows_its_formula(sft, changes, rates):
     assert sft({**SIX, **given}).column("sft/lr") == pytest.approx(rates)
 
 
+def test_moments_may_be_kept_in_8_bits(sft):
+    sizes = []
+    for kind in ("adam", "adam_8bit"):
+        run = sft({**SIX, "actor.optimizer.type": kind, "recover.mode": "auto", "recover.freq_steps": 6})
+        (file,) = run.checkpoints.glob("recover/step_000006/trainer_state/optimizer.pt")
+        found = {name: value.dtype for name, value in moments(torch.load(file))}
+        sizes.append(file.stat().st_size)
+        assert (torch.uint8 in found.values()) == (kind == "adam_8bit")
+        assert run.column("sft/loss")[-1] < run.column("sft/loss")[0]
+    assert sizes[1] < 0.7 * sizes[0]
+
+
+def moments(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a state, by their place in it."""
+    if isinstance(state, torch.Tensor):
+        return [(name, state)]
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return [found for key, value in items for found in moments(value, f"{name}/{key}")]
+
+
 def gradients(checkpoint, rows: list[TrainSequence], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of the mean negative log-prob of the response tokens, by stock transformers in float64."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float64)

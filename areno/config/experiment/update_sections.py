@@ -14,8 +14,9 @@ class OptimizerConfig:
 
     type: str = setting(
         "adam",
-        choices=("adam", "sgd", "adam_bf16"),
-        help="adam is AdamW with fp32 moments; adam_bf16 keeps moments in bf16 with Kahan summation; sgd has none.",
+        choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
+        help="adam is AdamW with fp32 moments; adam_8bit keeps moments in 8 bits; adam_bf16 keeps them in bf16 with Kahan "
+        "summation; sgd has none.",
     )
     lr: float = setting(0.001, above=0, help="Peak learning rate.")
     weight_decay: float = setting(0.01, minimum=0, help="Decoupled weight decay.")

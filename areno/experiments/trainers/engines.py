@@ -83,6 +83,7 @@ def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
         weight_decay=section.weight_decay,
         grad_clip_norm=section.gradient_clipping,
         sgd=section.type == "sgd",
+        adam_8bit=section.type == "adam_8bit",
     )
 
 

@@ -178,7 +178,7 @@ class PPOTrainer(ExperimentTrainer):
         optimizer = None
         if critic is not None and critic.optimizer is not None:
             made = optimizer_of(critic.optimizer)
-            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm", "sgd")
+            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm", "sgd", "adam_8bit")
             optimizer = {name: getattr(made, name) for name in names}
         self.engine.ensure_roles(roles_of(self.config, optimizer))
 
