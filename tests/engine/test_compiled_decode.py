@@ -8,9 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from areno.engine.rollout.rows import SharedPrefixes
 from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
+from tests.support.cli import start_text
 from tests.support.tiny import VOCAB, tiny_module
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
@@ -333,10 +332,9 @@ def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypa
         "b = switch._Build(StepSpec.of(model, prove_decoding(model, 'test').layers)); print('up', flush=True)\n"
         "time.sleep(60)"
     )
-    repo = Path(__file__).parents[2]
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=repo)
+    parent = start_text(program, own_cache)
     assert parent.stdout is not None
-    assert parent.stdout.readline() == b"up\n"
+    assert parent.stdout.readline() == "up\n"
     _wait_until(lambda: _running(str(own_cache)))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
