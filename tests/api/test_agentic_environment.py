@@ -197,9 +197,14 @@ def test_any_openai_server_will_do(trainer):
     assert [message["role"] for message in played.messages] == ["user", "assistant", "user"] * 1 + ["assistant", "user"]
 
 
-def test_a_server_that_finds_the_conversation_too_long_ends_it(trainer):
-    context = trainer.backend.engine.actor.model.context_length
-    played = ask_server(trainer, 50, max_tokens=context // 2, extra_body={"ignore_eos": True})
+def test_a_server_that_finds_the_conversation_too_long_ends_it(tmp_path):
+    folder = scripted.untrained(tmp_path, scripted.course("calculator"))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+    with open_trainer(folder) as trainer:
+        context = trainer.backend.engine.actor.model.context_length
+        assert context == 512
+        played = ask_server(trainer, 50, max_tokens=context // 2, extra_body={"ignore_eos": True})
     assert played.ending == "too long"
     assert 1 <= len(played.turns) <= 3
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from areno.config.eval_options import EvalOptions
 from areno.config.export_options import ExportOptions
 from areno.config.serve_options import ChatOptions, ServeOptions
 from areno.quickstart.run import RL_STEPS, SFT_STEPS
-from tests.support.cli import environment, task_arguments, write_task
+from tests.support.cli import python, task_arguments, write_task
 
 REPO = Path(__file__).parents[2]
 PAGES = sorted(
@@ -121,10 +119,7 @@ def test_options_page_is_what_make_options_writes():
 def test_sdk_program_runs_as_it_stands(tmp_path, tiny_checkpoint):
     program = tmp_path / "own_loop.py"
     program.write_text(code_blocks(REPO / "docs" / "sdk.md", "python")[0], encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, program, tiny_checkpoint],
-        **{"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 240},
-    )
+    done = python(program, tiny_checkpoint, folder=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^step \d: reward \d\.\d+, log-prob gap \d\.\de-\d\d$", done.stdout, re.MULTILINE)) == 10
     assert (tmp_path / "own-checkpoint" / "model.safetensors").is_file()

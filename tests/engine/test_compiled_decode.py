@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +26,8 @@ from areno.engine.rollout.rows import SharedPrefixes
 from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
+from tests.support.cli import environment, preloaded, start_text
+from tests.support.preloaded import Forked
 from tests.support.tiny import VOCAB, tiny_module
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
@@ -77,6 +79,12 @@ def own_cache(kernels, tmp_path, monkeypatch):
     return tmp_path
 
 
+def forked(command, *, stderr, **_):
+    """Stands in for ``subprocess.Popen``: the building process has its imports done."""
+    files = (stderr.fileno(), stderr.fileno())
+    return Forked(preloaded().fork("tests.support.build", command[3:], environment(), *files))
+
+
 @pytest.fixture(scope="module")
 def built(kernels, tmp_path_factory):
     """A cache folder that has the step of the tiny llama."""
@@ -85,7 +93,10 @@ def built(kernels, tmp_path_factory):
     before = os.environ.get("ARENO_CACHE_DIR")
     os.environ["ARENO_CACHE_DIR"] = str(folder)
     model = make_model()
-    failure = switch._Build(StepSpec.of(model, prove_decoding(model, "test").layers)).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(switch, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+        failure = switch._Build(StepSpec.of(model, prove_decoding(model, "test").layers)).wait()
     assert failure == ""
     if before is not None:
         os.environ["ARENO_CACHE_DIR"] = before
@@ -333,10 +344,9 @@ def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypa
         "b = switch._Build(StepSpec.of(model, prove_decoding(model, 'test').layers)); print('up', flush=True)\n"
         "time.sleep(60)"
     )
-    repo = Path(__file__).parents[2]
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=repo)
+    parent = start_text(program, own_cache)
     assert parent.stdout is not None
-    assert parent.stdout.readline() == b"up\n"
+    assert parent.stdout.readline() == "up\n"
     _wait_until(lambda: _running(str(own_cache)))
     parent.send_signal(signal.SIGKILL)
     parent.wait()

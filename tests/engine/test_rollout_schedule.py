@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
+from tests.support.cli import start_text
 from tests.support.tiny import VOCAB, tiny_module
 
 REPO = Path(__file__).parents[2]
@@ -283,9 +282,8 @@ def test_a_grammar_that_fails_fails_its_request_alone(make_loop, where):
     assert loop.load().kv_tokens_used == 0
 
 
-def test_a_program_that_forgets_to_close_ends_quietly():
+def test_a_program_that_forgets_to_close_ends_quietly(tmp_path):
     program = (
-        "import sys; sys.path.insert(0, '.')\n"
         "from tests.support.tiny import tiny_module\n"
         "from areno.engine.model.loading import prepare\n"
         "from areno.engine.rollout.loop import RolloutLoop\n"
@@ -296,5 +294,6 @@ def test_a_program_that_forgets_to_close_ends_quietly():
         "loop.submit([Request([6], SamplingParams(max_new_tokens=3), [0])])[0].result()\n"
         "print('done')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPO)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    process = start_text(program, tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "done\n")

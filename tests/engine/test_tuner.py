@@ -6,9 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
-import multiprocessing
 import random
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -29,7 +27,7 @@ from areno.errors import UsageError
 from areno.loss_fns import grpo_loss_fn
 from areno.types import Request, SamplingParams
 from tests.engine.test_model_families import random_rows
-from tests.support.cli import task_arguments, write_task
+from tests.support.cli import start_text, task_arguments, write_task
 from tests.support.tiny import save_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -75,18 +73,25 @@ def test_with_much_memory_the_largest_sizes_are_chosen(engine, checkpoint):
     assert not engine.config.keep_rollout_state
 
 
-def test_half_the_share_gives_smaller_sizes_that_fit(checkpoint):
+def test_half_the_share_gives_smaller_sizes_that_fit(checkpoint, tmp_path):
     # In a process of its own: what earlier tests freed but the allocator kept would be room that no share counts.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        large, small = fresh.submit(_with_all_and_half, checkpoint).result(timeout=120)
+    program = (
+        "import json, sys\n"
+        "from tests.engine.test_tuner import with_all_and_half\n"
+        "print(json.dumps(with_all_and_half(sys.argv[1])))\n"
+    )
+    process = start_text(program, tmp_path, checkpoint)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    large, small = json.loads(said.splitlines()[-1])
     assert large[0] > small[0]
     assert all(a >= b for a, b in zip(large, small, strict=True))
 
 
-def _with_all_and_half(checkpoint):
+def with_all_and_half(checkpoint):
     """Sizes by all of a capacity, and by half of it."""
     with closing(Engine(str(checkpoint), CONFIG)) as engine:
-        run, capacity = options(checkpoint), 2 * (held_memory(CPU) + 130 * MIB)
+        run, capacity = options(checkpoint, tune_max_samples=64), 2 * (held_memory(CPU) + 130 * MIB)
         shares = [dataclasses.replace(run, mem_frac=share) for share in (1.0, 0.5)]
         return [sizes_of(tune_sizes(engine, each, grpo_loss_fn, capacity=capacity)) for each in shares]
 
@@ -154,19 +159,19 @@ def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog
     config = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")
     group = EngineGroup(str(checkpoint), config, layout)
     size = {"world_size": layout.world_size, "tp_size": layout.tp_size}
-    run = options(checkpoint, tune_max_samples=256, **size)
+    run = options(checkpoint, tune_max_samples=64, **size)
     try:
         before = group.each_rank(fingerprint)
         with caplog.at_level(logging.INFO, logger="areno.engine.plan.tuner"):
             chosen = tune_sizes(group, run, grpo_loss_fn)
-        assert sizes_of(chosen) == (256, 64, 16)
+        assert sizes_of(chosen) == (64, 16, 16)
         assert chosen.drop_rollout_state
         assert group.each_rank(lambda engine: engine.config.keep_rollout_state) == [False] * layout.world_size
         assert " MiB on each rank: " in caplog.text
         held = max(group.each_rank(lambda engine: held_memory(CPU)))
         if layout.tp_size == 1:  # else what a rank's first steps take is more than its half of the cache
             small = tune_sizes(group, run, grpo_loss_fn, capacity=int((held + 60 * MIB) / 0.9))
-            assert sizes_of(small)[0] < 256
+            assert sizes_of(small)[0] < 64
         assert group.each_rank(fingerprint) == before
         with pytest.raises(UsageError, match=r"--tune-params: max_running_prompts=1 does not fit"):
             tune_sizes(group, run, grpo_loss_fn, capacity=held)

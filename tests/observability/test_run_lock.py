@@ -70,11 +70,16 @@ def test_within_a_process_it_holds_as_well_and_only_as_long_as_its_block(tmp_pat
 def test_of_processes_that_start_together_one_gets_it(tmp_path):
     starters = [
         subprocess.Popen(
-            [sys.executable, "-c", START, str(tmp_path), str(time.time() + 1)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", START, str(tmp_path), str(time.time() + 1)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(4)
     ]
-    answers = [process.communicate(timeout=60)[0].strip() for process in starters]
+    answers = [process.stdout.readline().strip() for process in starters]  # who got it holds it meanwhile
+    for process in starters:
+        process.communicate(timeout=60)
     assert sorted(answers) == ["got it", "refused", "refused", "refused"]
 
 
@@ -86,8 +91,8 @@ from areno.observability.run_lock import run_lock
 time.sleep(max(0, float(sys.argv[2]) - time.time()))
 try:
     with run_lock(Path(sys.argv[1]), ""):
-        print("got it")
-        time.sleep(3)
+        print("got it", flush=True)
+        sys.stdin.read()
 except UsageError:
     print("refused")
 """

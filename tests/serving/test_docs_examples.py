@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -15,7 +14,7 @@ from areno.serving.app import create_app
 from areno.serving.schemas import ChatRequest, CompletionRequest
 from areno.serving.service import Service, ServingConfig
 from tests.contracts.test_docs import REPO, code_blocks
-from tests.support.cli import environment
+from tests.support.cli import python
 
 PAGE = REPO / "docs" / "serving.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -37,9 +36,7 @@ def test_the_curl_example_gets_an_answer(here):
 def test_the_openai_example_prints_answers(here, tmp_path):
     program = tmp_path / "ask.py"
     program.write_text(here(code_blocks(PAGE, "python")[0]), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    done = python(program, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\[[\d, ]+\] \d+$", done.stdout, re.MULTILINE)
 
@@ -47,9 +44,7 @@ def test_the_openai_example_prints_answers(here, tmp_path):
 def test_the_program_with_a_server_inside_runs(tmp_path, tiny_checkpoint):
     program = tmp_path / "inside.py"
     program.write_text(code_blocks(PAGE, "python")[1].replace("MODEL", str(tiny_checkpoint)), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    done = python(program, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^http://127.0.0.1:\d+/v1$", done.stdout, re.MULTILINE)
 

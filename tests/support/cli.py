@@ -46,6 +46,27 @@ def start_program(words: list[str], variables: dict[str, str], output: int) -> P
     return Forked(preloaded().fork("tests.support.program", words, variables, output, output))
 
 
+def start_text(text: str, folder: Path, *arguments: object) -> Process:
+    """Start a program that is given as text, from a file in a folder; its output goes to a pipe.
+
+    Its ranks are forked like itself; it finds the modules of the tests.
+    """
+    file = folder / "program.py"
+    file.write_text(text, encoding="utf-8")
+    words, variables = [str(file), *map(str, arguments)], environment()
+    end, beginning = os.pipe()
+    try:
+        process: Any = start_program(words, variables, beginning)
+        if process is None:
+            root = str(Path(__file__).parents[2])
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+            process = subprocess.Popen([sys.executable, *words], stdout=beginning, stderr=beginning, env=variables)
+        process.stdout = os.fdopen(end, encoding="utf-8", errors="replace")
+        return process  # type: ignore[no-any-return]
+    finally:
+        os.close(beginning)
+
+
 def areno(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run ``areno`` to its end."""
     return _completed(timeout, lambda out, err: _start(arguments, out, err, None), ["areno", *map(str, arguments)])

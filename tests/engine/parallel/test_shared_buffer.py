@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.errors import EngineError
 from tests.engine.parallel.objects import members
+from tests.support.cli import start_text
 from tests.support.processes import alive
 
 needs_nameless_memory = pytest.mark.skipif(not NAMELESS, reason="memory without a name is Linux")
@@ -191,11 +190,12 @@ def test_ranks_in_a_sum_end_with_the_process_that_started_them(tmp_path, left_be
         "threading.Timer(0.5, lambda: print(*group.pids, flush=True)).start()\n"
         "group.call('add_up_for_ever')\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as parent:
-        pids = list(map(int, parent.stdout.readline().split()))
-        assert len(pids) == 2
-        assert all("areno-memory" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-        parent.kill()
+    parent = start_text(program, tmp_path, tmp_path)
+    pids = list(map(int, parent.stdout.readline().split()))
+    assert len(pids) == 2
+    assert all("areno-memory" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    parent.kill()
+    parent.wait()
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
