@@ -18,11 +18,12 @@ from tool_latency import Latency
 from areno.api.agentic.rows import TrajectoryRow
 from areno.config.experiment import GRPOConfig, load_expr_config
 from areno.experiments.engine_client import EPISODE, EngineClient, ModelRequest
-from areno.training.frequency import StepInfo
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trajectory import make_trajectory
 from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.experiments.workflows.rlvr import input_ids_of
+from areno.training.frequency import StepInfo
+from areno.training.report import StepOutcome
 
 
 class ToolEpisodes(RolloutWorkflow):
@@ -66,12 +67,12 @@ class TimedTrainer(PPOTrainer):
 
     ends: list[float]
 
-    def run_step(self, at: StepInfo) -> dict[str, float]:
+    def run_step(self, at: StepInfo) -> StepOutcome:
         """See :meth:`PPOTrainer.run_step`."""
         self.ends = getattr(self, "ends", None) or [time.perf_counter()]
-        numbers = super().run_step(at)
+        outcome = super().run_step(at)
         self.ends.append(time.perf_counter())
-        return numbers
+        return outcome
 
 
 def configuration(settings: dict[str, Any]) -> GRPOConfig:
