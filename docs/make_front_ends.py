@@ -1,0 +1,103 @@
+"""Writes ``docs/front-ends.md``: what a run can do, as options of ``areno train`` and as settings of ``areno run``.
+
+    python docs/make_front_ends.py
+
+A test compares the file with `render`, and looks every option and setting up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("front-ends.md")
+ALWAYS = "always"
+"""There is nothing to set."""
+
+_HEAD = """\
+# One feature, two spellings
+
+<!-- Written by docs/make_front_ends.py; do not edit by hand. -->
+
+`areno train` takes options, `areno run` a YAML file and settings. Both describe the same runs, and the same loop does them.
+A dash means that this side does not have it yet.
+
+| What | `areno train` | `areno run` |
+|---|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One line of the table.
+
+    Attributes:
+        name: what it is.
+        flags: options, ``always``, or nothing where it is missing.
+        settings: settings by their paths, alike.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    settings: tuple[str, ...]
+
+
+FEATURES = (
+    Feature("passes over the data", ("--epochs",), ("total_train_epochs",)),
+    Feature("most steps", ("--max-steps",), ("total_train_steps",)),
+    Feature("most trained sequences", (), ("total_train_n_seqs",)),
+    Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
+    Feature("rows of one pass", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
+    Feature("optimizer steps per rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
+    Feature("passes over a rollout", ("--update-epochs",), ()),
+    Feature("prompts shared in training", ("--tree-training",), ("actor.enable_tree_training",)),
+    Feature("8-bit Adam", ("--adam-8bit",), ("actor.optimizer.type",)),
+    Feature("LoRA", ("--lora-rank",), ("actor.use_lora", "actor.lora_rank")),
+    Feature("LoRA on a base in 4 bits", ("--load-in-4bit",), ()),
+    Feature("optimizer in the computer's memory", ("--offload-optimizer",), ()),
+    Feature("activations in the computer's memory", ("--offload-activations",), ()),
+    Feature("recomputed activations", ("--activation-checkpointing",), ("actor.gradient_checkpointing",)),
+    Feature("several devices", ("--world-size", "--tp-size"), ("actor.backend",)),
+    Feature("weights sharded over replicas (FSDP2)", ("--fsdp",), ()),
+    Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ()),
+    Feature("KL in the reward", (), ("actor.kl_ctl",)),
+    Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
+    Feature("reward model", ("--reward-ckpt",), ()),
+    Feature("what a failing reward does", ("--on-reward-error",), ("reward.max_retries",)),
+    Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),
+    Feature("workflows", (), ("workflow.path",)),
+    Feature("asynchronous rollout", (), ("rollout.max_head_offpolicyness",)),
+    Feature("rollout replicas", (), ("rollout.backend",)),
+    Feature("speculative decoding", ("--speculate",), ()),
+    Feature("evaluation", ("--eval-dataset-path", "--eval-interval"), ("valid_dataset.path", "evaluator.freq_steps")),
+    Feature("evaluation before training", ("--eval-before-train",), ("evaluator.eval_before_train",)),
+    Feature("best checkpoint", ("--keep-best",), ("evaluator.keep_best",)),
+    Feature("early stop", ("--early-stop-patience",), ("evaluator.early_stop_patience",)),
+    Feature("checkpoints to resume from", ("--save-interval",), ("recover.freq_steps", "recover.mode")),
+    Feature("checkpoints by the clock", ("--save-interval-minutes",), ("recover.freq_secs",)),
+    Feature("models beside checkpoints", (), ("saver.freq_steps",)),
+    Feature("saving beside training", (), ("saver.mode",)),
+    Feature("exact resume", ("--resume",), ("recover.mode",)),
+    Feature("saving on Ctrl-C, SIGTERM and SIGHUP", (ALWAYS,), (ALWAYS,)),
+    Feature("warnings about runs that cannot learn", (ALWAYS,), (ALWAYS,)),
+    Feature("live display on a terminal", (ALWAYS,), (ALWAYS,)),
+    Feature("TensorBoard", ("--metrics-log-dir",), ("stats_logger.tensorboard.path",)),
+    Feature("W&B, SwanLab, Trackio", ("--track",), ("stats_logger.wandb.mode",)),
+    Feature("traces", (), ("perf_tracer.enabled",)),
+    Feature("dry run", ("--dry-run",), ("--dry-run",)),
+    Feature("tuned sizes", ("--tune-params",), ()),
+)
+
+
+def render() -> str:
+    """The page."""
+    lines = [f"| {each.name} | {_cell(each.flags)} | {_cell(each.settings)} |" for each in FEATURES]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _cell(words: tuple[str, ...]) -> str:
+    return ", ".join(word if word == ALWAYS else f"`{word}`" for word in words) or "-"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

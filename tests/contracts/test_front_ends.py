@@ -1,0 +1,26 @@
+"""The table of what both front ends can do is true: every option and setting in it exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from areno.config import TrainOptions
+from areno.config.experiment import PPOConfig
+from areno.config.experiment.settings import paths_of
+from areno.config.options import options_of
+from areno.experiments.run import DRY_RUN
+from docs.make_front_ends import ALWAYS, FEATURES, PAGE, render
+
+FLAGS = {entry.flag for entry in options_of(TrainOptions)}
+SETTINGS = set(paths_of(PPOConfig)) | {DRY_RUN}
+
+
+def test_the_page_is_what_is_rendered():
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python docs/make_front_ends.py"
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_options_and_settings_exist(feature):
+    assert feature.flags or feature.settings
+    assert set(feature.flags) - {ALWAYS} <= FLAGS
+    assert set(feature.settings) - {ALWAYS} <= SETTINGS
