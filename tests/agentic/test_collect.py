@@ -208,7 +208,7 @@ def test_what_an_agent_has_yielded_counts_although_it_fails_later(trainer):
 
 
 def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, monkeypatch):
-    monkeypatch.setattr(agent_calls, "GRACE_S", 1.0)
+    monkeypatch.setattr(agent_calls, "GRACE_S", 0.3)
     refused = []
     release = threading.Event()
 

@@ -22,13 +22,13 @@ from areno.observability.run_lock import run_lock
 with run_lock(Path(sys.argv[1]), "or choose another"):
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     spawned = subprocess.Popen(sleeper, stdout=subprocess.DEVNULL, close_fds=False)
-    end, beginning = os.pipe()
+    runs, tell = os.pipe()
     forked = os.fork()
     if not forked:
-        os.write(beginning, b"!")
+        os.write(tell, b"1")
         time.sleep(60)
         os._exit(0)
-    os.read(end, 1)  # it runs, and what is done after a fork is done
+    os.read(runs, 1)  # a child that is yet to run has the lock's file open
     print(spawned.pid, forked, flush=True)
     time.sleep(60)
 """
