@@ -37,14 +37,12 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options = parse_eval(argv)
     settings = options.as_train_options()
-    loader_fn, reward_fn = load_hooks(settings)
+    loader_fn = load_hooks(settings)
     from areno.api.run import run_evaluation
 
     answers = AnswerFile(options.output) if options.output else None
     with setup_logging(None), Watch(options.n_samples, answers) as watch:
-        metrics = run_evaluation(
-            settings, reward_fn=reward_fn, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored
-        )
+        metrics = run_evaluation(settings, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored)
     print(_as_json(options, metrics) if options.json else _as_table(options, metrics))
     return 0
 

@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         return _dry_run(options)
     from areno.api.run import run_training
 
-    return run_training(options, reward_fn=prepared.reward_fn, loader_fn=prepared.loader_fn)
+    return run_training(options, loader_fn=prepared.loader_fn)
 
 
 def _dry_run(options: TrainOptions) -> int:

@@ -12,7 +12,11 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -154,6 +158,42 @@ def load_hook(
     if mismatch:
         raise UsageError(f"{option} {path}: {name} {mismatch}; define it as {name}({signature})")
     return hook  # type: ignore[no-any-return]
+
+
+def check_hook(spec: str, **expected: Any) -> None:
+    """Check a callable as :func:`load_hook` does, without importing its file here: it runs in processes of its own.
+
+    Args:
+        spec: what the user gave.
+        expected: further arguments of :func:`load_hook`, which JSON can hold.
+
+    Raises:
+        UsageError: anything from a missing file to a callable that cannot take these arguments.
+    """
+    with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
+        told = Path(folder, "problem")
+        words = [sys.executable, "-c", _CHECK, spec, json.dumps(expected), str(told)]
+        code = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode
+        if code:
+            raise UsageError(
+                f"{expected['option']} {spec}: importing it ended the process with exit code {code}; fix the file"
+            )
+        if problem := told.read_text(encoding="utf-8"):
+            raise UsageError(problem)
+
+
+_CHECK = """
+import json, sys
+from pathlib import Path
+from areno.config.hooks import load_hook
+from areno.errors import UsageError
+try:
+    load_hook(sys.argv[1], **json.loads(sys.argv[2]))
+    problem = ""
+except UsageError as error:
+    problem = str(error)
+Path(sys.argv[3]).write_text(problem, encoding="utf-8")
+"""
 
 
 def _signature_mismatch(hook: Callable[..., Any], positional: int, keywords: Collection[str]) -> str:

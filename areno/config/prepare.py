@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.hooks import load_hook
+from areno.config.hooks import check_hook, load_hook
 from areno.config.machine import with_layout
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
@@ -19,11 +19,10 @@ LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Resolved options with the user's hooks, imported and checked."""
+    """Resolved options with the user's data set loader; all hooks are checked."""
 
     options: TrainOptions
     loader_fn: Callable[..., Any] | None
-    reward_fn: Callable[..., Any] | None
 
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
@@ -34,7 +33,7 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
     """
     options = with_layout(apply_resume(parse_train(argv)), visible_gpus())
     validate(options)
-    return PreparedRun(options, *load_hooks(options))
+    return PreparedRun(options, load_hooks(options))
 
 
 def prepare_plan(argv: Sequence[str]) -> TrainOptions:
@@ -48,24 +47,26 @@ def prepare_plan(argv: Sequence[str]) -> TrainOptions:
     return options
 
 
-def load_hooks(options: TrainOptions) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Import the user's data set loaders, reward, advantage and agent functions, where given, and check their signatures.
+def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
+    """Import the user's data set loaders, advantage and agent functions, where given, and check all signatures.
+
+    The file of the reward function runs in workers alone, and is checked in a process of its own.
 
     Returns:
-        Loader and reward function.
+        The loader.
 
     Raises:
         UsageError: a file or its function cannot be used.
     """
-    loader = reward = None
+    loader = None
     if options.dataset_loader_fn:
         loader = load_hook(options.dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **LOADER_HOOK)
     if options.reward_fn_path:
-        reward = load_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
+        check_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
     if options.eval_dataset_loader_fn:
         load_hook(options.eval_dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
     if options.agent_fn:
         load_hook(options.agent_fn, positional=2, **AGENT_HOOK)
     if ".py" in options.advantage:
         load_hook(options.advantage, positional=2, **ADVANTAGE_HOOK)
-    return loader, reward
+    return loader

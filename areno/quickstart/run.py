@@ -159,9 +159,7 @@ def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str,
     live = create_progress()
     progress: Progress = _BriefLines() if isinstance(live, PlainProgress) else live
     logging.getLogger("areno.quickstart").debug("running %s", argv)
-    code = run_training(
-        run.options, reward_fn=run.reward_fn, loader_fn=run.loader_fn, progress=progress, console_level="WARNING"
-    )
+    code = run_training(run.options, loader_fn=run.loader_fn, progress=progress, console_level="WARNING")
     if code:
         raise SystemExit(code)
     checkpoint = run.options.checkpoint_path

@@ -1,7 +1,9 @@
 """``areno train`` up to the point where it hands over to the engine."""
 
 import importlib
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from areno.cli.main import main
 from areno.config import TrainOptions
 from areno.config.prepare import load_hooks
-from areno.errors import ArenoError
+from areno.errors import ArenoError, UsageError
 from tests.config.workspace import GSPO, SFT
 
 
@@ -52,12 +54,24 @@ def test_the_printed_config_runs_again(real_model, capsys):
 
 
 def test_hooks_are_loaded_only_where_given(workspace):
-    loader, reward = load_hooks(TrainOptions(reward_fn_path="reward.py"))
-    assert loader is None
-    assert reward(None) == 1.0
-    loader, reward = load_hooks(TrainOptions(dataset_loader_fn="loader.py"))
+    assert load_hooks(TrainOptions(reward_fn_path="reward.py")) is None
+    loader = load_hooks(TrainOptions(dataset_loader_fn="loader.py"))
     assert loader("x", default_loader=str.upper) == "X"
-    assert reward is None
+
+
+def test_the_file_of_a_reward_is_checked_and_not_imported_here(workspace):
+    (workspace / "reward.py").write_text(
+        "import os\nfrom pathlib import Path\nPath('imported').write_text(str(os.getpid()))\n"
+        "def reward_fn(record):\n    return 1\n"
+    )
+    load_hooks(TrainOptions(reward_fn_path="reward.py"))
+    assert int((workspace / "imported").read_text()) != os.getpid()
+    assert "reward" not in {name.removeprefix("areno_user_").partition("_")[0] for name in sys.modules}
+    (workspace / "reward.py").write_text("import os\nos._exit(3)\n")
+    with pytest.raises(
+        UsageError, match=r"--reward-fn-path reward\.py: importing it ended the process with exit code 3"
+    ):
+        load_hooks(TrainOptions(reward_fn_path="reward.py"))
 
 
 def raising(error):
