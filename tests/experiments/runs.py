@@ -160,10 +160,9 @@ class Run:
         command = [*self.program, "--config", str(self.folder / "file.yaml"), *self.arguments]
         variables = {**environment(), "PYTHONPATH": str(ROOT), _MARK: self.mark, **self.environment}
         with open(self.folder / "output.txt", "ab") as output:
-            if self.forked:
-                words = command[1:] if command[0] == "-m" else command
-                self.process = start_program(words, variables, output.fileno())
-            self.process = self.process or subprocess.Popen(
+            words = command[1:] if command[0] == "-m" else command
+            forked = start_program(words, variables, output.fileno()) if self.forked else None
+            self.process = forked or subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
                 stdout=output,
