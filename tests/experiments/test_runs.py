@@ -20,6 +20,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.experiments.trainers import PPOTrainer
 from areno.text.chat import encode_generation_prompt
+from areno.training.checkpoints import rollout_state
 from areno.types import Request, SamplingParams, TrainSequence
 from examples.experiments.toy import letter_reward
 from tests.experiments.runs import Task, make_task, settings
@@ -50,9 +51,9 @@ class Watched(PPOTrainer):
         self.events.append((task, status, reason, self.dispatcher.version))
         super()._heard(task, status, reason)
 
-    def restore(self, point: Any) -> None:
-        self.loaded = point.rollout_state()
-        super().restore(point)
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
+        self.loaded = rollout_state(checkpoint)
+        super().load_part_states(parts, checkpoint)
 
 
 @pytest.fixture
