@@ -38,6 +38,9 @@ MOVED = {
         "is now rejection_sampling: token_mask is level: token with action: mask, token_truncate is level: token with "
         "action: clamp, sequence_mask and sequence_truncate the same with level: sequence, and disabled is null"
     ),
+    "group_size": "is gconfig.n_samples here, the answers to a prompt; remove it",
+    "dynamic_sampling": "is not a setting here: workflow.dynamic_filter_fn or success_rate_lb and success_rate_ub leave groups "
+    "out; remove it",
     "recompute_logprobs": "is spelt recompute_logprob",
     "reward_fn_path": "is reward.fn here; write reward.fn=file.py:NAME instead",
     "model_path": "is actor.path here; write actor.path=MODEL instead",
