@@ -110,6 +110,10 @@ def dispatching(
 def test_whatever_happens_the_bounds_hold(batch, eta, most, dynamic, bound, on_stale, fates, ticks):
     books = Books(batch, eta, most, dynamic)
     options = {"max_staleness": bound, "on_stale": on_stale, "listener": books.hear}
+    options |= {
+        "max_errors_in_a_row": 10**6,
+        "max_rejections_in_a_row": 10**6,
+    }  # by chance many may end one after another
     with dispatching(batch, eta, most, dynamic, **options) as (dispatcher, engine):
         rows, workflow, used = rows_of(fates, ticks), Ticking(), []
         for version in range(6):
