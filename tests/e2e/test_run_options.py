@@ -153,3 +153,17 @@ def test_services_are_looked_at_before_anything_is_loaded(words, said, tiny_chec
     given = map(str, task_arguments("sft", tiny_checkpoint, task, tmp_path / "run"))
     assert main([*given, *words]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_resumed_run_goes_on_with_its_service(tiny_checkpoint, tmp_path, monkeypatch):
+    """Also where the evaluation of the step that it goes on from is told again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    task = write_task(tmp_path / "task")
+    words = task_arguments("sft", tiny_checkpoint, task, tmp_path / "run")
+    words += ["--track", "wandb", "--eval-dataset-path", task["data.jsonl"], "--eval-interval", 1]
+    assert areno(*words, "--max-steps", 1).returncode == 0
+    (first,) = (tmp_path / "run").rglob("run-*.wandb")
+    done = areno("train", "--resume", tmp_path / "run", "--max-steps", 3)
+    assert done.returncode == 0, done.stderr
+    (second,) = {*(tmp_path / "run").rglob("run-*.wandb")} - {first}
+    assert b"train/sft_loss" in second.read_bytes()

@@ -37,12 +37,11 @@ class StepReporter(Reporter):
         super().__init__(RunDirectory(config.run_path), logger, health)
         self._config = config
         self._recorder: MetricsRecorder | None = None
-        self._services: ServiceGroup | None = None
 
     def begin(self, total_steps: int, done_steps: int) -> None:
-        """Also write the configuration."""
+        """Also write the configuration, and open the services."""
         self.run_dir.write_config(dump_config(self._config))
-        self._services = self._open_services()
+        self._metrics(done_steps)
         super().begin(total_steps, done_steps)
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
@@ -82,8 +81,6 @@ class StepReporter(Reporter):
         super().close()
         if self._recorder is not None:
             self._recorder.close()
-        if self._services is not None:
-            self._services.close()
 
     def _open_services(self) -> ServiceGroup:
         config = self._config
@@ -92,8 +89,9 @@ class StepReporter(Reporter):
         return ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
 
     def _metrics(self, step: int) -> MetricsRecorder:
+        """The recorder; ``step`` is the first one that it is asked for, where a resumed run records anew."""
         if self._recorder is None:
-            self._recorder = MetricsRecorder(
-                self._config.events_path, self.run_dir, step if self._config.resume else None, self._services
-            )
+            purge = step if self._config.resume else None
+            services = self._open_services()
+            self._recorder = MetricsRecorder(self._config.events_path, self.run_dir, purge, services)
         return self._recorder
