@@ -93,11 +93,8 @@ def _ready(results: Sequence[Check]) -> list[str]:
     """What this machine can do now."""
     fine = {result.name for result in results if result.status == "OK"}
     devices = [name.removeprefix("device ") for name in sorted(fine) if name.startswith("device ")]
-    extras = dict.fromkeys(extra for extra, _ in _EXTRAS.values())
-    whole = {
-        extra for extra in extras if all(f"{name} (optional)" in fine for name, (e, _) in _EXTRAS.items() if e == extra)
-    }
-    uses = dict.fromkeys(use for extra, use in _EXTRAS.values() if extra in whole)
+    lacking = {extra for name, (extra, _) in _EXTRAS.items() if f"{name} (optional)" not in fine}
+    uses = dict.fromkeys(use for extra, use in _EXTRAS.values() if extra not in lacking)
     return [f"training on {' and '.join(devices)}", *uses]
 
 

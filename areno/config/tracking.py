@@ -9,8 +9,8 @@ from urllib.parse import urlparse
 
 from areno.config.packages import install_command
 
-SERVICES = ("wandb", "swanlab", "trackio")
 _MODES = {"wandb": ("WANDB_MODE", "online"), "swanlab": ("SWANLAB_MODE", "cloud"), "trackio": ("TRACKIO_MODE", "local")}
+SERVICES = tuple(_MODES)
 
 
 def mode_of(service: str) -> str:

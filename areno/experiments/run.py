@@ -51,13 +51,8 @@ def run_experiment(config: BaseExperimentConfig) -> None:
         _run_with_retries(config)
 
 
-def recovers(config: BaseExperimentConfig) -> bool:
-    """Whether a run goes on from its checkpoints."""
-    return config.recover.mode in ("on", "auto")
-
-
 def _run_with_retries(config: BaseExperimentConfig) -> None:
-    retries = config.recover.retries if recovers(config) else 0
+    retries = config.recover.retries if config.recover.enabled else 0
     for attempt in range(1, retries + 2):
         try:
             named: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
@@ -66,7 +61,9 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
             return
         except StopRequested as stop:
             again = (
-                "run the same command again to go on" if recovers(config) else "with recover.mode=auto it could go on"
+                "run the same command again to go on"
+                if config.recover.enabled
+                else "with recover.mode=auto it could go on"
             )
             _log.warning("experiment stopped; %s", again)
             raise SystemExit(128 + stop.signum) from None
@@ -108,6 +105,6 @@ def main(argv: Sequence[str]) -> None:
     if DRY_RUN in argv:
         from areno.experiments.dry_run import dry_run
 
-        sys.stdout.write(dry_run(config) + "\n")
+        sys.stdout.write(dry_run(config, trainer_class(config).needs) + "\n")
         return
     run_experiment(config)

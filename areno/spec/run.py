@@ -33,15 +33,13 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long a run goes on: until the first of these.
+    """How long a run goes on, at most all its epochs: until the first of these.
 
     Attributes:
-        epochs: passes over the data.
         steps: training steps; None has no such limit.
         sequences: trained sequences, up to the end of a step; None has no such limit.
     """
 
-    epochs: int
     steps: int | None = None
     sequences: float | None = None
 
@@ -78,9 +76,6 @@ class RunSpec:
     """One training run.
 
     Attributes:
-        algorithm: its name.
-        seed: what data order and draws derive from.
-        run_dir: folder of the run.
         span: how long it goes on.
         evaluation: when the held-out rows are measured.
         patience: the run ends when so many evaluations in a row were not the best one; None goes on.
@@ -89,9 +84,6 @@ class RunSpec:
         resumed: it goes on with an earlier attempt's files.
     """
 
-    algorithm: str
-    seed: int
-    run_dir: Path
     span: Span
     evaluation: Frequency
     checkpoints: CheckpointSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.errors import UsageError
@@ -53,10 +53,6 @@ class StepInfo:
         if self.ends_epoch:
             return replace(self, epoch=self.epoch + 1, epoch_step=0, global_step=self.global_step + 1)
         return replace(self, epoch_step=self.epoch_step + 1, global_step=self.global_step + 1)
-
-    def as_json(self) -> dict[str, int]:
-        """Its fields; ``StepInfo(**fields)`` makes it again."""
-        return asdict(self)
 
 
 class FrequencyControl:

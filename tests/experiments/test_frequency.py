@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def due_steps(control, per_epoch, total, clock=None, seconds=1.0):
 def test_steps_are_numbered_from_0_and_know_the_ends():
     walked = [(at.epoch, at.epoch_step, at.global_step, at.ends_epoch, at.is_last) for at in steps(2, 3)]
     assert walked == [(0, 0, 0, False, False), (0, 1, 1, True, False), (1, 0, 2, False, True)]
-    assert StepInfo(**json.loads(json.dumps(StepInfo(1, 0, 2, 2, 3).as_json()))) == StepInfo(1, 0, 2, 2, 3)
+    assert StepInfo(**json.loads(json.dumps(asdict(StepInfo(1, 0, 2, 2, 3))))) == StepInfo(1, 0, 2, 2, 3)
 
 
 @given(

@@ -32,17 +32,15 @@ _NO_LAST_STEP = 2**62
 
 def spec_of(config: TrainOptions) -> RunSpec:
     """The run that the options describe."""
+    minutes = config.save_interval_minutes
     names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
     return RunSpec(
-        algorithm=config.algo,
-        seed=config.seed,
-        run_dir=config.run_path,
-        span=Span(config.epochs, config.max_steps),
+        span=Span(config.max_steps),
         evaluation=Frequency(steps=config.eval_interval, first=config.eval_before_train, last=True),
         evaluated_with={name: getattr(config, name) for name in names},
         checkpoints=CheckpointSpec(
             config.checkpoint_path,
-            Frequency(steps=config.save_interval, seconds=seconds(config.save_interval_minutes), last=True),
+            Frequency(steps=config.save_interval, seconds=None if minutes is None else 60 * minutes, last=True),
             newest=config.keep_checkpoints,
             best=config.keep_best,
             remedy="free some space, use --keep-checkpoints, or choose another --save-path",
@@ -50,11 +48,6 @@ def spec_of(config: TrainOptions) -> RunSpec:
         patience=config.early_stop_patience,
         resumed=bool(config.resume),
     )
-
-
-def seconds(minutes: float | None) -> float | None:
-    """The same time in seconds."""
-    return None if minutes is None else 60 * minutes
 
 
 class DataTrainer(TrainingLoop):

@@ -90,6 +90,11 @@ class RecoverConfig(FrequencyConfig):
     no_save_optim: bool = setting(False, help="Leave the optimizer out of restart points.")
     no_load_optim: bool = setting(False, help="Go on with a fresh optimizer.")
 
+    @property
+    def enabled(self) -> bool:
+        """Whether restart points are written and looked for."""
+        return self.mode in ("on", "auto")
+
 
 @dataclass
 class WandBConfig:

@@ -20,9 +20,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from areno.api.row_checks import Needs, row_problem
+from areno.api.row_checks import Needs
 from areno.config.experiment.experiments import BaseExperimentConfig
-from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
@@ -34,7 +33,7 @@ from areno.config.parser import Problems
 from areno.engine.engine import ACTOR, Engine
 from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import DataError, UsageError
+from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
     engine_config,
@@ -45,7 +44,7 @@ from areno.experiments.trainers.engines import (
     this_machine,
 )
 from areno.experiments.trainers.report import ExperimentReporter
-from areno.experiments.trainers.rows import RowSource, load_dataset
+from areno.experiments.trainers.rows import RowSource, check_first_row, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, Service, open_services
@@ -138,10 +137,6 @@ class ExperimentTrainer(TrainingLoop):
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """The rows to train on, and those to evaluate on."""
 
-    @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Measure the model on the held-out rows."""
-
     def known_names(self) -> dict[str, str]:
         """Statistics that health monitor and display know, by the name that they have there."""
         names = {"loss": "loss", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
@@ -191,11 +186,8 @@ class ExperimentTrainer(TrainingLoop):
             DataError: it lacks what the experiment needs.
         """
         for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
-            if self.needs is not None and rows:
-                section = getattr(self.config, name) or self.config.train_dataset
-                loader = f"{name}.dataset_kwargs.{LOADER}"
-                if problem := row_problem(self.needs, rows[0], f"{name} {section.path}", loader):
-                    raise DataError(problem)
+            if rows:
+                check_first_row(self.config, name, rows, self.needs)
 
     def _open_services(self) -> list[Service]:
         """Before a model is loaded: a login may be missing."""
@@ -224,10 +216,7 @@ class ExperimentTrainer(TrainingLoop):
         config, recover = self.config, self.config.recover
         every = frequency(recover, last=frequency(recover).given)
         return RunSpec(
-            algorithm=self.section,
-            seed=config.seed,
-            run_dir=self.run_dir.path,
-            span=Span(config.total_train_epochs, config.total_train_steps, config.total_train_n_seqs),
+            span=Span(config.total_train_steps, config.total_train_n_seqs),
             evaluation=frequency(config.evaluator, first=config.evaluator.eval_before_train),
             patience=config.evaluator.early_stop_patience,
             evaluated_with={"valid_dataset": None if config.valid_dataset is None else config.valid_dataset.path},
@@ -236,7 +225,7 @@ class ExperimentTrainer(TrainingLoop):
                 every,
                 newest=_KEPT_CHECKPOINTS,
                 best=config.evaluator.keep_best,
-                enabled=recover.mode in ("on", "auto"),
+                enabled=recover.enabled,
                 saves_optimizer=not recover.no_save_optim,
                 loads_optimizer=not (recover.no_load_optim or recover.no_save_optim),
                 strict=True,
@@ -324,13 +313,8 @@ class ExperimentTrainer(TrainingLoop):
         """Whether there is a ``valid_dataset``."""
         return self.valid_rows is not None
 
-    def measure(self) -> dict[str, float]:
-        """:meth:`evaluate`."""
-        return self.evaluate()
-
     def end(self) -> None:
-        """Save the last models where an early stop came unforeseen, and wait for those that are still being written."""
-        self.saver.wait()
+        """Save the last models where an early stop came unforeseen."""
         self._save_last_models()
         self.run_dir.write_summary(
             {
@@ -422,7 +406,8 @@ class ExperimentTrainer(TrainingLoop):
             self._save_last_models()
 
     def _save_last_models(self) -> None:
-        """Save the models of the last step, unless that is done or nothing is saved."""
+        """Save the models of the last step, unless that is done or nothing is saved; what is being written is waited for."""
+        self.saver.wait()
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
         saves = self.config.saver.mode != SAVES_NOTHING

@@ -161,7 +161,7 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
-        if self._spec().checkpoints.enabled and len(rows):
+        if self.config.recover.enabled and len(rows):
             plain_objects.check(
                 rows[0]
             )  # rows of the queue go into recovery points, the first of which may be hours away
@@ -448,7 +448,7 @@ class PPOTrainer(ExperimentTrainer):
             numbers |= in_scope("ppo_critic", {**averaged(parts), "lr": rate})
         return numbers
 
-    def evaluate(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
         assert self.valid_rows is not None
         rows = [self.valid_rows[index] for index in range(len(self.valid_rows))]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.api.datasets import epoch_order, load_training_dataset
+from areno.api.row_checks import Needs, row_problem
+from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.config.hooks import named_object
@@ -34,6 +36,24 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     if not hasattr(rows, "__len__") or not len(rows):
         raise UsageError(f"{name}.dataset_kwargs.{LOADER} {loader}: it gave no rows")
     return rows  # type: ignore[no-any-return]
+
+
+def check_first_row(config: BaseExperimentConfig, name: str, rows: Sequence[Any], needs: Needs | None) -> None:
+    """Look at the first row of a data set.
+
+    Args:
+        config: of the experiment.
+        name: ``train_dataset`` or ``valid_dataset``.
+        rows: of it.
+        needs: what a row must have; None looks at nothing.
+
+    Raises:
+        DataError: it lacks what the experiment needs.
+    """
+    section = getattr(config, name) or config.train_dataset
+    loader = f"{name}.dataset_kwargs.{LOADER}"
+    if needs is not None and (problem := row_problem(needs, rows[0], f"{name} {section.path}", loader)):
+        raise DataError(problem)
 
 
 class RowSource:

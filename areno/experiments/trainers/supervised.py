@@ -91,7 +91,7 @@ class SupervisedTrainer(ExperimentTrainer):
         numbers = in_scope(self.section, {**told, **_sizes(rows), "lr": rate})
         return StepOutcome(rows, numbers, sequences=numbers.get(f"{self.section}/n_seqs", self.rows.batch_size))
 
-    def evaluate(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """The loss and its statistics on the held-out rows, without training."""
         assert self.valid_rows is not None
         rows = self.sequences(self.valid_rows)
