@@ -79,7 +79,7 @@ def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
     import torch
 
     from areno.engine.engine import Engine, EngineConfig
-    from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
+    from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 
     config = EngineConfig(kv_cache_tokens=32768, decode="eager")
     trainer = Engine(path, config)

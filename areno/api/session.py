@@ -15,11 +15,12 @@ from areno.types import SamplingParams
 
 if TYPE_CHECKING:
     from areno.api.agentic.context import AgentContext
-    from areno.api.agentic.data import AgentItem, LossMaskPolicy
+    from areno.api.agentic.data import AgentItem
     from areno.api.agentic.proxy import AgentProxy
     from areno.api.agentic.samples import AgentSample
     from areno.api.agentic.trajectory import AgentTrajectory
     from areno.api.trainer import Trainer
+    from areno.rollouts.conversation.spans import LossMaskPolicy
 
 
 class RolloutSession:
@@ -51,7 +52,7 @@ class RolloutSession:
         disable_thinking: bool = False,
     ) -> None:
         if loss_mask_policy is not None:
-            from areno.api.agentic.data import LossMaskPolicy
+            from areno.rollouts.conversation.spans import LossMaskPolicy
 
             arguments.of_type("loss_mask_policy", loss_mask_policy, LossMaskPolicy)
         self.trainer = trainer
@@ -132,8 +133,8 @@ class RolloutSession:
             ValueError: a response is none of this session's, or was returned twice.
         """
         from areno.api.agentic.collect import by_item
-        from areno.api.agentic.data import LossMaskPolicy
         from areno.api.agentic.samples import fill_context_logprobs, make_sample
+        from areno.rollouts.conversation.spans import LossMaskPolicy
 
         policy, tokenizer = self.loss_mask_policy or LossMaskPolicy(), self.trainer.get_tokenizer()
         samples = [

@@ -24,7 +24,7 @@ from areno.training.stopping import StopRequested
 _log = logging.getLogger(__name__)
 
 DRY_RUN = "--dry-run"
-MATH_REWARD = "areno.experiments.workflows.math_reward.math_reward"
+MATH_REWARD = "areno.rollouts.workflows.math_reward.math_reward"
 
 
 def trainer_class(config: BaseExperimentConfig) -> Any:

@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tool_latency import Latency
 
-from areno.api.agentic.rows import TrajectoryRow
 from areno.config.experiment import GRPOConfig, load_expr_config
-from areno.experiments.engine_client import EPISODE, EngineClient, ModelRequest
 from areno.experiments.trainers import PPOTrainer
-from areno.experiments.trajectory import make_trajectory
-from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
-from areno.experiments.workflows.rlvr import input_ids_of
+from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.engine_client import EPISODE, EngineClient, ModelRequest
+from areno.rollouts.trajectory import make_trajectory
+from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.rollouts.workflows.rlvr import input_ids_of
 from areno.training.frequency import StepInfo
 from areno.training.report import StepOutcome
 

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     with open_log(config):
         # Here and not at the top, so that wrong settings and the first lines are told before torch is loaded.
         from areno.experiments.trainers import PPOTrainer
-        from areno.experiments.workflows.rlvr import RLVRWorkflow
+        from areno.rollouts.workflows.rlvr import RLVRWorkflow
 
         with PPOTrainer(config) as trainer:
             trainer.train(

@@ -12,7 +12,7 @@ import pytest
 
 import areno
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn
-from areno.api.agentic.tape import AgentTape
+from areno.rollouts.conversation.tape import AgentTape
 from tests.agentic.stage import batch_of, sampling
 
 SPEC = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")).parent / "spec"

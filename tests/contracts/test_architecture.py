@@ -21,6 +21,7 @@ ROOMS = [
     "quickstart",
     "experiments",
     "api",
+    "rollouts",
     "rewards",
     "serving",
     "training",

@@ -15,15 +15,15 @@ import openai
 import pytest
 
 from areno.errors import AgentError, UsageError
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.engine_client import EngineClient
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.tasks import RolloutStoppedError
-from areno.experiments.trajectory import check_trajectory, samples_of
-from areno.experiments.workflows.agents import AgentWorkflow
-from areno.experiments.workflows.base import as_trajectory
-from areno.experiments.workflows.processes import AgentProcesses
-from areno.experiments.workflows.resolve import resolve_workflow
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.engine_client import EngineClient
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.tasks import RolloutStoppedError
+from areno.rollouts.trajectory import check_trajectory, samples_of
+from areno.rollouts.workflows.agents import AgentWorkflow
+from areno.rollouts.workflows.base import as_trajectory
+from areno.rollouts.workflows.processes import AgentProcesses
+from areno.rollouts.workflows.resolve import resolve_workflow
 from tests.experiments.stage import Generation
 from tests.experiments.test_workflows import gone
 

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areno.api.agentic.rows import completion_row
 from areno.errors import DataError, EngineError, UsageError
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.dump import TrajectoryDump
-from areno.experiments.engine_client import EngineClient, ModelRequest
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.tasks import RolloutStoppedError
-from areno.experiments.trajectory import make_trajectory
-from areno.experiments.workflows.base import RolloutWorkflow
+from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.dump import TrajectoryDump
+from areno.rollouts.engine_client import EngineClient, ModelRequest
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.tasks import RolloutStoppedError
+from areno.rollouts.trajectory import make_trajectory
+from areno.rollouts.workflows.base import RolloutWorkflow
 from tests.experiments.stage import Generation, TickEngine
 
 

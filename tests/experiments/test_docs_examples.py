@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.engine_client import EngineClient
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.workflows.resolve import resolve_workflow
-from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.engine_client import EngineClient
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.workflows.resolve import resolve_workflow
+from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from tests.experiments.stage import Generation, open_engine
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,14 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areno.errors import DataError, EngineError, UsageError
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.engine_client import EngineClient, ModelRequest, sampling_params
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.trajectory import train_sequences
-from areno.experiments.workflows.base import GroupedRolloutWorkflow
-from areno.experiments.workflows.resolve import resolve_workflow
-from areno.experiments.workflows.rewards import AsyncReward
-from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.engine_client import EngineClient, ModelRequest, sampling_params
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.trajectory import train_sequences
+from areno.rollouts.workflows.base import GroupedRolloutWorkflow
+from areno.rollouts.workflows.resolve import resolve_workflow
+from areno.rollouts.workflows.rewards import AsyncReward
+from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from tests.experiments.stage import Generation, open_engine
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "answer": str(2 * a)} for a in range(20)]

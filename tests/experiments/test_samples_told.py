@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areno.experiments.tasks import Batch
 from areno.experiments.trainers.samples import batch_samples
+from areno.rollouts.tasks import Batch
 from areno.types import TrainSequence
 from tests.support.tiny import TEXTS, bpe_tokenizer
 

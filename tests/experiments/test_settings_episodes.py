@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.errors import UsageError
-from areno.experiments.tasks import RolloutStoppedError
+from areno.rollouts.tasks import RolloutStoppedError
 from tests.experiments.trainer_stage import HereTrainer, RolloutRun
 
 AGENTS = "tests.experiments.settings_agents."

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from areno.errors import ArenoError, RewardError, UsageError
-from areno.experiments.tasks import RolloutStoppedError
 from areno.experiments.trainers.engines import rollout_devices
-from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.rollouts.tasks import RolloutStoppedError
+from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import Request, SamplingParams
 from tests.config.experiment.samples import rl as example
 from tests.experiments.trainer_stage import HereTrainer, RolloutRun, Run, settings_of_kind
@@ -160,7 +160,7 @@ def test_what_is_too_old_is_dropped_or_run_again(rl):
 def test_requests_are_logged_when_asked_for(rl, caplog):
     for on in (False, True):
         caplog.clear()
-        with caplog.at_level(logging.INFO, "areno.experiments.engine_client"):
+        with caplog.at_level(logging.INFO, "areno.rollouts.engine_client"):
             rl({"rollout.enable_rollout_tracing": on})
         assert any(record.message.startswith("request ") for record in caplog.records) == on
 
@@ -181,7 +181,7 @@ def test_trajectories_are_checked_when_asked_for(rl):
         return rl({"rollout.check_trajectory_format": check}, watch=own)
 
     def resolved(trainer: HereTrainer) -> Any:
-        from areno.experiments.workflows.base import GroupedRolloutWorkflow
+        from areno.rollouts.workflows.base import GroupedRolloutWorkflow
 
         return GroupedRolloutWorkflow(Greedy(**trainer._built_in(trainer.config.gconfig)), 2)
 

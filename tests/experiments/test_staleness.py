@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import areno  # noqa: F401
 from areno.errors import UsageError
-from areno.experiments.staleness import StalenessManager, oldest_version, too_old
+from areno.rollouts.staleness import StalenessManager, oldest_version, too_old
 
 
 class Admission(RuleBasedStateMachine):

@@ -15,19 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areno.api.agentic.rows import TrajectoryRow
 from areno.errors import RewardError, UsageError
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.engine_client import EngineClient
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.tasks import RolloutStoppedError
-from areno.experiments.trajectory import check_trajectory, make_trajectory, samples_of, train_sequences
-from areno.experiments.workflows.base import RolloutWorkflow
-from areno.experiments.workflows.interactions import discounted
-from areno.experiments.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
-from areno.experiments.workflows.resolve import resolve_function, resolve_workflow
-from areno.experiments.workflows.rewards import AsyncReward
-from areno.experiments.workflows.rlvr import RLVRWorkflow
+from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.engine_client import EngineClient
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.tasks import RolloutStoppedError
+from areno.rollouts.trajectory import check_trajectory, make_trajectory, samples_of, train_sequences
+from areno.rollouts.workflows.base import RolloutWorkflow
+from areno.rollouts.workflows.interactions import discounted
+from areno.rollouts.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
+from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
+from areno.rollouts.workflows.rewards import AsyncReward
+from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from tests.experiments.stage import Generation
 
 ROW = {"prompt": "What is 2 plus 2?", "answer": "4"}

@@ -12,10 +12,10 @@ import torch
 import areno  # noqa: F401  (before torch)
 from areno.config.experiment import DPOConfig, GRPOConfig, RWConfig, SFTConfig, config_from
 from areno.engine.engine import Engine
-from areno.experiments.fleet.delivery import UpdateReport
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
-from areno.experiments.trajectory import samples_of
+from areno.rollouts.fleet.delivery import UpdateReport
+from areno.rollouts.trajectory import samples_of
 from tests.config.experiment.samples import changed
 
 CLASSES = {"rl": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}

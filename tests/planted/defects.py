@@ -166,14 +166,14 @@ DEFECTS = (
     ),
     Defect(
         "common turns trained in each branch",
-        "areno/api/agentic/rows.py",
+        "areno/rollouts/conversation/rows.py",
         "if turn in places and turn not in done]",
         "if turn in places]",
         ("tests/agentic/test_token_true.py::test_rows_are_what_was_sent_and_sampled",),
     ),
     Defect(
         "samples of a prompt share seeds",
-        "areno/api/agentic/tape.py",
+        "areno/rollouts/conversation/tape.py",
         "self._draws[key] += samples",
         "self._draws[key] += 1",
         (
@@ -196,7 +196,7 @@ DEFECTS = (
     ),
     Defect(
         "age bound one version too tight",
-        "areno/experiments/staleness.py",
+        "areno/rollouts/staleness.py",
         "oldest < version - bound",
         "oldest <= version - bound",
         ("tests/experiments/test_staleness.py",),
@@ -231,7 +231,7 @@ DEFECTS = (
     ),
     Defect(
         "broken weights accepted",
-        "areno/experiments/fleet/tensors.py",
+        "areno/rollouts/fleet/tensors.py",
         "found.update(raw(tensor).cpu().numpy().data)",
         "pass",
         (
@@ -240,7 +240,7 @@ DEFECTS = (
     ),
     Defect(
         "samples of a group share draws",
-        "areno/experiments/workflows/base.py",
+        "areno/rollouts/workflows/base.py",
         "EPISODE.set(Episode(group.task_id, index))",
         "EPISODE.set(group)",
         ("tests/experiments/test_agents.py::test_batches_of_agents_keep_groups",),

@@ -2,12 +2,12 @@
 
 The way of the data, and where to find it:
 
-- ``data``: tasks, batches of them, and the policy of which tokens are trained on; ``trajectory``: what an agent returns.
+- ``data``: tasks and batches of them; ``trajectory``: what an agent returns.
 - ``proxy``: the server inside a rollout session; ``context``: address and keys that an agent is given.
-- ``tape``: the tokens of every turn, recorded by the server; ``continuation``: how a conversation goes on from known
-  tokens, and when it cannot; ``history``: when two message lists are the same; ``lint``: what a chat template will do.
+- ``lint``: what a chat template will do to a conversation.
 - ``calls`` and ``collect``: running an agent with deadlines, retries, and errors that stay with their sample.
-- ``samples``: from returned turns to training ``rows`` with ``spans`` of roles, and ``records`` for rewards.
+- ``samples``: from returned turns to training rows, and ``records`` for rewards; :mod:`areno.rollouts.conversation` records
+  the tokens of every turn.
 - ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, with no agent code.
 """
 
@@ -23,11 +23,11 @@ _HOMES = {
     "AgentSample": "areno.api.agentic.samples",
     "AgentTrajectory": "areno.api.agentic.trajectory",
     "AgentTrajectoryTurn": "areno.api.agentic.trajectory",
-    "LossMaskPolicy": "areno.api.agentic.data",
+    "LossMaskPolicy": "areno.rollouts.conversation.spans",
     "RewardEvent": "areno.types",
     "RewardRecord": "areno.types",
     "RolloutSession": "areno.api.session",
-    "TrajectoryRow": "areno.api.agentic.rows",
+    "TrajectoryRow": "areno.rollouts.conversation.rows",
     "lint_chat_template": "areno.api.agentic.lint",
 }
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.calls import AgentCall, AgentFn
-from areno.api.agentic.data import AgentBatch, AgentItem, LossMaskPolicy
+from areno.api.agentic.data import AgentBatch, AgentItem
 from areno.api.agentic.samples import AgentSample, make_sample, turns_in
 from areno.api.agentic.trajectory import AgentTrajectoryTurn
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import UsageError
+from areno.rollouts.conversation.spans import LossMaskPolicy
 
 if TYPE_CHECKING:
     from areno.api.session import RolloutSession

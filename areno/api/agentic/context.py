@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from areno.api.agentic.data import AgentItem
-from areno.api.agentic.tape import AgentTape, TapeDeck, Turn
 from areno.api.agentic.trajectory import METADATA, AgentTrajectory, AgentTrajectoryTurn
 from areno.engine.rollout.counter_rng import derive_seed
+from areno.rollouts.conversation.tape import AgentTape, TapeDeck, Turn
 from areno.serving.recording import KEY_PREFIX
 from areno.types import SamplingParams
 

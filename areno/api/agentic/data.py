@@ -91,30 +91,3 @@ class _SomeItems(AgentBatch):
     def iter_samples(self) -> Iterator[AgentItem]:
         """The tasks."""
         return iter(self._items)
-
-
-@dataclass(frozen=True, slots=True)
-class LossMaskPolicy:
-    """Which spans of a trajectory count in the policy loss.
-
-    Each sampled token counts once, however many rows it stands in. Tokens that were not sampled (tool results, prompts)
-    have no rollout log-prob; the policy's own at the time of the rollout stands in.
-
-    Attributes:
-        assistant_text: text that the model wrote, reasoning included, but for the last answer.
-        assistant_tool_calls: tool calls that the model made, in the last answer as well.
-        tool_results: contents of what tools returned to it.
-        final_assistant_text: text of the last answer of each conversation.
-        system_prompt: contents of system messages.
-        user_prompt: contents of user messages.
-        forced_tokens: tokens for which a grammar (a forced ``tool_choice``, structured output) left no other choice; the
-            policy did not choose them.
-    """
-
-    assistant_text: bool = True
-    assistant_tool_calls: bool = True
-    tool_results: bool = False
-    final_assistant_text: bool = True
-    system_prompt: bool = False
-    user_prompt: bool = False
-    forced_tokens: bool = False

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.api.agentic.continuation import Forked, Past, go_on
 from areno.errors import UsageError
+from areno.rollouts.conversation.continuation import Forked, Past, go_on
 from areno.serving.recording import Render
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areno.api.agentic.context import AgentContext
-from areno.api.agentic.tape import TapeDeck
+from areno.rollouts.conversation.tape import TapeDeck
 from areno.serving.server import ServerThread
 from areno.serving.service import Service, ServingConfig
 from areno.types import tightest

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from areno.api.agentic.data import AgentItem
-from areno.api.agentic.history import text_of
-from areno.api.agentic.rows import TrajectoryRow
-from areno.api.agentic.tape import Turn
 from areno.api.agentic.trajectory import AgentTrajectoryTurn
+from areno.rollouts.conversation.history import text_of
+from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.tape import Turn
 from areno.types import RewardEvent, RewardRecord, RolloutSequence
 
 

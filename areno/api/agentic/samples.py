@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.context import AgentContext
-from areno.api.agentic.data import AgentItem, LossMaskPolicy
+from areno.api.agentic.data import AgentItem
 from areno.api.agentic.records import agent_record, sequence_of
-from areno.api.agentic.rows import TrajectoryRow, branches, build_rows
-from areno.api.agentic.tape import Turn
 from areno.api.agentic.trajectory import AgentTrajectory, AgentTrajectoryTurn, is_sequence
 from areno.errors import AgentError
+from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
+from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.tape import Turn
 from areno.text.chat import encode_rendered, render_generation_prompt
 from areno.types import Logprobs, RewardRecord, RolloutSequence
 

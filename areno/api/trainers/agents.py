@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.collect import AgentRunner, Collected
-from areno.api.agentic.data import AgentBatch, LossMaskPolicy
+from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
 from areno.config.hooks import load_hook
@@ -21,6 +21,7 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import AGENT_HOOK
 from areno.errors import AgentError
 from areno.observability import lifecycle
+from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.types import PromptBatch, SamplingParams
 
 if TYPE_CHECKING:

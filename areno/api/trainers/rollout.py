@@ -17,7 +17,6 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from areno.api.agentic.rows import TrajectoryRow, completion_row, row_segments
 from areno.api.agentic.samples import AgentSample
 from areno.api.datasets import iter_prompt_batches, prompt_limit
 from areno.api.evaluation import (
@@ -38,6 +37,7 @@ from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError, place_of
+from areno.rollouts.conversation.rows import TrajectoryRow, completion_row, row_segments
 from areno.serving.text import TokenTexts
 from areno.training.report import StepOutcome
 from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence

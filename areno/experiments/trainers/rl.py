@@ -24,13 +24,6 @@ from areno.engine.engine import ACTOR, EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, UsageError
 from areno.experiments.checks import parser_problems
-from areno.experiments.dispatcher import BatchDispatcher
-from areno.experiments.dump import TrajectoryDump
-from areno.experiments.engine_client import EngineClient
-from areno.experiments.fleet.delivery import WeightOptions
-from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
-from areno.experiments.staleness import StalenessManager
-from areno.experiments.tasks import Batch
 from areno.experiments.trainers.engines import (
     device_of,
     engine_config,
@@ -57,11 +50,6 @@ from areno.experiments.trainers.update import (
     turns_of,
     with_version,
 )
-from areno.experiments.trajectory import Trajectory, train_sequences
-from areno.experiments.workflows.multi_turn import MultiTurnWorkflow
-from areno.experiments.workflows.resolve import resolve_function, resolve_workflow
-from areno.experiments.workflows.rewards import AsyncReward
-from areno.experiments.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
 from areno.loss_fns.family import policy_loss_fn
 from areno.loss_fns.named import critic_loss_fn
 from areno.loss_fns.shaping import (
@@ -74,6 +62,18 @@ from areno.loss_fns.shaping import (
 )
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
+from areno.rollouts.dispatcher import BatchDispatcher
+from areno.rollouts.dump import TrajectoryDump
+from areno.rollouts.engine_client import EngineClient
+from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.staleness import StalenessManager
+from areno.rollouts.tasks import Batch
+from areno.rollouts.trajectory import Trajectory, train_sequences
+from areno.rollouts.workflows.multi_turn import MultiTurnWorkflow
+from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
+from areno.rollouts.workflows.rewards import AsyncReward
+from areno.rollouts.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from areno.experiments.tasks import Batch
 from areno.observability.samples import sample_records
+from areno.rollouts.tasks import Batch
 from areno.types import RewardRecord, TrainSequence
 
 

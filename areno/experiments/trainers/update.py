@@ -13,12 +13,12 @@ from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfi
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.update_sections import NormConfig, RejectionSamplingConfig
 from areno.errors import UsageError
-from areno.experiments.trajectory import Trajectory
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.proximal import divergences
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
+from areno.rollouts.trajectory import Trajectory
 from areno.types import ModelRole, TrainSequence
 
 REF, CRITIC, TEACHER = "ref", "critic", "teacher"

@@ -6,7 +6,7 @@ import pytest
 
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.train.optimizer import OptimizerConfig
-from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from tests.support.tiny import save_tiny_checkpoint
 
 

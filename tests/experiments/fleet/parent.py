@@ -6,7 +6,7 @@ import sys
 import time
 
 from areno.engine.engine import Engine
-from areno.experiments.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import requests
 

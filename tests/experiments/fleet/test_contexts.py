@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from areno.experiments.engine_client import EPISODE, EngineClient, Episode, ModelRequest
+from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, ModelRequest
 from tests.experiments.fleet.support import wait_until
 from tests.experiments.stage import Generation
 

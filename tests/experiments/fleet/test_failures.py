@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areno.errors import EngineError, UsageError
-from areno.experiments.scheduler.errors import WorkerCreationError, WorkerFailedError
+from areno.rollouts.scheduler.errors import WorkerCreationError, WorkerFailedError
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
 from tests.support.cli import environment, preloaded
 from tests.support.preloaded import Forked

@@ -16,11 +16,11 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
-from areno.experiments.fleet import ranks
-from areno.experiments.fleet.delivery import WeightOptions
-from areno.experiments.fleet.ranks import Update
-from areno.experiments.fleet.segment import layout
-from areno.experiments.fleet.tensors import wanted
+from areno.rollouts.fleet import ranks
+from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.ranks import Update
+from areno.rollouts.fleet.segment import layout
+from areno.rollouts.fleet.tensors import wanted
 from areno.types import Request, SamplingParams
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import (

@@ -12,13 +12,13 @@ import pytest
 
 from areno.engine.parallel.workers import WorkerGroup
 from areno.errors import UsageError
-from areno.experiments.scheduler.errors import (
+from areno.rollouts.scheduler.errors import (
     WorkerCreationError,
     WorkerFailedError,
     WorkerNotFoundError,
     WorkerTimeoutError,
 )
-from areno.experiments.scheduler.local import Job, LocalScheduler, tail
+from areno.rollouts.scheduler.local import Job, LocalScheduler, tail
 from tests.experiments.fleet.support import wait_until
 from tests.experiments.scheduler import objects
 from tests.support.processes import alive, workers_of

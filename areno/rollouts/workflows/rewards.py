@@ -13,15 +13,15 @@ from areno.cache_folder import ScratchFolder
 from areno.config.hooks import named_object
 from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
-from areno.experiments.workflows.sending import name_of, pickled
 from areno.observability import tracing
 from areno.rewards import RewardRunner
+from areno.rollouts.workflows.sending import name_of, pickled
 from areno.types import RewardRecord
 
 RewardFn = Callable[..., Any] | str
 
 _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
-_FILE = """from areno.experiments.workflows.reward_call import RewardCall
+_FILE = """from areno.rollouts.workflows.reward_call import RewardCall
 
 reward_fn = RewardCall({sent!r})
 """

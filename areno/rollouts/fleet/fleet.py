@@ -24,11 +24,11 @@ from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
-from areno.experiments.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
-from areno.experiments.fleet.tensors import wanted
-from areno.experiments.fleet.tickets import Desk
-from areno.experiments.scheduler.errors import SchedulerError
-from areno.experiments.scheduler.local import Job, LocalScheduler, Replica, Worker
+from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
+from areno.rollouts.fleet.tensors import wanted
+from areno.rollouts.fleet.tickets import Desk
+from areno.rollouts.scheduler.errors import SchedulerError
+from areno.rollouts.scheduler.local import Job, LocalScheduler, Replica, Worker
 from areno.types import Request, RolloutResult
 
 # Idle threads of OpenMP sleep at once: whoever spins takes the core from the trainer, or from another replica.

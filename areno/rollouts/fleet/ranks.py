@@ -25,8 +25,8 @@ from areno.engine.parallel.peers import Group, Peers, meet
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
 from areno.errors import EngineError
-from areno.experiments.fleet.segment import layout, view
-from areno.experiments.fleet.tensors import TensorSpec, digest, install, refuse_misfit, whole_tensors
+from areno.rollouts.fleet.segment import layout, view
+from areno.rollouts.fleet.tensors import TensorSpec, digest, install, refuse_misfit, whole_tensors
 
 # How long the members of a collective wait for each other.
 PATIENCE_S = 120.0

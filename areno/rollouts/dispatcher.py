@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, EngineError, UsageError
-from areno.experiments.dump import TrajectoryDump
-from areno.experiments.engine_client import EPISODE, EngineClient, Episode
-from areno.experiments.pool import EpisodeLoop
-from areno.experiments.staleness import StalenessManager, too_old
-from areno.experiments.tasks import Accept, Batch, OnStale, Plan, Rejection, Task, Verdict, Watchdog, judge
-from areno.experiments.trajectory import Trajectory
-from areno.experiments.workflows.base import as_trajectory
 from areno.observability import tracing
+from areno.rollouts.dump import TrajectoryDump
+from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
+from areno.rollouts.pool import EpisodeLoop
+from areno.rollouts.staleness import StalenessManager, too_old
+from areno.rollouts.tasks import Accept, Batch, OnStale, Plan, Rejection, Task, Verdict, Watchdog, judge
+from areno.rollouts.trajectory import Trajectory
+from areno.rollouts.workflows.base import as_trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from areno.errors import AgentError
-from areno.experiments.workflows.agent_worker import ANSWER_BYTES, returned_value
 from areno.frames import FrameError
 from areno.rewards.lanes import WorkerProcess
+from areno.rollouts.workflows.agent_worker import ANSWER_BYTES, returned_value
 
 
 class AgentProcesses:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.api.agentic.rows import TrajectoryRow
 from areno.errors import UsageError
+from areno.rollouts.conversation.rows import TrajectoryRow
 from areno.types import TrainSequence
 
 Trajectory = dict[str, Any]

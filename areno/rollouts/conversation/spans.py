@@ -8,14 +8,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.api.agentic.data import LossMaskPolicy
-from areno.api.agentic.history import text_of
-from areno.api.agentic.tape import Turn
 from areno.errors import UsageError
+from areno.rollouts.conversation.history import text_of
+from areno.rollouts.conversation.tape import Turn
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class LossMaskPolicy:
+    """Which spans of a trajectory count in the policy loss.
+
+    Each sampled token counts once, however many rows it stands in. Tokens that were not sampled (tool results, prompts)
+    have no rollout log-prob; the policy's own at the time of the rollout stands in.
+
+    Attributes:
+        assistant_text: text that the model wrote, reasoning included, but for the last answer.
+        assistant_tool_calls: tool calls that the model made, in the last answer as well.
+        tool_results: contents of what tools returned to it.
+        final_assistant_text: text of the last answer of each conversation.
+        system_prompt: contents of system messages.
+        user_prompt: contents of user messages.
+        forced_tokens: tokens for which a grammar (a forced ``tool_choice``, structured output) left no other choice; the
+            policy did not choose them.
+    """
+
+    assistant_text: bool = True
+    assistant_tool_calls: bool = True
+    tool_results: bool = False
+    final_assistant_text: bool = True
+    system_prompt: bool = False
+    user_prompt: bool = False
+    forced_tokens: bool = False
+
 
 Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"]
 """``text`` and ``call`` are sampled, all others were given; ``assistant`` is an answer in a prompt that begins anew."""

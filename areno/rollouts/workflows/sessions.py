@@ -6,9 +6,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from areno.api.agentic.tape import AgentTape, TapeDeck
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.experiments.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
+from areno.rollouts.conversation.tape import AgentTape, TapeDeck
+from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
 from areno.serving.recording import KEY_PREFIX
 
 # An agent that asks for more at once than the engine decodes shall wait, and not be refused.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from areno.experiments.fleet.tensors import TensorSpec
+from areno.rollouts.fleet.tensors import TensorSpec
 
 _ALIGN = 64
 

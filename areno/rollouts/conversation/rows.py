@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.api.agentic.data import LossMaskPolicy
-from areno.api.agentic.spans import Role, given_mask, given_roles, sampled_mask, sampled_roles
-from areno.api.agentic.tape import Turn
 from areno.errors import UsageError
+from areno.rollouts.conversation.spans import LossMaskPolicy, Role, given_mask, given_roles, sampled_mask, sampled_roles
+from areno.rollouts.conversation.tape import Turn
 from areno.types import RolloutSequence, TrainSequence
 
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from areno.config.packages import install_command, missing_server_packages
 from areno.errors import AgentError, UsageError
-from areno.experiments.engine_client import EngineClient, GenerationSettings
-from areno.experiments.workflows.agent_worker import returned_value
-from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
-from areno.experiments.workflows.interactions import ExportStyle, export_interactions
-from areno.experiments.workflows.processes import AgentProcesses
-from areno.experiments.workflows.sending import name_of, pickled
-from areno.experiments.workflows.sessions import AgentSession, SessionServer
+from areno.rollouts.engine_client import EngineClient, GenerationSettings
+from areno.rollouts.workflows.agent_worker import returned_value
+from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.rollouts.workflows.interactions import ExportStyle, export_interactions
+from areno.rollouts.workflows.processes import AgentProcesses
+from areno.rollouts.workflows.sending import name_of, pickled
+from areno.rollouts.workflows.sessions import AgentSession, SessionServer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: what its requests are sampled with unless they say otherwise.
         mode: ``inline`` runs it in the event loop of all episodes, ``subproc`` in processes that find address and key in
             their environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
-        turn_discount: see :func:`areno.experiments.workflows.interactions.discounted`.
+        turn_discount: see :func:`areno.rollouts.workflows.interactions.discounted`.
         export_style: ``individual`` or ``concat``, see :func:`export_interactions`.
         engine_max_tokens: most tokens of a conversation.
         tool_call_parser: how the model writes tool calls.

@@ -2,7 +2,7 @@
 
 A tape belongs to one API key. Its turns form trees: a request that extends an answered one hangs below it and adds its
 new tokens only; any other begins a tree of its own. Turns below one another make a row of training tokens, see
-:mod:`areno.api.agentic.rows`. Requests come from the server's threads, so everything here is locked.
+:mod:`areno.rollouts.conversation.rows`. Requests come from the server's threads, so everything here is locked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.api.agentic.continuation import Forked, ForkReason, Past, go_on
-from areno.api.agentic.history import call_ids, next_key, prefix_keys, same_answer
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
+from areno.rollouts.conversation.continuation import Forked, ForkReason, Past, go_on
+from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
 from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
 from areno.text.chat import encode_rendered
 from areno.types import FinishReason, SamplingParams
@@ -52,7 +52,8 @@ class Turn:
         pieces: what the text was read as.
         closer: marker that ends the reasoning.
         fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
-        keys: of the beginnings of its messages, see :func:`areno.api.agentic.history.prefix_keys`; empty without a tape.
+        keys: of the beginnings of its messages, see :func:`~areno.rollouts.conversation.history.prefix_keys`;
+            empty without a tape.
         number: place among the turns of its tape.
         response_id: what the client knows it by, without a prefix.
         reward: what was given for it; None where nothing was.

@@ -16,10 +16,10 @@ from areno.cache_folder import ScratchFolder
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
-from areno.experiments.fleet import ranks
-from areno.experiments.fleet.ranks import BrokenChannelError, Update
-from areno.experiments.fleet.segment import layout
-from areno.experiments.fleet.tensors import TensorSpec
+from areno.rollouts.fleet import ranks
+from areno.rollouts.fleet.ranks import BrokenChannelError, Update
+from areno.rollouts.fleet.segment import layout
+from areno.rollouts.fleet.tensors import TensorSpec
 
 Mode = Literal["shm", "xccl", "disk"]
 Replicas = Mapping[int, EngineGroup]

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from areno.api.agentic.data import LossMaskPolicy
-from areno.api.agentic.rows import build_rows
-from areno.api.agentic.tape import AgentTape
 from areno.errors import DataError, UsageError
-from areno.experiments.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
-from areno.experiments.trajectory import make_trajectory
-from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
-from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward_call
-from areno.experiments.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
+from areno.rollouts.conversation.rows import build_rows
+from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.tape import AgentTape
+from areno.rollouts.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
+from areno.rollouts.trajectory import make_trajectory
+from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
+from areno.rollouts.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
 from areno.serving.recording import ChatPrompt, RecordedAnswer
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 from areno.text.markers import warn_of_markers

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areno.errors import ArenoError, UsageError
-from areno.experiments.staleness import oldest_version
-from areno.experiments.trajectory import Trajectory
+from areno.rollouts.staleness import oldest_version
+from areno.rollouts.trajectory import Trajectory
 
 Accept = Callable[[Trajectory], Any]
 OnStale = Literal["regenerate", "drop"]

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areno.api.agentic.rows import completion_row
 from areno.errors import DataError
-from areno.experiments.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
-from areno.experiments.trajectory import Trajectory, make_trajectory
-from areno.experiments.workflows.base import EpisodeResult, RolloutWorkflow
-from areno.experiments.workflows.rewards import AsyncReward, RewardFn, as_reward_call
+from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.engine_client import EngineClient, GenerationSettings, ModelRequest, ModelResponse
+from areno.rollouts.trajectory import Trajectory, make_trajectory
+from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
+from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.text.chat import Prompt, encode_generation_prompt
 from areno.text.markers import warn_of_markers
 

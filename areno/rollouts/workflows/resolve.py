@@ -8,10 +8,10 @@ from typing import Any
 
 from areno.config.hooks import named_object
 from areno.errors import UsageError
-from areno.experiments.engine_client import GenerationSettings
-from areno.experiments.workflows.agents import AgentWorkflow, is_agent
-from areno.experiments.workflows.base import GroupedRolloutWorkflow, RolloutWorkflow
-from areno.experiments.workflows.sending import name_of
+from areno.rollouts.engine_client import GenerationSettings
+from areno.rollouts.workflows.agents import AgentWorkflow, is_agent
+from areno.rollouts.workflows.base import GroupedRolloutWorkflow, RolloutWorkflow
+from areno.rollouts.workflows.sending import name_of
 
 
 def resolve_workflow(

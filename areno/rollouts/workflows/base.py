@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from areno.errors import UsageError
-from areno.experiments.engine_client import EPISODE, EngineClient, Episode
-from areno.experiments.trajectory import Trajectory, check_trajectory, make_trajectory, stack
-from areno.experiments.workflows.interactions import Interaction, is_interactions
+from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
+from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, stack
+from areno.rollouts.workflows.interactions import Interaction, is_interactions
 
 logger = logging.getLogger(__name__)
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
-"""None leaves the episode out; tensors as in :mod:`areno.experiments.trajectory`; or interactions by name."""
+"""None leaves the episode out; tensors as in :mod:`areno.rollouts.trajectory`; or interactions by name."""
 
 
 class RolloutWorkflow(ABC):

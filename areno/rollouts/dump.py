@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from areno.experiments.trajectory import Trajectory, samples_of
+from areno.rollouts.trajectory import Trajectory, samples_of
 
 
 class TrajectoryDump:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from areno.api.agentic.data import LossMaskPolicy
-from areno.api.agentic.rows import TrajectoryRow, build_rows
-from areno.api.agentic.tape import Turn
 from areno.errors import UsageError
+from areno.rollouts.conversation.rows import TrajectoryRow, build_rows
+from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.tape import Turn
 
 ExportStyle = Literal["individual", "concat"]
 

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from areno.engine.parallel.workers import Processes, WorkerGroup
 from areno.errors import ArenoError, EngineError, UsageError
-from areno.experiments.scheduler.errors import (
+from areno.rollouts.scheduler.errors import (
     SchedulerError,
     WorkerCreationError,
     WorkerFailedError,
