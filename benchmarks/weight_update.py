@@ -78,7 +78,8 @@ class Gaps:
 def measure(path: str, replicas: int, updates: int) -> dict[str, Any]:
     import torch
 
-    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.engine import Engine
+    from areno.engine.engine_config import EngineConfig
     from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 
     config = EngineConfig(kv_cache_tokens=32768, decode="eager")

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from areno.config.paths import base_of, tokenizer_of
 from areno.engine.checkpoint.contents import STATE_FOLDER
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_device
+from areno.engine.engine_config import EngineConfig
 from areno.engine.inference import DecodeProgress
 from areno.engine.limits import check_role_tokenizer, check_tokenizer
 from areno.engine.model.adapter import AdapterOptions
@@ -27,7 +27,6 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
 from areno.engine.native import keep_freed_memory
-from areno.engine.parallel.peers import Peers
 from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
 from areno.engine.rollout.compiled.switch import DecodeMode
@@ -50,74 +49,6 @@ T = TypeVar("T")
 
 ACTOR = "actor"
 _OPTIMIZER_FILE = "optimizer.pt"
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineConfig:
-    """How an engine loads, generates and trains.
-
-    Attributes:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: type of the weights in memory and of the computation.
-        trains: ``policy``; ``reward`` for a sequence classifier, which generates nothing; ``nothing`` for a policy that
-            only generates, without an optimizer.
-        optimizer: rates and decay of the actor.
-        adapter: what roles train in place of their weights; None trains the weights.
-        attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
-        activation_checkpointing: recompute layers in backward; None does so unless a GPU has room for all activations.
-        tree_training: compute tokens that rows of a pass begin with once, see :mod:`areno.engine.model.tree`.
-        offload_activations: what layers keep for that waits in the computer's memory; for models on a GPU.
-        keep_rollout_state: keep the KV cache between rollout phases.
-        decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
-            run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
-        builds_decode: whether ``auto`` may build the step; else it only takes what another process has built.
-        speculate: tokens that prompt lookup may guess ahead, see :mod:`areno.engine.rollout.speculation`; 0 guesses none.
-        kv_cache_tokens: KV budget; None takes what training leaves of a GPU, or a share of a machine's free memory.
-        prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
-            0 keeps none, None keeps a quarter of that budget.
-        max_running: most sequences decoded at once.
-        trust_remote_code: allow code that a checkpoint ships.
-        dummy_load: random weights instead of the checkpoint's.
-        decode_progress_interval_s: seconds between decode progress lines.
-        neighbours: engines like this one that share the machine, each with ranks of its own.
-        shares_device: another process uses the same GPU.
-        peers: other ranks that run an engine of the same configuration and get the same calls.
-    """
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    dtype: torch.dtype = torch.float32
-    trains: Literal["policy", "reward", "nothing"] = "policy"
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    adapter: AdapterOptions | None = None
-    attn_backend: str = "flash"
-    activation_checkpointing: bool | None = None
-    tree_training: bool = False
-    offload_activations: bool = False
-    keep_rollout_state: bool = True
-    decode: DecodeMode = "auto"
-    builds_decode: bool = True
-    speculate: int = 0
-    kv_cache_tokens: int | None = None
-    prefix_cache_tokens: int | None = 0
-    max_running: int = 64
-    trust_remote_code: bool = False
-    dummy_load: bool = False
-    decode_progress_interval_s: float = 10.0
-    neighbours: int = 1
-    shares_device: bool = False
-    peers: Peers = field(default_factory=Peers)
-
-    def load_options(self, option: str = "--ckpt") -> LoadOptions:
-        """How a checkpoint named by ``option`` is loaded."""
-        return LoadOptions(
-            dtype=self.dtype,
-            device=self.device,
-            trust_remote_code=self.trust_remote_code,
-            dummy=self.dummy_load,
-            attn_backend=self.attn_backend,
-            option=option,
-            peers=self.peers,
-        )
 
 
 class Engine:

@@ -253,7 +253,8 @@ def half(device: str) -> torch.dtype:
 
 def random_engine(args: argparse.Namespace, shape: str, **options: Any) -> Any:
     """An engine over random weights in a shape; what it loads is a folder with a configuration and a tokenizer alone."""
-    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.engine_config import EngineConfig
+    from areno.engine.engine import Engine
 
     folder = args.out / f"model-{shape}"
     model_config(shape).save_pretrained(folder)

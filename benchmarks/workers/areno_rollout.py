@@ -17,7 +17,8 @@ def main() -> None:
     given = side.settings()
     import torch
 
-    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.engine import Engine
+    from areno.engine.engine_config import EngineConfig
     from areno.engine.rollout.compiled.switch import DecodeSwitch
     from areno.types import Request, SamplingParams
 

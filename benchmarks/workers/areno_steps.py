@@ -16,7 +16,8 @@ def build_decode_step(model: str) -> None:
     """Compile the decode step and keep it on disk, as a run does that generates for longer than a minute."""
     import torch
 
-    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.engine import Engine
+    from areno.engine.engine_config import EngineConfig
 
     began = time.perf_counter()
     Engine(model, EngineConfig(device=torch.device("cpu"), dtype=torch.float32, decode="compiled")).close()

@@ -104,7 +104,8 @@ def main() -> None:
 
     from areno.config.algorithms import get_algorithm
     from areno.config.train_options import TrainOptions
-    from areno.engine.engine import Engine, EngineConfig
+    from areno.engine.engine import Engine
+    from areno.engine.engine_config import EngineConfig
     from areno.engine.parallel.group import EngineGroup
     from areno.engine.parallel.workers import WorkerGroup
     from areno.engine.plan import trial

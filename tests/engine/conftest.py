@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.kernels.library import KernelLibrary
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.train.optimizer import OptimizerConfig

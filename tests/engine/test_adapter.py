@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 peft = pytest.importorskip("peft")
 
 from areno.engine.checkpoint.export import export_model  # noqa: E402
-from areno.engine.engine import Engine, EngineConfig  # noqa: E402
+from areno.engine.engine import Engine  # noqa: E402
+from areno.engine.engine_config import EngineConfig  # noqa: E402
 from areno.engine.model.adapter import AdapterOptions  # noqa: E402
 from areno.errors import UsageError  # noqa: E402
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn  # noqa: E402

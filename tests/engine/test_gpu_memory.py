@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.config.train_options import TrainOptions
-from areno.engine.engine import EngineConfig
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.plan import gpu_memory
 from areno.engine.plan.account import make_plan

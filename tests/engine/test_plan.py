@@ -11,7 +11,8 @@ import yaml
 
 from areno.cli.main import main
 from areno.config import TrainOptions
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
 from areno.engine.plan import account
 from areno.engine.plan.account import make_plan

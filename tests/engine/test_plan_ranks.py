@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areno.cli.main import main
-from areno.engine.engine import EngineConfig
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_value_model
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.optimizer import OptimizerConfig

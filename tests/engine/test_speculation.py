@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.drafts import MATCH, DraftIndex
 from areno.engine.rollout.loop import RolloutLoop

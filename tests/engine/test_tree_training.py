@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows

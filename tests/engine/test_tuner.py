@@ -16,7 +16,8 @@ import yaml
 
 from areno.cli.main import main
 from areno.config.train_options import TrainOptions
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.native import give_freed_memory_back
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import areno  # noqa: F401  (before torch)
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.types import Request, RolloutResult, RolloutSequence

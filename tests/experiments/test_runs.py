@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from areno.config.experiment import GRPOConfig
 from areno.config.experiment.loader import load_expr_config
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.experiments.trainers import PPOTrainer

@@ -33,7 +33,7 @@ DEFECTS = (
     ),
     Defect(
         "alpha of an adapter is its rank",
-        "areno/engine/model/adapter.py",
+        "areno/engine/model/adapter_setup.py",
         "lora_alpha=2 * options.rank if options.alpha is None else options.alpha,",
         "lora_alpha=options.rank if options.alpha is None else options.alpha,",
         ("tests/engine/test_adapter.py::test_steps_are_those_of_peft_with_adamw",),
@@ -99,7 +99,7 @@ DEFECTS = (
     ),
     Defect(
         "part of the first rank summed by all",
-        "areno/engine/parallel/shared_buffer.py",
+        "areno/engine/parallel/channels.py",
         "parts = [buffer[group.rank * count :][:count] for buffer in buffers]",
         "parts = [buffer[:count] for buffer in buffers]",
         ("tests/engine/parallel/test_shared_buffer.py::test_sums_are_those_of_float64",),

@@ -11,7 +11,8 @@ import time
 import httpx
 import pytest
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.serving import connections, service
 from areno.serving.errors import ApiError
 from areno.serving.schemas import MAX_DEPTH, MAX_VALUES, measure

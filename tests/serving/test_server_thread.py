@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.errors import UsageError
 from areno.serving.app import create_app
 from areno.serving.server import ServerThread

@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import base_of, is_adapter
-from areno.engine.model.adapter import AdapterOptions, attach, brings_head, merge_for_good
+from areno.engine.model.adapter import AdapterOptions
+from areno.engine.model.adapter_setup import attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from areno.engine.parallel.peers import Channel
+from areno.engine.parallel.channels import Channel
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areno.cache_folder import ScratchFolder
 from areno.engine.device import rank_devices
-from areno.engine.engine import ACTOR, Engine, EngineConfig
+from areno.engine.engine import ACTOR, Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from areno.engine.parallel.peers import Channel
+from areno.engine.parallel.channels import Channel
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.sequence import Group, News, Sequence

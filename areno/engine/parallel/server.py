@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from areno.engine.device import use_device
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
 from areno.engine.train.microbatch import MicroBatching

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from areno.config.model_files import HEADS, heads_problem
 from areno.engine.model.token_logprobs import VocabularyShare
-from areno.engine.parallel.peers import Group
+from areno.engine.parallel.channels import Group
 from areno.errors import UnsupportedModelError
 
 # Styles of an output head that put the ranks' logits together.

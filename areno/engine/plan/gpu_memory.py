@@ -19,7 +19,7 @@ from areno.engine.train.step import MAX_TOKENS_CUDA
 from areno.errors import ArenoError
 
 if TYPE_CHECKING:
-    from areno.engine.engine import EngineConfig
+    from areno.engine.engine_config import EngineConfig
     from areno.engine.role import Role
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from areno.engine.model.loading import LoadOptions, add_adapter, load_shape
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
-from areno.engine.parallel.peers import Alone, Layout, Peers
+from areno.engine.parallel.channels import Channel
+from areno.engine.parallel.peers import Layout, Peers
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
@@ -249,7 +250,7 @@ class ShapeOf:
         for _, p in parameters:
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # of masters that are gone
         masters = optimizer.held_bytes(moments=False)
-        shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.shared_buffer
+        shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.channels
         common = shared and self.layout.tp_size == 1
         in_place = masters if common and self.model.dtype == torch.float32 else 0
         return UpdateBytes(
@@ -364,7 +365,7 @@ class ShapeOf:
         _sample(all_logits(logits, self.model.config.get_text_config().vocab_size))
 
 
-class _Silent(Alone):
+class _Silent(Channel):
     """Stands in for other ranks where only their number matters."""
 
     def __init__(self, size: int) -> None:

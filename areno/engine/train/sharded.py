@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel.peers import Common, Peers
+from areno.engine.parallel.channels import Common
+from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import (

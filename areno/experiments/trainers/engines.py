@@ -17,7 +17,8 @@ from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.lora_options import ALL_LINEAR
 from areno.cores import usable_cores
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout

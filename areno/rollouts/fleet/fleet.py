@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from areno.cores import usable_cores
-from areno.engine.engine import EngineConfig
+from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import fitted
 from areno.engine.parallel.group import AnyEngine, EngineGroup
 from areno.engine.parallel.peers import Layout

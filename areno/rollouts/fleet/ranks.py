@@ -21,7 +21,8 @@ from torch import Tensor
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
-from areno.engine.parallel.peers import Group, Peers, meet
+from areno.engine.parallel.channels import Group, meet
+from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
 from areno.errors import EngineError

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel import shared_buffer
-from areno.engine.parallel.peers import Group, Layout, Peers, meet
-from areno.engine.parallel.shared_buffer import SharedGroup
+from areno.engine.parallel import channels
+from areno.engine.parallel.channels import Group, SharedGroup, meet
+from areno.engine.parallel.peers import Layout, Peers
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig
 from areno.engine.train.sharded import ShardedAdamW
 
@@ -128,7 +128,7 @@ class Member:
 
     def refuse_memory(self) -> None:
         """As where the system has none to share."""
-        shared_buffer.NAMELESS = False
+        channels.NAMELESS = False
 
     def learn(
         self, weights: dict[str, Tensor], steps: list[list[dict[str, Tensor]]], config: OptimizerConfig

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft")
 
-from areno.engine.engine import Engine, EngineConfig  # noqa: E402
+from areno.engine.engine import Engine  # noqa: E402
+from areno.engine.engine_config import EngineConfig  # noqa: E402
 from areno.engine.model.adapter import AdapterOptions  # noqa: E402
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm  # noqa: E402
 from areno.engine.model.packing import PackedPlan  # noqa: E402

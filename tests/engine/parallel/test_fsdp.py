@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.group import EngineGroup

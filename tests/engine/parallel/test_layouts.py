@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 from safetensors.torch import load_file
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.train.optimizer import OptimizerConfig

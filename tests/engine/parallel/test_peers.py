@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from areno.engine.parallel.peers import meet
+from areno.engine.parallel.channels import meet
 
 
 def _listening() -> set[str]:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from areno.engine.parallel.peers import Group
+from areno.engine.parallel.channels import Group, SharedGroup
 from areno.engine.parallel.segment import NAMELESS
-from areno.engine.parallel.shared_buffer import SharedGroup
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.errors import EngineError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.engine.engine import EngineConfig
+from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from tests.support.tiny import save_tiny_checkpoint

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areno.engine.engine import Engine, EngineConfig
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from tests.support.tiny import save_tiny_checkpoint

@@ -15,7 +15,8 @@ from areno.api.backend.base import ArenoConfig, Backend
 from areno.api.backend.checks import check_config
 from areno.config.machine import gpu_problem
 from areno.engine.device import rank_devices
-from areno.engine.engine import ACTOR, Engine, EngineConfig
+from areno.engine.engine import ACTOR, Engine
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.native import release_workers
 from areno.engine.parallel.group import AnyEngine, EngineGroup

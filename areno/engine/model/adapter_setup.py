@@ -1,0 +1,195 @@
+"""Adapters put into a model: new ones, ones that are read from a folder, and ones that are added to its weights for good."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from areno.config.paths import adapter_config
+from areno.engine.model.adapter import NAME, Adapter, AdapterOptions, adapted_layers, require_packages
+from areno.errors import ArenoError, UsageError
+
+_TASKS = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}
+_HEAD = "score"
+
+
+def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
+    """Put an adapter into a module, in place; all that is not the adapter's is frozen.
+
+    A classifier's scalar head is trained as a whole, and saved with the adapter.
+
+    Args:
+        module: a ``transformers`` model.
+        kind: ``policy``, ``value`` or ``reward``.
+        options: what adapter.
+        base: folder or repo id of the model, to be named in what is saved.
+        may_merge: see :class:`Adapter`.
+
+    Raises:
+        UsageError: the adapter does not fit the model; or no layer has the wanted name.
+    """
+    require_packages()
+    with warnings.catch_warnings(), _made_whole(module):
+        warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
+        if options.adapter_path is not None:
+            wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
+        else:
+            wrapped = _create(module, kind, options)
+    folder = Path(base).expanduser()
+    wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
+    _refuse_tied(module, adapted_layers(wrapped))
+    module.eval()  # new layers begin in training mode, in which they would drop
+    if not _is_spread(module):
+        return Adapter(wrapped, may_merge=may_merge)
+    from areno.engine.model.spread_adapter import SpreadAdapter  # costs a second to import, and few need it
+
+    return SpreadAdapter(wrapped, may_merge=may_merge)
+
+
+def merge_for_good(module: nn.Module, path: str) -> nn.Module:
+    """Add the adapter in ``path`` to a model's weights, and return the model.
+
+    Raises:
+        UsageError: the adapter does not fit the model.
+    """
+    require_packages()
+    with _made_whole(module):
+        wrapped = _load(module, path, trainable=False)
+    if _is_spread(module):
+        from areno.engine.model.spread_adapter import merge_spread
+
+        return merge_spread(wrapped, adapted_layers(wrapped)).requires_grad_(True)
+    merged: nn.Module = wrapped.merge_and_unload()
+    return merged.requires_grad_(True)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Whether ``transformers`` has spread a module over ranks."""
+    return getattr(module, "_tp_size", None) not in (None, 1)
+
+
+def _made_whole(module: nn.Module) -> AbstractContextManager[None]:
+    """Adapters that are made or read in the block are whole, also those of a spread module."""
+    if not _is_spread(module):
+        return nullcontext()
+    from areno.engine.model.spread_adapter import as_if_whole
+
+    return as_if_whole(module)
+
+
+def brings_head(path: str) -> bool:
+    """Whether the adapter in a folder has a scalar head of its own."""
+    config = adapter_config(path)
+    return config.get("task_type") == "SEQ_CLS" or _HEAD in (config.get("modules_to_save") or ())
+
+
+def _create(module: nn.Module, kind: str, options: AdapterOptions) -> Any:
+    import peft
+
+    targets = options.targets
+    if isinstance(targets, list):
+        _refuse_unknown(module, targets)
+    config = peft.LoraConfig(
+        task_type=_TASKS[kind],
+        r=options.rank,
+        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules=targets,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        try:
+            return peft.get_peft_model(cast(Any, module), config, adapter_name=NAME)
+        except ValueError as error:
+            raise UsageError(
+                f"no adapter can be made of rank={options.rank}, alpha={options.alpha}, dropout={options.dropout}, "
+                f"target_modules={options.target_modules!r}: {error}; change these --lora options"
+            ) from error
+
+
+def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0) -> Any:
+    import peft
+
+    try:
+        config: Any = peft.PeftConfig.from_pretrained(path)
+        _refuse_other_kinds(config, path)
+        if _is_spread(module):
+            _refuse_other_starts(config, path)
+        config.lora_dropout = dropout
+        return peft.PeftModel.from_pretrained(
+            cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
+        )
+    except ArenoError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise UsageError(
+            f"the adapter {path} does not fit {type(module).__name__}: {type(error).__name__}: {text}; give an adapter "
+            "that was made for this model"
+        ) from error
+
+
+def _refuse_other_kinds(config: Any, path: str) -> None:
+    """What is no LoRA, or would change the base model itself."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UsageError(f"the adapter {path} is of the kind {kind}; areno reads and trains LORA adapters")
+    if config.bias != "none":
+        raise UsageError(
+            f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which would not be frozen "
+            "any more; use one with bias='none'"
+        )
+
+
+def _refuse_other_starts(config: Any, path: str) -> None:
+    """What begins by taking the base model's weights apart."""
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+        raise UsageError(
+            f"the adapter {path} was begun with init_lora_weights={config.init_lora_weights!r}, which changes whole weights, "
+            "and with --tp-size no rank has them; use --tp-size 1, or convert it to a plain one "
+            "(path_initial_model_for_weight_conversion of peft)"
+        )
+
+
+def _linear_names(module: nn.Module) -> list[str]:
+    """Last parts of the names of a model's linear layers."""
+    linear = [name for name, child in module.named_modules() if _is_linear(child)]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
+    linear = [name for name, child in module.named_modules() if _is_linear(child)]
+    unknown = [name for name in names if not any(full == name or full.endswith(f".{name}") for full in linear)]
+    if unknown:
+        raise UsageError(
+            f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; "
+            f"there are {', '.join(_linear_names(module))}"
+        )
+
+
+def _refuse_tied(module: nn.Module, layers: Sequence[Any]) -> None:
+    """An adapter on a weight that two layers share would belong to one of them, and its sum to both."""
+    owners: dict[int, list[str]] = {}
+    for name, child in module.named_modules():
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name.removesuffix(".base_layer"))
+    for layer in layers:
+        shared = owners.get(id(layer.get_base_layer()._parameters.get("weight")), [])
+        if len(shared) > 1:
+            raise UsageError(
+                f"--lora-target-modules: {' and '.join(shared)} share one weight in this model, so an adapter cannot belong "
+                "to one of them; leave it out of the list"
+            )

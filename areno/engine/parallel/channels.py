@@ -1,0 +1,269 @@
+"""What the ranks of a group say to each other; on the CPUs of one machine, sums and weights in memory that all of them see.
+
+In shared memory nothing is sent. Each rank adds its numbers up in a buffer of its own, which the others can read. When all
+are done, each rank sums its part over the buffers: first its own entries, then those of the others in the order of ranks, so
+equal numbers give equal sums. Each part is summed by one rank, so all ranks see the same ones. Ranks wait for each other in
+gloo's sockets: waiting takes no processor time, and a rank that has ended breaks the connection, which is an error on the
+others. The memory has no name (see :mod:`areno.engine.parallel.segment`), so none is left behind, whatever ends a rank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areno.engine.parallel.segment import NAMELESS, Segment, mapped
+
+PATIENCE = timedelta(days=7)
+"""Ranks wait for each other as long as it takes: whoever watches the processes knows better when one is stuck."""
+
+
+class Channel:
+    """Talk among the ranks of one group, here of one; every rank of it makes the same calls in the same order."""
+
+    size, rank = 1, 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up over the ranks, in place."""
+        return values
+
+    def smallest(self, value: int) -> int:
+        """Least of the ranks' numbers."""
+        return value
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says, in the order of ranks; any picklable object."""
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 says."""
+        return value
+
+    def sum_part(self, values: Tensor) -> Tensor:
+        """Add up values [size * n] over the ranks, and return this rank's n of them."""
+        return values
+
+    def join(self, part: Tensor) -> Tensor:
+        """Put the ranks' parts [n] together: [size * n]."""
+        return part
+
+    def sums(self, count: int, device: torch.device) -> Sums | None:
+        """Make a place for ``count`` numbers to add up in, a multiple of ``size``; None where ranks share no memory."""
+        return None
+
+    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+        """Make memory for ``count`` entries that all ranks have in common; None where ranks have memory of their own only."""
+        return None
+
+
+class Group(Channel):
+    """A group of several ranks.
+
+    Args:
+        process_group: connects them.
+        device: where objects travel from and to; CPU for gloo, the rank's GPU for NCCL.
+
+    Attributes:
+        traffic: bytes that this rank has passed on, by operation, as a ring of ranks does it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.size, self.rank = process_group.size(), process_group.rank()
+        self._group, self._device = process_group, device
+        self.traffic: Counter[str] = Counter()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up over the ranks, in place."""
+        self.traffic["sum"] += values.nbytes
+        self._group.allreduce([values]).wait()
+        return values
+
+    def smallest(self, value: int) -> int:
+        """Least of the ranks' numbers."""
+        found = torch.tensor([value], device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self._group.allreduce([found], options).wait()
+        return int(found)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says: sizes first, then all texts padded to the longest."""
+        mine = self._encode(value)
+        sizes = self.join(torch.tensor([len(mine)], device=self._device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: len(mine)] = mine
+        texts = self.join(padded).view(self.size, -1)
+        return [self._decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 says."""
+        text = self._encode(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
+        size = torch.tensor([len(text)], device=self._device)
+        self._group.broadcast([size], dist.BroadcastOptions()).wait()
+        if self.rank:
+            text = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        self._group.broadcast([text], dist.BroadcastOptions()).wait()
+        return self._decode(text) if self.rank else value
+
+    def sum_part(self, values: Tensor) -> Tensor:
+        """Add up values [size * n] over the ranks, and return this rank's n of them."""
+        self.traffic["sum_part"] += values.nbytes - values.nbytes // self.size
+        part = torch.empty(len(values) // self.size, dtype=values.dtype, device=values.device)
+        self._group._reduce_scatter_base(part, values, dist.ReduceScatterOptions()).wait()
+        return part
+
+    def join(self, part: Tensor) -> Tensor:
+        """Put the ranks' parts [n] together: [size * n]."""
+        self.traffic["join"] += part.nbytes * (self.size - 1)
+        whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
+        self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
+        return whole
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place."""
+        self._group.broadcast([values], dist.BroadcastOptions()).wait()
+        return values
+
+    def _encode(self, value: Any) -> Tensor:
+        return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8).to(self._device)
+
+    @staticmethod
+    def _decode(text: Tensor) -> Any:
+        return cloudpickle.loads(text.cpu().numpy().tobytes())
+
+
+class SharedGroup(Group):
+    """A group whose ranks may share memory; where the system does not let them, it is like any other group."""
+
+    def sums(self, count: int, device: torch.device) -> Sums | None:
+        """See :class:`Channel`."""
+        size = count * torch.float32.itemsize
+        memories = self._memories([size] * self.size) if device.type == "cpu" else []
+        return Sums(self, [torch.frombuffer(one, dtype=torch.float32) for one in memories]) if memories else None
+
+    def common(self, count: int, dtype: torch.dtype) -> Common | None:
+        """See :class:`Channel`."""
+        memories = self._memories([count * dtype.itemsize])
+        return Common(self, memories[0], dtype) if memories else None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.smallest(0)
+
+    def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
+        """Memory of so many bytes of each of the first ranks, open on all; nothing if one rank has not been able to open it."""
+        own: Segment | None = None
+        with suppress(OSError):
+            own = Segment(sizes[self.rank]) if NAMELESS and self.rank < len(sizes) and sizes[self.rank] else None
+        paths = self.everyone(own.path if own else "")
+        found: list[mmap.mmap] = []
+        with suppress(OSError, ValueError):
+            found = [mapped(path, size, writable=True) for path, size in zip(paths, sizes, strict=False)]
+        opened = self.smallest(int(len(found) == len(sizes)))  # also: nobody opens them any more
+        if own:
+            own.close()
+        return found if opened else []
+
+
+class Sums:
+    """Numbers that are added up over the ranks again and again, always in the same place.
+
+    Args:
+        group: of the ranks.
+        buffers: of each rank, fp32 [size * n]; this rank changes its own alone.
+
+    Attributes:
+        values: this rank's buffer; 0 at first.
+    """
+
+    def __init__(self, group: SharedGroup, buffers: list[Tensor]) -> None:
+        self.values = buffers[group.rank]
+        self._group = group
+        count = len(self.values) // group.size
+        parts = [buffer[group.rank * count :][:count] for buffer in buffers]
+        self._part = parts.pop(group.rank)
+        self._others = parts
+
+    def part(self) -> Tensor:
+        """This rank's n of the sums. They hold until ``values`` change, and lie in them where that saves memory."""
+        self._group.traffic["sum_part"] += self.values.nbytes - self._part.nbytes  # the others read it
+        self._group.barrier()
+        for other in self._others:
+            self._part.add_(other)
+        self._group.barrier()  # from here on everybody may change what the others have read
+        return self._part
+
+
+class Common:
+    """Memory that all ranks of a group have in common.
+
+    Args:
+        group: of the ranks.
+        memory: open on all of them.
+        dtype: of its entries.
+    """
+
+    def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:
+        self._group, self._memory, self._dtype = group, memory, dtype
+
+    def tensor(self, start: int, count: int) -> Tensor:
+        """Some of its entries, as a tensor with a storage of its own."""
+        if not count:
+            return torch.empty(0, dtype=self._dtype)
+        offset = start * self._dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=offset)
+
+    def barrier(self) -> None:
+        """Wait for all ranks; what they have written is there then."""
+        self._group.barrier()
+
+
+def meet(
+    file: Path,
+    rank: int,
+    size: int,
+    device: torch.device,
+    patience: timedelta = PATIENCE,
+    kind: type[Group] = Group,
+) -> Group:
+    """Join processes of this machine in a group of its own; returns when all have come.
+
+    Args:
+        file: private to the group; it must not be there before.
+        rank: this process.
+        size: how many there are.
+        device: where what they say to each other is.
+        patience: how long each waits for the others, now and later.
+        kind: of group.
+
+    Raises:
+        RuntimeError: somebody has not come.
+    """
+    return kind(_process_group(dist.FileStore(str(file), size), rank, size, device, patience), device)
+
+
+def _process_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta
+) -> dist.ProcessGroup:
+    if device.type == "cuda":
+        nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # only PyTorch for GPUs has it
+        options = nccl.Options()
+        options._timeout = patience
+        return nccl(store, rank, size, options)  # type: ignore[no-any-return]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = patience
+    # Connections are not authenticated, so nobody but this machine may make them.
+    named = "GLOO_SOCKET_IFNAME" in os.environ
+    options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, rank, size, options)  # type: ignore[no-any-return]
