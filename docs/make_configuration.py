@@ -28,7 +28,7 @@ GROUPS = {
         "PPOCriticConfig",
         "DPOEngineConfig",
     ],
-    "Algorithms": ["PPOActorConfig", "NormConfig", "RejectionSamplingConfig", "TeacherConfig"],
+    "Algorithms": ["PPOActorConfig", "PolicyLossOptions", "NormConfig", "RejectionSamplingConfig", "TeacherConfig"],
     "Generation, rewards and agents": [
         "GenerationHyperparameters",
         "InferenceEngineConfig",

@@ -20,7 +20,9 @@ from areno.errors import UsageError
 GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "LoRA", "Checkpoint", "Evaluation", "Observability")
 """Help sections, in the order in which ``areno train --help`` shows them."""
 
-_KEY = "areno.option"
+METADATA_KEY = "areno.option"
+"""Where the metadata of a field holds its declaration."""
+
 _SCALARS = (int, float, str, bool)
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _EXAMPLE = {int: "10", float: "0.5", str: "text", bool: "true"}
@@ -138,7 +140,7 @@ def option(default: Any, **info: Any) -> Any:
     Returns:
         A ``dataclasses.field`` with the declaration in its metadata.
     """
-    return field(default=default, metadata={_KEY: OptionInfo(**info)})
+    return field(default=default, metadata={METADATA_KEY: OptionInfo(**info)})
 
 
 @functools.cache
@@ -151,12 +153,29 @@ def options_of(declaration: type) -> tuple[Option, ...]:
     hints = typing.get_type_hints(declaration)
     found = []
     for entry in fields(declaration):
-        if _KEY in entry.metadata:
+        if METADATA_KEY in entry.metadata:
             if entry.default is MISSING:
                 raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; give it one")
             kind, many = _take_apart(hints[entry.name], f"{declaration.__name__}.{entry.name}")
-            found.append(Option(entry.name, kind, many, entry.default, entry.metadata[_KEY]))
+            found.append(Option(entry.name, kind, many, entry.default, entry.metadata[METADATA_KEY]))
     return tuple(found)
+
+
+def check_options(values: Any) -> None:
+    """Check a dataclass instance against the bounds and choices of its options; None is always allowed.
+
+    Raises:
+        ValueError: a value lies outside, with the option's name and what is allowed.
+    """
+    declaration: type = type(values)
+    for entry in options_of(declaration):
+        value = getattr(values, entry.name)
+        if value is None:
+            continue
+        if entry.info.choices and value not in entry.info.choices:
+            raise ValueError(f"{entry.name} {value!r} is unknown; choose one of: {', '.join(entry.info.choices)}")
+        if entry.kind in (int, float) and (problem := entry.bounds_problem(value)):
+            raise ValueError(f"{entry.name} {problem}, got {value}; {entry.bounds_remedy}")
 
 
 def _take_apart(hint: Any, where: str) -> tuple[type, bool]:

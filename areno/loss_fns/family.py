@@ -7,80 +7,41 @@ table is in docs/algorithms.md. The knobs have the names of the ``actor`` and ``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from areno.config.options import check_options
+from areno.config.policy_loss_options import PolicyLossOptions
 from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
 from areno.loss_fns.policy import Clip, advantages_of, over_tokens, policy_metrics, ratio_of, sequence_means
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
 from areno.loss_fns.stats import Count, Mean, masked_range
 
-ProxMethod = Literal["recompute", "loglinear", "metrics", "linear", "rollout"]
-_FORWARD_PASS = ("recompute", "metrics")
-_METHODS = (*_FORWARD_PASS, "loglinear", "linear", "rollout")
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """The knobs. Immutable, and made of plain values, so that a loss travels to other processes.
+@dataclass
+class PolicyLoss(PolicyLossOptions):
+    """The knobs, made of plain values, so that a loss travels to other processes.
 
     Attributes:
-        eps_clip: width of the clip range below 1; 0 lets no ratio leave 1 to the good side.
-        eps_clip_higher: width above 1; None takes ``eps_clip``.
-        c_clip: dual clip, the loss is at most this multiple of -A where A < 0; above 1, or None.
-        importance_sampling_level: ``token``, or ``sequence`` for one ratio and one advantage per sequence (GSPO).
-        use_sapo_loss: a soft gate in place of the clip.
-        sapo_tau_pos: sharpness of the gate where A > 0.
-        sapo_tau_neg: sharpness elsewhere.
-        use_cispo_loss: the clipped ratio weighs the log-prob and carries no gradient (MiniMax 2025, arXiv:2506.13585).
-        use_decoupled_loss: take the ratio against the proximal policy, and weigh each token by pi_proximal / pi_behaviour.
-        prox_logp_method: where the proximal log-probs come from: ``recompute`` reads ``packed_prox_logprobs``; ``metrics``
-            does too, and reports how good the approximations would be; ``loglinear``, ``linear`` and ``rollout`` approximate
-            them (:mod:`areno.loss_fns.proximal`).
-        rejection_sampling: bounds on that weight.
-        m2_threshold: M2PO's bound. The tokens that stay come with the rows: ``packed_keep``.
+        rejection_sampling: bounds on the weight pi_proximal / pi_behaviour of the decoupled loss.
         rl_loss_weight: weight of the policy loss beside distillation; 0 is pure distillation.
         distill_loss_weight: weight of the reverse KL divergence to a teacher; 0 is without one.
+
+    With ``m2_threshold`` the tokens that stay come with the rows: ``packed_keep``.
 
     Raises:
         ValueError: a knob is out of its range, contradicts another or would have no effect.
     """
 
-    eps_clip: float = 0.2
-    eps_clip_higher: float | None = None
-    c_clip: float | None = None
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    use_sapo_loss: bool = False
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    use_cispo_loss: bool = False
-    use_decoupled_loss: bool = False
-    prox_logp_method: ProxMethod = "recompute"
     rejection_sampling: RejectionSampling | None = None
-    m2_threshold: float | None = None
     rl_loss_weight: float = 1.0
     distill_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, width in (("eps_clip", self.eps_clip), ("eps_clip_higher", self.eps_clip_higher)):
-            if width is not None and not width >= 0:
-                raise ValueError(f"{name} must not be negative, got {width}")
-        if self.c_clip is not None and not self.c_clip > 1:
-            raise ValueError(f"c_clip must be above 1, got {self.c_clip}; null is without a dual clip")
-        if self.importance_sampling_level not in ("token", "sequence"):
-            raise ValueError(
-                f"importance_sampling_level must be token or sequence, got {self.importance_sampling_level!r}"
-            )
-        if self.prox_logp_method not in _METHODS:
-            raise ValueError(
-                f"prox_logp_method {self.prox_logp_method!r} is unknown; choose one of: {', '.join(_METHODS)}"
-            )
-        for name in ("sapo_tau_pos", "sapo_tau_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        check_options(self)
         for name in ("rl_loss_weight", "distill_loss_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -105,19 +66,11 @@ class PolicyLoss:
                 raise ValueError(f"m2_threshold {without}")
             if self.prox_logp_method != "recompute":
                 raise ValueError(f"prox_logp_method={self.prox_logp_method} {without}")
-        if self.m2_threshold is not None:
-            if not self.m2_threshold > 0:
-                raise ValueError(f"m2_threshold must be above 0, got {self.m2_threshold}; null is without M2PO")
-            if self.prox_logp_method not in _FORWARD_PASS:
-                raise ValueError(
-                    "m2_threshold chooses tokens before the update and needs the proximal log-probs by then; "
-                    f"set prox_logp_method=recompute instead of {self.prox_logp_method}"
-                )
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether rows must bring ``prox_logprobs``, which cost a forward pass before the update."""
-        return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
+        elif self.m2_threshold is not None and not self.needs_proximal:
+            raise ValueError(
+                "m2_threshold chooses tokens before the update and needs the proximal log-probs by then; "
+                f"set prox_logp_method=recompute instead of {self.prox_logp_method}"
+            )
 
     @property
     def clip(self) -> Clip:
@@ -235,10 +188,9 @@ def _proximal(pack: DataPack, new: Tensor, behaviour: Tensor, knobs: PolicyLoss,
     if knobs.needs_proximal:
         remedy = "give every row prox_logprobs, scored before the update, or set prox_logp_method=loglinear"
         return in_float(required(pack, "packed_prox_logprobs", "the decoupled loss", remedy))
-    kind = knobs.prox_logp_method
-    assert kind not in _FORWARD_PASS
     versions, made = _versions(pack, version)
-    return approximate_proximal(kind, behaviour, new, versions, made)  # type: ignore[arg-type]
+    kind: Any = knobs.prox_logp_method
+    return approximate_proximal(kind, behaviour, new, versions, made)
 
 
 def _versions(pack: DataPack, version: int | None) -> tuple[Tensor, int]:

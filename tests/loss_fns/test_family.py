@@ -273,12 +273,15 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"eps_clip": -0.1}, "eps_clip must not be negative, got -0.1"),
-        ({"eps_clip_higher": -1.0}, "eps_clip_higher must not be negative"),
+        ({"eps_clip": -0.1}, "eps_clip must be non-negative, got -0.1"),
+        ({"eps_clip_higher": -1.0}, "eps_clip_higher must be non-negative"),
         ({"c_clip": 1.0}, "c_clip must be above 1, got 1.0"),
-        ({"importance_sampling_level": "turn"}, "importance_sampling_level must be token or sequence, got 'turn'"),
+        (
+            {"importance_sampling_level": "turn"},
+            "importance_sampling_level 'turn' is unknown; choose one of: token, sequence",
+        ),
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
-        ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be above 0"),
+        ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
         ({"rl_loss_weight": 0.0}, "nothing would be learned"),
         ({"use_sapo_loss": True, "use_cispo_loss": True}, "exclude each other"),
@@ -287,7 +290,7 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
         ({"rejection_sampling": RejectionSampling()}, "rejection_sampling has an effect only with"),
         ({"m2_threshold": 0.04}, "m2_threshold has an effect only with"),
         ({"prox_logp_method": "loglinear"}, "prox_logp_method=loglinear has an effect only with"),
-        ({"use_decoupled_loss": True, "m2_threshold": 0.0}, "m2_threshold must be above 0"),
+        ({"use_decoupled_loss": True, "m2_threshold": 0.0}, "m2_threshold must be positive"),
         (
             {"use_decoupled_loss": True, "m2_threshold": 0.04, "prox_logp_method": "loglinear"},
             "set prox_logp_method=recompute instead of loglinear",

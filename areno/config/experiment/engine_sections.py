@@ -15,6 +15,7 @@ from areno.config.experiment.update_sections import (
     RejectionSamplingConfig,
 )
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
+from areno.config.policy_loss_options import PolicyLossOptions
 
 AUTO = "auto"
 """Value of a setting that takes what the machine has."""
@@ -126,16 +127,10 @@ class TrainEngineConfig:
 
 
 @dataclass
-class PPOActorConfig(TrainEngineConfig):
+class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
     """The policy: one loss, whose knobs give the algorithms."""
 
     ppo_n_minibatches: int = setting(4, minimum=1, help="Optimizer steps that a batch is divided into.")
-    eps_clip: float = setting(0.2, minimum=0, help="The ratio is clipped to 1 - eps_clip ... 1 + eps_clip.")
-    eps_clip_higher: float | None = setting(None, minimum=0, help="Another upper clip: 1 + eps_clip_higher.")
-    c_clip: float | None = setting(None, above=1, help="Dual clip: the loss is at most c_clip * |advantage|.")
-    m2_threshold: float | None = setting(
-        None, above=0, help="M2PO: leave out the tokens that take the mean squared log-ratio above this."
-    )
     reward_norm: NormConfig | None = section(None, help="Normalisation of rewards, before advantages.")
     reward_scaling: float = setting(1.0, help="Rewards are multiplied by it, after the bias.")
     reward_bias: float = setting(0.0, help="Added to rewards.")
@@ -151,30 +146,11 @@ class PPOActorConfig(TrainEngineConfig):
         0.1, minimum=0, shown="0.1 with a ref, else 0", help="Coefficient of the KL to the reference in the reward."
     )
     kl_estimator: str = setting("k1", choices=("k1", "k2", "k3"), help="Estimator of that KL.")
-    use_sapo_loss: bool = setting(False, help="SAPO: a soft gate instead of the clip.")
-    sapo_tau_pos: float = setting(1.0, above=0, help="SAPO's temperature for positive advantages.")
-    sapo_tau_neg: float = setting(1.05, above=0, help="SAPO's temperature for negative advantages.")
-    use_cispo_loss: bool = setting(
-        False, help="CISPO: the clipped ratio weights the log-prob and carries no gradient, so no token is lost."
-    )
     recompute_logprob: bool = setting(
         False, help="Take log-probs anew with the weights before the update, instead of those of rollout."
     )
-    use_decoupled_loss: bool = setting(
-        False, help="Clip against the policy before the update, and weight for the one that sampled."
-    )
     rejection_sampling: RejectionSamplingConfig | None = section(
         None, help="Bounds on the importance weight of the decoupled loss; null leaves the weight as it is."
-    )
-    importance_sampling_level: str = setting(
-        "token",
-        choices=("token", "sequence"),
-        help="sequence takes the geometric mean of a sequence's ratios (GSPO, whose paper has eps_clip 0.0003).",
-    )
-    prox_logp_method: str = setting(
-        "recompute",
-        choices=("recompute", "loglinear", "metrics"),
-        help="Proximal log-probs of the decoupled loss: by a forward pass, interpolated, or both to compare them.",
     )
     log_agent_stats: bool = setting(False, help="Report the statistics that agents return.")
     log_agent_stats_keys: list[str] = setting([], help="Which ones.")
@@ -188,9 +164,7 @@ class PPOActorConfig(TrainEngineConfig):
 
     def should_compute_prox_logp(self) -> bool:
         """Whether a forward pass before the update is needed."""
-        if self.use_decoupled_loss:
-            return self.prox_logp_method != "loglinear"
-        return self.recompute_logprob
+        return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
 
 @dataclass

@@ -206,11 +206,9 @@ def _overlong(config: PPOActorConfig) -> Problems:
 
 def _proximal(config: PPOActorConfig) -> Problems:
     if config.use_decoupled_loss:
-        if config.prox_logp_method == "loglinear" and config.recompute_logprob:
-            yield (
-                "recompute_logprob",
-                "has no effect with prox_logp_method loglinear, which interpolates; leave one out",
-            )
+        if config.recompute_logprob and not config.needs_proximal:
+            because = f"with prox_logp_method {config.prox_logp_method}, which needs no forward pass; leave one out"
+            yield "recompute_logprob", f"has no effect {because}"
     else:
         yield from idle(config, ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too")
     if config.m2_threshold is not None and not (config.use_decoupled_loss and config.should_compute_prox_logp()):

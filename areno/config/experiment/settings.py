@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from areno.config.options import Option, OptionInfo
+from areno.config.options import METADATA_KEY, Option, OptionInfo
 from areno.errors import UsageError
 
-_KEY = "areno.setting"
 _SCALARS = (int, float, str, bool)
 
 Shape = Literal["scalar", "list", "dict", "raw", "section", "sections"]
@@ -111,7 +110,7 @@ def setting(default: Any, **info: Any) -> Any:
         default: its value when it is not given; a list or dict is copied for each use.
         **info: fields of `SettingInfo`; ``help`` is required.
     """
-    metadata = {_KEY: SettingInfo(**info)}
+    metadata = {METADATA_KEY: SettingInfo(**info)}
     if isinstance(default, list | dict):
         return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -124,7 +123,7 @@ def section(factory: Any, **info: Any) -> Any:
         factory: makes the section when it is not given: its class, or a function for a list of sections; None is absent.
         **info: fields of `SettingInfo`; ``help`` is required.
     """
-    metadata = {_KEY: SettingInfo(**info)}
+    metadata = {METADATA_KEY: SettingInfo(**info)}
     if factory is None:
         return field(default=None, metadata=metadata)
     return field(default_factory=factory, metadata=metadata)
@@ -144,7 +143,9 @@ def _settings_of(declaration: type) -> dict[str, Setting]:
     hints = typing.get_type_hints(declaration)
     found = {}
     for entry in fields(declaration):
-        info = entry.metadata.get(_KEY) or SettingInfo(help=str(entry.metadata.get("help", "")))
+        info = entry.metadata.get(METADATA_KEY) or SettingInfo(help=str(entry.metadata.get("help", "")))
+        if not isinstance(info, SettingInfo):  # a field that is an option of ``areno train`` too
+            info = SettingInfo(**{each.name: getattr(info, each.name) for each in fields(info)})
         where = f"{declaration.__name__}.{entry.name}"
         if entry.default is MISSING and entry.default_factory is MISSING:
             raise UsageError(f"{where} has no default; give it one")

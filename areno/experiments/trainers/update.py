@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 
 from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfig
 from areno.config.experiment.experiments import PPOConfig
-from areno.config.experiment.update_sections import NormConfig, RejectionSamplingConfig
 from areno.errors import UsageError
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.norm import Norm
@@ -22,6 +22,7 @@ from areno.rollouts.trajectory import Trajectory
 from areno.types import ModelRole, TrainSequence
 
 REF, CRITIC, TEACHER = "ref", "critic", "teacher"
+T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
@@ -38,62 +39,35 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:
     """The knobs of the loss."""
-    level: Any = actor.importance_sampling_level
-    method: Any = actor.prox_logp_method
-    return PolicyLoss(
-        eps_clip=actor.eps_clip,
-        eps_clip_higher=actor.eps_clip_higher,
-        c_clip=actor.c_clip,
-        importance_sampling_level=level,
-        use_sapo_loss=actor.use_sapo_loss,
-        sapo_tau_pos=actor.sapo_tau_pos,
-        sapo_tau_neg=actor.sapo_tau_neg,
-        use_cispo_loss=actor.use_cispo_loss,
-        use_decoupled_loss=actor.use_decoupled_loss,
-        prox_logp_method=method,
-        rejection_sampling=_rejection(actor.rejection_sampling),
-        m2_threshold=actor.m2_threshold,
-        rl_loss_weight=1.0 if teacher is None else teacher.rl_loss_weight,
-        distill_loss_weight=0.0 if teacher is None else teacher.distill_loss_weight,
-    )
+    return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=_rejection(actor))
 
 
-def _rejection(given: RejectionSamplingConfig | None) -> RejectionSampling | None:
-    if given is None:
+def _rejection(actor: PPOActorConfig) -> RejectionSampling | None:
+    bounds = actor.rejection_sampling
+    if bounds is None:
         return None
-    names: dict[str, Any] = {name: getattr(given, name) for name in ("level", "action", "metric", "agg", "upper")}
     # A clamp without a lower bound has 0 in the configuration, where no ratio lies below; a k1 of 0 is a bound.
-    unbounded = given.metric == "ratio" and given.lower == 0
-    return RejectionSampling(**names, lower=None if unbounded else given.lower)
+    unbounded = bounds.metric == "ratio" and bounds.lower == 0
+    return made_of(RejectionSampling, bounds, lower=None if unbounded else bounds.lower)
 
 
 def shaping_of(actor: PPOActorConfig) -> RewardShaping:
     """The way from task rewards to advantages."""
-    estimator: Any = actor.kl_estimator
-    return RewardShaping(
-        reward_bias=actor.reward_bias,
-        reward_scaling=actor.reward_scaling,
-        reward_clip=actor.reward_clip,
-        overlong_reward_penalty=actor.overlong_reward_penalty,
-        overlong_tokens=actor.overlong_tokens,
-        overlong_penalty_factor=actor.overlong_penalty_factor,
-        max_new_tokens=actor.max_new_tokens,
-        mask_no_eos_with_zero=actor.mask_no_eos_with_zero,
-        reward_norm=_norm(actor.reward_norm),
-        kl_ctl=actor.kl_ctl,
-        kl_estimator=estimator,
-        discount=actor.discount,
-        gae_lambda=actor.gae_lambda,
-        adv_norm=_norm(actor.adv_norm),
-    )
+    norms = {name: getattr(actor, name) for name in ("reward_norm", "adv_norm")}
+    return made_of(RewardShaping, actor, **{name: norm and made_of(Norm, norm) for name, norm in norms.items()})
 
 
-def _norm(given: NormConfig | None) -> Norm | None:
-    if given is None:
-        return None
-    mean, std = given.mean_level, given.std_level
-    levels: dict[str, Any] = {"mean_level": mean, "std_level": std}
-    return Norm(**levels, mean_leave1out=given.mean_leave1out, std_unbiased=given.std_unbiased, eps=given.eps)
+def made_of(cls: type[T], *sections: Any, **others: Any) -> T:
+    """A dataclass whose fields take the values of the settings that have their names.
+
+    Args:
+        cls: the dataclass.
+        sections: a later one goes before an earlier one.
+        others: fields whose values are not those of a setting.
+    """
+    values = {entry.name: getattr(one, entry.name) for one in sections for entry in fields(one) if entry.init}
+    own = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in values.items() if name in own} | others)
 
 
 def minibatches(rows: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
