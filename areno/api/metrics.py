@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.observability.run_dir import RunDirectory
 from areno.observability.scalars import step_scalars
 from areno.observability.services import ServiceGroup
 from areno.observability.tensorboard import EventWriter
+from areno.storage.run_dir import RunDirectory
 from areno.types import TrainSequence
 
 

@@ -26,7 +26,6 @@ from areno.config.algorithms import get_algorithm
 from areno.config.hooks import load_hook
 from areno.config.machine import runtime_of
 from areno.config.prepare import LOADER_KEYWORDS
-from areno.config.resume import is_run
 from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
 from areno.config.validate import EVAL_LOADER_HOOK, check_length
@@ -35,8 +34,9 @@ from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
-from areno.observability.run_dir import RunDirectory
-from areno.observability.run_lock import run_lock
+from areno.storage.layout import is_run
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_lock import run_lock
 from areno.training.checkpoints import Checkpoints
 from areno.training.stopping import StopRequested
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.config.parser import TypedParser
-from areno.config.resume import is_run
 from areno.errors import UsageError
 from areno.observability.chart import printable
-from areno.observability.run_dir import RunDirectory
+from areno.storage.layout import is_run
+from areno.storage.run_dir import RunDirectory
 
 _SHOWN = 60
 _GIVEN_TEXT = 400

@@ -14,15 +14,13 @@ from typing import Any
 from areno.config.options import flag_of, option, options_of
 from areno.config.parser import CommandText, Problems, flags_help, parse_flags
 from areno.config.paths import unwritable
-from areno.config.resume import checkpoints, is_run
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
 from areno.config.train_options import TrainOptions
 from areno.config.update_options import UpdateOptions
 from areno.config.validate import decoding_problems, shared_problems, value_problem
-from areno.config.yaml_io import load_config
-from areno.errors import UsageError
+from areno.storage.layout import newest_model
 
 COMMAND = CommandText(
     "areno eval",
@@ -137,8 +135,8 @@ def parse_eval(argv: Sequence[str]) -> EvalOptions:
     options: EvalOptions = parse_flags(argv, EvalOptions, COMMAND)
     options = replace(
         options,
-        ckpt=options.ckpt and checkpoint_of(options.ckpt, "--ckpt"),
-        reward_ckpt=options.reward_ckpt and checkpoint_of(options.reward_ckpt, "--reward-ckpt"),
+        ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"),
+        reward_ckpt=options.reward_ckpt and newest_model(options.reward_ckpt, "--reward-ckpt"),
     )
     problems = Problems()
     for text in _problems(options):
@@ -150,23 +148,6 @@ def parse_eval(argv: Sequence[str]) -> EvalOptions:
 def eval_help() -> str:
     """Write ``areno eval --help``."""
     return flags_help(EvalOptions, COMMAND)
-
-
-def checkpoint_of(place: str, option: str) -> str:
-    """The newest checkpoint where ``place`` is a run directory or its checkpoint folder; else ``place`` itself.
-
-    Raises:
-        UsageError: the run has no checkpoint.
-    """
-    path = Path(place).expanduser()
-    is_a_run = is_run(path)
-    root = load_config(path / "config.yaml", option=option).get("save_path") if is_a_run else None
-    found = checkpoints(Path(root) if root else path / "checkpoints" if is_a_run else path)
-    if found:
-        return str(found[-1])
-    if is_a_run:
-        raise UsageError(f"{option} {place} is a run without a checkpoint; give a model folder or another run")
-    return place
 
 
 def _problems(options: EvalOptions) -> Iterator[str]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areno.config.eval_options import as_in, checkpoint_of
+from areno.config.eval_options import as_in
 from areno.config.options import option, options_of
 from areno.config.parser import CommandText, Problems, flags_help, parse_flags
 from areno.config.paths import ckpt_problem, unwritable
 from areno.config.run_options import BasicOptions
 from areno.config.validate import value_problem
+from areno.storage.layout import newest_model
 
 COMMAND = CommandText(
     "areno export",
@@ -53,7 +54,7 @@ def parse_export(argv: Sequence[str]) -> ExportOptions:
         UsageError: the input cannot work; the message names options, values and remedies.
     """
     options: ExportOptions = parse_flags(argv, ExportOptions, COMMAND)
-    options = replace(options, ckpt=options.ckpt and checkpoint_of(options.ckpt, "--ckpt"))
+    options = replace(options, ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"))
     problems = Problems()
     for text in _problems(options):
         problems.add(text)

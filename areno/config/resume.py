@@ -1,14 +1,11 @@
 """Where a run lives, and how ``--resume`` finds it again.
 
-A run directory holds ``config.yaml``; its checkpoints are ``step_000123`` folders, complete once they hold
-``trainer_state/state.json``. A resumed run keeps its configuration: what is given on top may change its length, saving,
+A resumed run keeps its configuration: what is given on top may change its length, saving,
 deadlines and logging, but nothing that would change results. A run without a checkpoint resumes at its start.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,14 +18,14 @@ from areno.config.options import Option, flag_of, options_of
 from areno.config.parser import Problems, build_options, convert_values, extra_options
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import load_config, stored_value
-from areno.errors import UsageError
+from areno.errors import CheckpointError, UsageError
+from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.layout import is_run
 
 RUNS_ROOT = Path("runs")
 """Where runs without ``--run-dir`` live, and where ``--resume`` alone looks for them."""
 
 _AUTO = "auto"  # what the bare flag stands for
-_STATE = Path("trainer_state", "state.json")
-_STEP = re.compile(r"step_(\d+)")
 
 
 def apply_resume(options: TrainOptions) -> TrainOptions:
@@ -55,11 +52,6 @@ def apply_resume(options: TrainOptions) -> TrainOptions:
     if options.run_dir and is_run(Path(options.run_dir)):
         return _continue(options, _StoredRun.read(Path(options.run_dir)))
     return _continue(options, _newest_run(options))
-
-
-def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory."""
-    return (path / "config.yaml").is_file()
 
 
 def new_run_dir(algo: str, now: datetime | None = None) -> Path:
@@ -91,16 +83,6 @@ def claim_run_dir(options: TrainOptions) -> TrainOptions:
             ) from error
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """List the complete checkpoints under ``root``, oldest step first."""
-    found = [(int(match[1]), path) for path in _folders(root) if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / _STATE).is_file()]
-
-
-def _folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-
-
 @dataclass(frozen=True, slots=True)
 class _StoredRun:
     """A run directory and the options in its ``config.yaml``."""
@@ -130,7 +112,7 @@ class _StoredRun:
     def last_activity(self) -> tuple[bool, float]:
         """Sort key: runs with a checkpoint are preferred, then those written to last (Unix seconds)."""
         times = [entry.stat().st_mtime for entry in (self.path, *self.path.iterdir())]
-        return bool(checkpoints(self.options.checkpoint_path)), max(times)
+        return bool(CheckpointFolder(self.options.checkpoint_path).steps()), max(times)
 
 
 def value_of(options: TrainOptions, name: str) -> Any:
@@ -170,7 +152,7 @@ def _newest_run(options: TrainOptions) -> _StoredRun:
 
 
 def _readable_runs(root: Path) -> Iterator[_StoredRun]:
-    for path in _folders(root):
+    for path in root.iterdir() if root.is_dir() else ():
         if is_run(path):
             try:
                 run = _StoredRun.read(path)
@@ -206,11 +188,10 @@ def _check_step(options: TrainOptions) -> None:
     step, root = options.resume_step, options.checkpoint_path
     if step is None:
         return
-    best = root / "best" / _STATE
-    steps = {int(path.name.partition("_")[2]) for path in checkpoints(root)}
-    if best.is_file():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is no choice
-            steps.add(int(json.loads(best.read_text(encoding="utf-8"))["step"]))
+    folder = CheckpointFolder(root)
+    steps = set(folder.steps())
+    with suppress(CheckpointError):  # a damaged one is no choice
+        steps |= {best} if (best := folder.best_step()) is not None else set()
     if step not in steps:
         there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
         raise UsageError(f"--resume-step {step}: {root} has no checkpoint of that step; {there}")

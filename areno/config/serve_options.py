@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.eval_options import as_in, checkpoint_of
+from areno.config.eval_options import as_in
 from areno.config.options import flag_of, option, options_of
 from areno.config.parser import CommandText, Problems, flags_help, parse_flags
 from areno.config.paths import ckpt_problem
@@ -17,6 +17,7 @@ from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions
 from areno.config.train_options import TrainOptions
 from areno.config.validate import shared_problems, value_problem
+from areno.storage.layout import newest_model
 
 SERVE = CommandText(
     "areno serve",
@@ -208,7 +209,7 @@ def _is_address(host: str) -> bool:
 
 def _with_checkpoint(options: Any) -> Any:
     path = options.model_path
-    return replace(options, model_path=path and checkpoint_of(path, "--model-path"))
+    return replace(options, model_path=path and newest_model(path, "--model-path"))
 
 
 def _with_key(options: Any) -> Any:

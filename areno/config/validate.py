@@ -20,11 +20,13 @@ from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import install_command, missing_lora_packages, missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
-from areno.config.resume import checkpoints, is_run, value_of
+from areno.config.resume import value_of
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
 from areno.errors import UsageError
+from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.layout import is_run
 
 REWARD_HOOK = {"option": "--reward-fn-path", "default_name": "reward_fn", "signature": "record"}
 """How the reward function is named and called; the keyword arguments that the loaders of `areno.config.hooks` take."""
@@ -369,7 +371,7 @@ def _output_paths(options: TrainOptions) -> Iterator[str]:
             f"--metrics-log-dir {options.metrics_log_dir} already holds the events of another run, which TensorBoard would "
             "show as one with this; choose an empty directory"
         )
-    if options.save_path and checkpoints(Path(options.save_path)):
+    if options.save_path and CheckpointFolder(options.save_path).steps():
         yield (
             f"--save-path {options.save_path} already holds checkpoints of another run; choose an empty directory, "
             "or continue that run with --resume"

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from areno.config.paths import base_of, tokenizer_of
-from areno.engine.checkpoint.contents import STATE_FOLDER
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_device
 from areno.engine.engine_config import EngineConfig
@@ -39,6 +38,7 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.errors import EngineError, UsageError
 from areno.loss_fns.pack import LossFn
+from areno.storage.contents import STATE_FOLDER
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
 from areno.types import ModelRole, Request, RolloutResult, TrainSequence

@@ -20,8 +20,9 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
-from areno.observability.run_dir import RunDirectory
-from areno.observability.run_lock import run_lock
+from areno.storage.layout import EXPERIMENT
+from areno.storage.run_dir import RunDirectory
+from areno.storage.run_lock import run_lock
 
 _log = logging.getLogger(__name__)
 
@@ -102,12 +103,12 @@ class ExperimentFolders:
     @property
     def recover(self) -> Path:
         """Root of recovery points."""
-        return self.checkpoints / "recover"
+        return self.checkpoints / EXPERIMENT.checkpoints
 
     @property
     def run_dir(self) -> RunDirectory:
         """The run directory as areno's tools know it; its log is ``main.log``."""
-        return RunDirectory(self.logs, log_name="main.log")
+        return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
         """Make the run directory, with a link to the checkpoints.

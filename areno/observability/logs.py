@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import ClassVar, TextIO
 
 from areno.errors import UsageError
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 BESIDE_DISPLAY = "areno_beside_display"

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areno.observability.run_dir import RunDirectory
 from areno.observability.services import Service, ServiceGroup
 from areno.observability.statistics import with_short_names
 from areno.observability.tracker import without_counts
+from areno.storage.run_dir import RunDirectory
 
 _log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from areno.config.prepare import prepare_run
 from areno.errors import UsageError
 from areno.observability.chart import text_chart
 from areno.observability.display import PlainProgress, Progress, create_progress
-from areno.observability.run_dir import RunDirectory
 from areno.quickstart.evaluate import accuracy, answers
 from areno.quickstart.model import make_checkpoint
 from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, problem_count, write_rows
+from areno.storage.run_dir import RunDirectory
 
 SFT_STEPS, SFT_BATCH = 400, 32
 RL_STEPS, RL_BATCH = 40, 32

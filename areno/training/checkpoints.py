@@ -1,6 +1,6 @@
 """Checkpoints of a run: everything that it needs to go on where it was, and the one with the best evaluation.
 
-One is a folder of ``areno.engine.checkpoint.folder`` (temporary name, flushed to the disk, renamed), with
+One is a folder of ``areno.storage.checkpoints`` (temporary name, flushed to the disk, renamed), with
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json``, the :class:`RunState`; SHA-256 of every other file
@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from areno.engine.checkpoint.contents import check_files, write_state
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.errors import CheckpointError
 from areno.spec.run import CheckpointSpec
+from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.contents import check_files, write_state
 from areno.training import plain_objects
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.state import RunState

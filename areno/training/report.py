@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from areno.observability.display import Progress, create_progress
 from areno.observability.health import HealthMonitor, unusable
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.state import RunState
 from areno.types import TrainSequence

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.errors import UsageError
+from areno.storage.checkpoints import CheckpointFolder
 from areno.training.frequency import FrequencyControl, StepInfo
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.engine.checkpoint.contents import read_state
 from areno.errors import DamagedCheckpointError
+from areno.storage.contents import read_state
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from areno.api.evaluation import evaluate_prompts, evaluation_sampling, pass_at_
 from areno.api.run import load_held_out
 from areno.cli.main import main
 from areno.config import TrainOptions
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng
 from areno.errors import RewardError, UsageError
 from areno.loss_fns import sft_loss_fn
+from areno.storage.checkpoints import CheckpointFolder
 from tests.observability.test_display import Screen, run_on_terminal
 from tests.support.cli import LOADER, task_arguments, write_task
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.cli.main import main
-from areno.observability.run_lock import run_lock
+from areno.storage.run_lock import run_lock
 from tests.support.cli import task_arguments, write_task
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from areno.cli.main import main
-from areno.config.eval_options import EvalOptions, checkpoint_of, parse_eval
+from areno.config.eval_options import EvalOptions, parse_eval
 from areno.config.options import options_of
 from areno.config.train_options import TrainOptions
 from tests.config.workspace import BASE, stored_run
@@ -117,23 +117,6 @@ def test_settings_reach_the_form_that_a_run_has(workspace):
     assert (settings.stop, settings.seed, settings.top_k, settings.disable_thinking) == (("x",), 9, 7, True)
     assert settings.running_sequences == 2
     assert parse_eval(EVAL).as_train_options().eval_temperature is None
-
-
-# -- checkpoints of runs -----------------------------------------------------------------------------------------------
-
-
-def test_a_run_stands_for_its_newest_checkpoint_wherever_that_is(workspace):
-    run = stored_run(workspace / "runs" / "a", "algo: gspo\n", step=5)
-    stored_run(workspace / "runs" / "b", "algo: gspo\nsave_path: elsewhere\n")
-    state = workspace / "elsewhere" / "step_000007" / "trainer_state"
-    state.mkdir(parents=True)
-    (state / "state.json").write_text("{}")
-    newest = str(run / "checkpoints" / "step_000005")
-    assert checkpoint_of(str(run), "--ckpt") == newest
-    assert checkpoint_of(str(run / "checkpoints"), "--ckpt") == newest
-    assert checkpoint_of("runs/b", "--ckpt") == "elsewhere/step_000007"
-    for untouched in (newest, "model", "owner/name", "gone"):
-        assert checkpoint_of(untouched, "--ckpt") == untouched
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

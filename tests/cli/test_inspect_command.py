@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areno.cli.main import main
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31mred\r\u202e"
 

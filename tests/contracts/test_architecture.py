@@ -31,6 +31,7 @@ ROOMS = [
     "text",
     "types",
     "config",
+    "storage",
     "spec",
 ]
 HEAVY = ("torch", "transformers", "datasets")
@@ -120,7 +121,7 @@ def test_higher_rooms_are_named_as_text_only_where_listed():
     assert naming == set(NAMED_AS_TEXT)
 
 
-@pytest.mark.parametrize("room", ["config", "types", "errors"])
+@pytest.mark.parametrize("room", ["config", "storage", "types", "errors"])
 def test_the_lowest_rooms_import_nothing_heavy(room):
     files = [path for path in sources() if room in (room_of(path), path.stem)]
     assert files

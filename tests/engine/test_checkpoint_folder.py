@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from areno.engine.checkpoint import folder as folder_module
-from areno.engine.checkpoint.contents import read_state, write_state
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import CheckpointError
+from areno.storage import checkpoints as folder_module
+from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.contents import read_state, write_state
 
 
 def save(folder, step, text="weights"):
@@ -77,8 +77,8 @@ def test_a_damaged_state_is_named(tmp_path):
 
 WRITER = """
 import sys
-from areno.engine.checkpoint.contents import write_state
-from areno.engine.checkpoint.folder import CheckpointFolder
+from areno.storage.contents import write_state
+from areno.storage.checkpoints import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1], keep=2)
 step = 0
 while True:

@@ -13,7 +13,7 @@ from areno.config.experiment import SFTConfig, config_from
 from areno.errors import CheckpointError, UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.observability.logs import LoggingSetup
-from areno.observability.run_lock import run_lock
+from areno.storage.run_lock import run_lock
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.saving import Saver
 from tests.config.experiment.samples import SFT, changed

@@ -21,7 +21,7 @@ PREAMBLE = """
 import logging, sys, time
 from areno.observability.display import create_progress
 from areno.observability.logs import setup_logging
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 log = logging.getLogger("areno.tests.display")
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from areno.errors import UsageError
 from areno.observability.logs import route_console, setup_logging
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 
 logger = logging.getLogger("areno.tests.logs")
 

@@ -13,8 +13,8 @@ import torch
 
 from areno.api.metrics import MetricsRecorder
 from areno.errors import ArenoError
-from areno.observability.run_dir import RunDirectory
 from areno.observability.scalars import step_scalars
+from areno.storage.run_dir import RunDirectory
 from areno.types import TrainSequence
 
 ROLLOUT_KEYS = {

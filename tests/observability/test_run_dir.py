@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areno.errors import ArenoError, UsageError
-from areno.observability.run_dir import RunDirectory
+from areno.storage.run_dir import RunDirectory
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_remedy(run_dir):
 
 def test_lines_of_finished_steps_survive_a_sigkill(run_dir):
     program = (
-        "import sys; from areno.observability.run_dir import RunDirectory\n"
+        "import sys; from areno.storage.run_dir import RunDirectory\n"
         "run_dir, step = RunDirectory(sys.argv[1]), 0\n"
         "while True:\n"
         "    run_dir.append_metrics(step, {'train/loss': 1.0, 'pad': 'x' * 50000})\n"

@@ -12,13 +12,13 @@ import time
 import pytest
 
 from areno.errors import UsageError
-from areno.observability import run_lock as module
-from areno.observability.run_lock import run_lock
+from areno.storage import run_lock as module
+from areno.storage.run_lock import run_lock
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from areno.observability.run_lock import run_lock
+from areno.storage.run_lock import run_lock
 with run_lock(Path(sys.argv[1]), "or choose another"):
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     spawned = subprocess.Popen(sleeper, stdout=subprocess.DEVNULL, close_fds=False)
@@ -87,7 +87,7 @@ START = """
 import sys, time
 from pathlib import Path
 from areno.errors import UsageError
-from areno.observability.run_lock import run_lock
+from areno.storage.run_lock import run_lock
 time.sleep(max(0, float(sys.argv[2]) - time.time()))
 try:
     with run_lock(Path(sys.argv[1]), ""):

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from areno.errors import UsageError
-from areno.observability.run_dir import RunDirectory
 from areno.observability.samples import MAX_CHARS, completions_to_log, log_completions, sample_records
+from areno.storage.run_dir import RunDirectory
 from areno.types import RewardRecord
 
 

@@ -6,9 +6,9 @@ import importlib.util
 import re
 from pathlib import Path
 
-from areno.observability.run_dir import RunDirectory
 from areno.observability.statistics import documented, with_short_names
 from areno.observability.stats_logger import StatsLogger
+from areno.storage.run_dir import RunDirectory
 
 REPO = Path(__file__).parents[2]
 

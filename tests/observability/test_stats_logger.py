@@ -10,8 +10,9 @@ import pytest
 
 from areno.cli.inspect import run as inspect_run
 from areno.observability.logs import setup_logging
-from areno.observability.run_dir import RunDirectory
 from areno.observability.stats_logger import StatsLogger, table
+from areno.storage.layout import EXPERIMENT
+from areno.storage.run_dir import RunDirectory
 
 
 class Remembering:
@@ -41,7 +42,7 @@ class Clock:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    return RunDirectory(tmp_path / "logs", log_name="main.log").create()
+    return RunDirectory(tmp_path / "logs", EXPERIMENT).create()
 
 
 def make(run_dir, *services, clock=None):

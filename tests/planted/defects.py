@@ -78,7 +78,7 @@ DEFECTS = (
     ),
     Defect(
         "checkpoint not flushed to the disk",
-        "areno/engine/checkpoint/folder.py",
+        "areno/storage/checkpoints.py",
         "            sync_tree(partial)",
         "            pass",
         ("tests/engine/test_checkpoint_folder.py::test_all_is_flushed_to_the_disk_before_the_checkpoint_has_its_name",),

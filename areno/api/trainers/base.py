@@ -15,12 +15,12 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.report import StepReporter
 from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
-from areno.engine.checkpoint.folder import CheckpointFolder
 from areno.errors import UsageError
 from areno.observability import lifecycle
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
-from areno.observability.run_dir import RunDirectory
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
+from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
 from areno.training.state import RunState

@@ -15,8 +15,8 @@ from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.observability import lifecycle
 from areno.observability.health import HealthMonitor
-from areno.observability.run_dir import RunDirectory
 from areno.observability.services import RunName, ServiceGroup, open_services
+from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
 from areno.training.state import RunState

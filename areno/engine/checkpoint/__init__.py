@@ -1,1 +1,1 @@
-"""Checkpoints: Hugging Face files with the trainer's state beside them, written so that a kill leaves no half of one."""
+"""The random state of a checkpoint, and full checkpoints from adapters."""

@@ -1,4 +1,4 @@
-"""A run is a directory, and this module is the only one that knows its layout.
+"""A run is a directory; this module writes its files and reads them.
 
     config.yaml  events/  metrics.jsonl  samples.jsonl  checkpoints/  log.txt  summary.json
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
+from areno.storage.layout import CONFIG, OPTIONS, Layout
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -28,17 +29,17 @@ class RunDirectory:
 
     Args:
         path: the directory; ``create`` makes it.
-        log_name: name of its log; experiments from YAML call it ``main.log``.
+        layout: its table of paths.
     """
 
-    def __init__(self, path: str | Path, log_name: str = "log.txt") -> None:
+    def __init__(self, path: str | Path, layout: Layout = OPTIONS) -> None:
         self.path = Path(path)
-        self.config_path = self.path / "config.yaml"
+        self.config_path = self.path / CONFIG
         self.events_path = self.path / "events"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
-        self.log_path = self.path / log_name
+        self.log_path = self.path / layout.log
         self.summary_path = self.path / "summary.json"
 
     def create(self) -> RunDirectory:

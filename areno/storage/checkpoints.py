@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areno.engine.checkpoint.contents import STATE_FILE, STATE_FOLDER, check_files, read_state, write_manifest
 from areno.errors import CheckpointError, DamagedCheckpointError
+from areno.storage.contents import STATE_FILE, STATE_FOLDER, check_files, read_state, write_manifest
 
 _log = logging.getLogger(__name__)
 
