@@ -67,6 +67,7 @@ FEATURES = (
     Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),
     Feature("workflows", (), ("workflow.path",)),
     Feature("asynchronous rollout", (), ("rollout.max_head_offpolicyness",)),
+    Feature("generating and training in turn on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
     Feature("rollout replicas", (), ("rollout.backend",)),
     Feature("speculative decoding", ("--speculate",), ()),
     Feature("evaluation", ("--eval-dataset-path", "--eval-interval"), ("valid_dataset.path", "evaluator.freq_steps")),

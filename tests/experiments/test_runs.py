@@ -137,13 +137,22 @@ def judged(tokenizer: Any, row: dict[str, str], answer: Any) -> float:
     return letter_reward(row["prompt"], text, [], [], letter=row["letter"])
 
 
-def test_without_staleness_it_is_the_same_as_a_plain_loop(task, train, tmp_path):
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        pytest.param({"backend": "areno:d2"}, id="two replicas"),
+        pytest.param(
+            {"scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False}}, id="one process in turn"
+        ),
+    ],
+)
+def test_without_staleness_it_is_the_same_as_a_plain_loop(task, train, tmp_path, rollout):
     """Rows, tokens, rewards and weights, against a loop written here with advantages by hand."""
     trainer = train(
+        **{f"rollout__{name}": value for name, value in rollout.items()},
         seed=1,
         train_dataset__shuffle=False,
         rollout__max_head_offpolicyness=0,
-        rollout__backend="areno:d2",
         total_train_steps=EQUAL_STEPS,
         saver__freq_steps=1,
         actor__reward_norm__mean_level="group",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class HereFleet:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def generating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def update_weights(self, trainer: Engine, version: int) -> UpdateReport:
         with self._engine.loop.weights_changing(version), torch.no_grad():

@@ -236,8 +236,23 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
         where = f"{role}.scheduling_strategy"
         if strategy.target not in (None, "", partner):
             yield f"{where}.target {strategy.target!r}: {role} shares the devices of {partner}; write {where}.target={partner}"
-        if not strategy.fork and role in ("actor", "rollout"):
-            yield f"{where}.fork false: processes that share a device are processes of their own here; remove it"
+        if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
+            yield (
+                f"{where}.fork false lets the actor's engine generate, in turn with training, so both need the same layout; "
+                f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} differ"
+            )
+
+
+def takes_turns(config: PPOConfig) -> bool:
+    """Whether the actor's engine also generates, in turn with training."""
+    strategies = config.rollout.scheduling_strategy, config.actor.scheduling_strategy
+    return any(strategy.type == "colocation" and not strategy.fork for strategy in strategies)
+
+
+def same_layout(config: PPOConfig) -> bool:
+    """Whether rollout and actor divide a model in the same way."""
+    rollout, actor = (ModelAllocation.from_str(each.backend).parallel for each in (config.rollout, config.actor))
+    return rollout == actor
 
 
 def _backends(config: BaseExperimentConfig) -> Iterator[str]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import roles
+from areno.config.experiment.checks import roles, same_layout, takes_turns
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
 
 
@@ -48,11 +49,12 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
         UsageError: a setting that was given is impossible on this machine.
     """
     problems = Problems()
+    lines = list(_turns(config, machine))
     needed = devices_needed(config)
     for text in _devices(config, machine, needed):
         problems.add(text)
     problems.raise_if_any()
-    lines = list(_same_kernels(config, machine))
+    lines += _same_kernels(config, machine)
     for path, section, name, value in _choices(config, machine, needed):
         setattr(section, name, value)
         place = "processes on the CPU" if name == "n_gpus_per_node" and not machine.gpus else machine.name
@@ -70,6 +72,19 @@ def devices_needed(config: BaseExperimentConfig) -> int:
     )
 
 
+def _turns(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+    """Let the actor's engine generate where the GPUs are too few for rollout of its own, and hold no batch ahead then."""
+    if not isinstance(config, PPOConfig):
+        return
+    rollout, limit = config.rollout, _limit(config, machine)
+    if limit and devices_needed(config) == 2 * limit and same_layout(config):
+        rollout.scheduling_strategy = SchedulingStrategy(type="colocation", target="actor", fork=False)
+        yield f"rollout and training take turns on {limit} GPU{'s' * (limit > 1)}, which are too few for both at once"
+    if takes_turns(config) and rollout.max_head_offpolicyness:
+        rollout.max_head_offpolicyness = 0
+        yield "rollout.max_head_offpolicyness = 0 (rollout and training take turns)"
+
+
 def _same_kernels(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
     for path, entry, value in walk(config):
         if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
@@ -79,6 +94,12 @@ def _same_kernels(config: BaseExperimentConfig, machine: Machine) -> Iterator[st
 def _is_open(section: Any, name: str) -> bool:
     """Whether a setting is left to the machine: by auto, by null, or by the default that the format documents."""
     return getattr(section, name) in (AUTO, None, settings_of(type(section))[name].info.documented)
+
+
+def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
+    """Most GPUs that the experiment may take; 0 computes on the CPU."""
+    cluster = config.cluster
+    return machine.gpus if _is_open(cluster, "n_gpus_per_node") else min(cluster.n_gpus_per_node, machine.gpus)
 
 
 def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[str]:
@@ -93,23 +114,14 @@ def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
     if machine.gpus and given is not None and given > machine.gpus:
         yield f"cluster.n_gpus_per_node {given} is more than the {machine.gpus} GPUs of this machine; leave it out"
         return
-    limit = given or machine.gpus
+    limit = _limit(config, machine)
     if limit and needed > limit:
         parts = ", ".join(
             f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")
         )
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
         what = f"cluster.n_gpus_per_node {given}" if given else here
-        yield f"{parts} need {needed} devices, more than {what}; {_smaller(machine, limit)}"
-
-
-def _smaller(machine: Machine, limit: int) -> str:
-    if limit > 1 or not machine.gpus:
-        return "give smaller sizes"
-    return (
-        "rollout.scheduling_strategy.type=colocation rollout.scheduling_strategy.target=actor shares the GPU between the "
-        "processes of rollout and training; their memory is not planned together, so choose a model that leaves room"
-    )
+        yield f"{parts} need {needed} devices, more than {what}; give smaller sizes, or the same to both, which then take turns"
 
 
 def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:

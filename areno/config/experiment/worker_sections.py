@@ -101,7 +101,9 @@ class SchedulingStrategy:
         help="separation gives the role its own devices; colocation shares those of the target.",
     )
     target: str | None = setting(None, help="Role whose devices are shared, such as actor.")
-    fork: bool = setting(True, help="With colocation, run in a process of its own instead of the target's.")
+    fork: bool = setting(
+        True, help="With colocation: a process of its own; false shares the target's engine, in turn with it."
+    )
 
 
 def one_spec() -> list[SchedulingSpec]:

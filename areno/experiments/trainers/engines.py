@@ -70,8 +70,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
         dummy_load=section.init_from_scratch,
-        decode="eager",  # rollout has engines of its own
-        **more,
+        **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
     )
 
 

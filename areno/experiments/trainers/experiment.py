@@ -205,12 +205,16 @@ class ExperimentTrainer(TrainingLoop):
         """The engine, with the weights of a checkpoint where there is one."""
         actor = self.config.actor
         section = actor if checkpoint is None else replace(actor, init_from_scratch=False)
-        config = engine_config(section, trains=self.actor_trains, seed=self.config.seed)
+        config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **self._engine_options())
         if checkpoint is not None and config.adapter is not None:
             config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
         elif checkpoint is not None:
             section = replace(section, path=str(checkpoint))
         return make_engine(section, config, layout_of(actor.backend, "actor"))
+
+    def _engine_options(self) -> dict[str, Any]:
+        """What the engine needs besides training."""
+        return {}
 
     def _spec(self) -> RunSpec:
         config, recover = self.config, self.config.recover

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.experiments import PPOConfig
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine import ACTOR
@@ -68,6 +69,7 @@ from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.in_turn import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
 from areno.rollouts.trajectory import Trajectory, train_sequences
@@ -103,7 +105,7 @@ class PPOTrainer(ExperimentTrainer):
         workflow_is_named: bool = False,
     ) -> None:
         self._workflow_is_named = workflow_is_named
-        self.fleet: RolloutFleet | None = None
+        self.fleet: RolloutFleet | SharedEngine | None = None
         self.dispatchers: list[BatchDispatcher] = []
         self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
         for problem in parser_problems(config.rollout.agent):
@@ -186,12 +188,21 @@ class PPOTrainer(ExperimentTrainer):
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of an engine that generates."""
         config, actor = self.config, self.config.actor
-        running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
-        engine = engine_config(actor, seed=config.seed, max_running=max(running, 1))
+        engine = engine_config(actor, seed=config.seed, **self._generation_options())
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
-    def _start_fleet(self) -> RolloutFleet:
+    def _engine_options(self) -> dict[str, Any]:
+        """The actor's engine generates where nothing else does."""
+        return self._generation_options() if takes_turns(self.config) else {}
+
+    def _generation_options(self) -> dict[str, Any]:
+        running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples
+        return {"max_running": max(running, 1), "decode": "auto"}
+
+    def _start_fleet(self) -> RolloutFleet | SharedEngine:
+        if takes_turns(self.config):
+            return SharedEngine(self.engine)
         rollout, actor = self.config.rollout, self.config.actor
         parallel = ModelAllocation.from_str(rollout.backend, "rollout").parallel
         path, engine = self.rollout_engine()
@@ -208,7 +219,7 @@ class PPOTrainer(ExperimentTrainer):
         )
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
         devices = rollout_devices(self.config, this_machine().gpus)
-        fleet = RolloutFleet(path, replace(engine, decode="auto"), options, weights, devices)
+        fleet = RolloutFleet(path, engine, options, weights, devices)
         if device_of().type == "cpu":
             torch.set_num_threads(actor.scheduling_spec[0].cpu or fleet.threads)
             CPU_THREADS.share(parallel.data * parallel.tensor + 1)
@@ -350,7 +361,8 @@ class PPOTrainer(ExperimentTrainer):
     def run_step(self, at: StepInfo) -> StepOutcome:
         """One batch, one update, new weights for the replicas."""
         self.display.phase("rollout")
-        with self.timed("rollout"):
+        assert self.fleet is not None
+        with self.timed("rollout"), self.fleet.generating():
             batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers = self._rollout_statistics(batch, rows)
@@ -359,7 +371,6 @@ class PPOTrainer(ExperimentTrainer):
             numbers |= self._update(rows, at)
             self.run_dir.append_samples(batch_samples(at.global_step, batch, rows, self.engine.tokenizer))
         with self.timed("update_weights"):
-            assert self.fleet is not None
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)
         self.dispatcher.set_version(at.global_step + 1)
@@ -453,7 +464,9 @@ class PPOTrainer(ExperimentTrainer):
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
         assert self.valid_rows is not None
         rows = [self.valid_rows[index] for index in range(len(self.valid_rows))]
-        found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
+        assert self.fleet is not None
+        with self.fleet.generating():
+            found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
         rewards = [t["rewards"].double() for t in found]
         lengths = [t["attention_mask"].sum(-1).double() for t in found]
         told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -174,6 +174,10 @@ class RolloutFleet:
                 load = replica.load()
                 totals = {name: totals[name] + getattr(load, name) for name in names}
         return EngineLoad(**totals)
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A block in which generation is waited for; replicas generate outside of it too."""
+        return nullcontext()
 
     def keep_contexts(self, wanted: bool) -> None:
         """See :meth:`Engine.keep_contexts`; replicas that start later do the same."""

@@ -384,10 +384,12 @@ def test_environments_are_those_of_processes_that_are_started():
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
 
 
-def test_colocated_processes_are_processes():
+def test_colocated_roles_share_devices_or_take_turns_in_one_process():
     shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
     accepted(shared)
-    assert "are processes of their own" in refused(shared | {"rollout.scheduling_strategy.fork": False})
+    turns = shared | {"rollout.scheduling_strategy.fork": False}
+    accepted(turns)
+    assert "both need the same layout" in refused(turns | {"actor.backend": "fsdp:d2"})
     wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
     assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
     for role in ("ref", "critic"):

@@ -61,7 +61,7 @@ COMPANIONS: dict[str, dict] = {
     "actor.mb_spec.n_mbs": {"actor.mb_spec.max_tokens_per_mb": 64},
     "actor.scheduling_strategy.type": {"actor.scheduling_strategy.target": "rollout"},
     "actor.scheduling_strategy.target": {"actor.scheduling_strategy.type": "colocation"},
-    "actor.scheduling_strategy.fork": {"actor.scheduling_strategy.type": "colocation"},
+    "actor.scheduling_strategy.fork": {"actor.scheduling_strategy": {"type": "colocation", "target": "rollout"}},
     "train_dataset.split": {"train_dataset.dataset_kwargs": {"loader": "a.py:load"}},
     "gconfig.lora_name": {"actor.use_lora": True},
     "gconfig.greedy": {"gconfig.n_samples": 1},
@@ -100,7 +100,6 @@ MUST_AGREE = {
     "rollout.lora_name": "differs from gconfig.lora_name",
     "tokenizer_path": "differs from actor.path",
     "rollout.tokenizer_path": "differs from actor.path",
-    "actor.scheduling_strategy.fork": "are processes of their own",
     "actor.is_critic": "is_critic",
     "train_dataset.type": "is for",
 }

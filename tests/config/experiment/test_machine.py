@@ -7,6 +7,7 @@ import json
 import pytest
 
 from areno.config.experiment import SFTConfig, config_from
+from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.machine import Machine, devices_needed, resolve_for_machine
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
@@ -74,12 +75,23 @@ def test_ranks_must_fit_the_devices():
     assert on_cpu.cluster.n_gpus_per_node == 8
 
 
-def test_one_gpu_is_shared_by_colocation_and_the_message_says_so():
-    with pytest.raises(UsageError, match="more than the 1 GPU of this machine") as refused:
-        resolve_for_machine(rl(), Machine(gpus=1))
-    advice = "rollout.scheduling_strategy.type=colocation rollout.scheduling_strategy.target=actor"
-    assert advice in str(refused.value)
-    resolve_for_machine(rl(rollout__scheduling_strategy={"type": "colocation", "target": "actor"}), Machine(gpus=1))
+def test_where_gpus_are_too_few_for_both_rollout_and_training_take_turns():
+    config = rl(rollout__max_head_offpolicyness=2)
+    lines = resolve_for_machine(config, Machine(gpus=1))
+    assert takes_turns(config)
+    assert config.rollout.max_head_offpolicyness == 0
+    assert lines[0] == "rollout and training take turns on 1 GPU, which are too few for both at once"
+    for gpus in (0, 2):
+        config = rl()
+        resolve_for_machine(config, Machine(gpus=gpus))
+        assert not takes_turns(config)
+    four = {"rollout__backend": "areno:d2t2", "actor__backend": "fsdp:d2t2"}
+    config = rl(**four, cluster__n_gpus_per_node=4)
+    resolve_for_machine(config, NODE)
+    assert takes_turns(config)
+    shared = rl(rollout__scheduling_strategy={"type": "colocation", "target": "actor"})
+    resolve_for_machine(shared, Machine(gpus=1))
+    assert not takes_turns(shared)  # in a process of its own, as it was asked for
 
 
 def test_cores_are_shared_by_the_processes():
