@@ -98,8 +98,8 @@ def _is_open(section: Any, name: str) -> bool:
 
 def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
     """Most GPUs that the experiment may take; 0 computes on the CPU."""
-    cluster = config.cluster
-    return machine.gpus if _is_open(cluster, "n_gpus_per_node") else min(cluster.n_gpus_per_node, machine.gpus)
+    given = None if _is_open(config.cluster, "n_gpus_per_node") else config.cluster.n_gpus_per_node
+    return min(given or machine.gpus, machine.gpus)
 
 
 def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[str]:
