@@ -6,7 +6,6 @@ complaint about a row names the source, the row number (from 1) and the key.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -99,14 +98,6 @@ def load_training_dataset(
     if not isinstance(first, Mapping):
         raise UsageError(f"{origin}: row 1 is {type(first).__name__}; every row must be a mapping of keys to values")
     return rows
-
-
-def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch visits ``n`` rows: the same for the same arguments, whatever the global RNG state."""
-    order = list(range(n))
-    if shuffle:
-        random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)
-    return order
 
 
 def iter_prompt_batches(

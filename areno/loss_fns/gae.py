@@ -48,6 +48,16 @@ def compute_gae(
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
 
+def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """R_i = r_i + discount R_{i+1}, such as what each turn of a conversation has led to."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
 def fill_gae(
     row: TrainSequence,
     rewards: Sequence[float],

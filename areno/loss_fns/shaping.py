@@ -7,7 +7,7 @@ are not trained on (a prompt, what a tool said) are stepped over and discount no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -17,12 +17,16 @@ from torch import Tensor
 
 from areno.loss_fns.gae import fill_gae
 from areno.loss_fns.kl import kl_penalty
-from areno.loss_fns.norm import Norm
 from areno.loss_fns.rejection import second_moment_keep
 from areno.types import TrainSequence
 
 # A KL reward is bounded, so that one token cannot drown the task.
 MAX_KL = 10.0
+
+RewardNorm = Callable[[Tensor, Sequence[int]], Tensor]
+"""From the rewards of samples, float64 [B], and their groups to what is learned from; a :class:`Norm` is one."""
+AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
+"""The same over tokens [N], with a mask of those that count; a :class:`Norm` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class RewardShaping:
         kl_estimator: ``k1``, ``k2`` or ``k3``, see :func:`~areno.loss_fns.kl.kl_penalty`.
         discount: gamma of GAE, 0 to 1.
         gae_lambda: lambda of GAE, 0 to 1.
+        bootstrap_truncated: a truncated answer is worth after its last token what the critic says there; else 0.
         adv_norm: over the trained tokens; None leaves advantages as they are.
 
     Raises:
@@ -59,12 +64,13 @@ class RewardShaping:
     overlong_penalty_factor: float | None = None
     max_new_tokens: int = 1024
     mask_no_eos_with_zero: bool = False
-    reward_norm: Norm | None = None
+    reward_norm: RewardNorm | None = None
     kl_ctl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     discount: float = 1.0
     gae_lambda: float = 1.0
-    adv_norm: Norm | None = None
+    bootstrap_truncated: bool = True
+    adv_norm: AdvantageNorm | None = None
 
     def __post_init__(self) -> None:
         if not self.reward_clip > 0:
@@ -91,11 +97,33 @@ class RewardShaping:
         over = tokens - (self.max_new_tokens - self.overlong_tokens)
         return min(-over / self.overlong_tokens * self.overlong_penalty_factor, 0.0)
 
-    def rewards(self, rows: Sequence[TrainSequence]) -> Tensor:
-        """Shaped reward R' of each row, float64 [B]."""
-        raw = torch.tensor([row.reward + self.penalty(sum(row.trainable())) for row in rows], dtype=torch.float64)
-        shaped = ((raw + self.reward_bias) * self.reward_scaling).clamp(-self.reward_clip, self.reward_clip)
-        return shaped if self.reward_norm is None else self.reward_norm(shaped, [row.group for row in rows])
+    def rewards(self, raw: Sequence[float], lengths: Sequence[int], groups: Sequence[int]) -> Tensor:
+        """Shaped rewards R', float64 [B].
+
+        Args:
+            raw: task rewards [B].
+            lengths: trained tokens that each belongs to [B].
+            groups: what it is compared with [B].
+        """
+        penalised = [reward + self.penalty(length) for reward, length in zip(raw, lengths, strict=True)]
+        biased = torch.tensor(penalised, dtype=torch.float64) + self.reward_bias
+        shaped = (biased * self.reward_scaling).clamp(-self.reward_clip, self.reward_clip)
+        return shaped if self.reward_norm is None else self.reward_norm(shaped, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Credits:
+    """Rewards that belong to parts of rows, such as the turns of a conversation, or to several rows together.
+
+    Attributes:
+        rewards: one per part.
+        groups: what each is compared with.
+        owners: per row and token the index of its part; negative where it has none.
+    """
+
+    rewards: Sequence[float]
+    groups: Sequence[int]
+    owners: Sequence[Sequence[int]]
 
 
 def shape_advantages(
@@ -106,13 +134,13 @@ def shape_advantages(
     Args:
         rows: with ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
         shaping: the knobs.
-        values: the critic's value after each token of each row; None without a critic. A truncated answer goes on after its
-            last token and is worth there what the critic says.
+        values: the critic's value after each token of each row; None without a critic.
 
     Returns:
         Numbers to report the average, least and greatest of, float64, by documented name: ``task_reward``, ``kl_rewards``
         and ``final_reward`` (sums over a sample; raw, KL, and R' with KL), ``no_eos_ratios``, ``prompt_len``, ``seq_len``,
-        ``correct_seq_len`` and ``incorrect_seq_len`` (task reward above 0, or not) per sample, ``advantages`` per token.
+        ``correct_seq_len`` and ``incorrect_seq_len`` (task reward above 0, or not) per sample, ``advantages`` per token;
+        and ``gae_advantages``, those before ``adv_norm``.
 
     Raises:
         ValueError: there are no rows, a KL reward has no reference, or a number is not finite.
@@ -121,7 +149,8 @@ def shape_advantages(
         raise ValueError("shape_advantages needs at least one row")
     if values is not None and len(values) != len(rows):
         raise ValueError(f"shape_advantages needs the values of {len(rows)} rows, got {len(values)}")
-    shaped = shaping.rewards(rows).tolist()
+    lengths = [sum(row.trainable()) for row in rows]
+    shaped = shaping.rewards([row.reward for row in rows], lengths, [row.group for row in rows]).tolist()
     kl_sums, finals = [], []
     for index, row in enumerate(rows):
         kl = _kl_rewards(row, shaping)
@@ -129,14 +158,44 @@ def shape_advantages(
         if rewards and not (shaping.mask_no_eos_with_zero and row.truncated):
             rewards[-1] += shaped[index]
         row_values = [0.0] * len(row.tokens) if values is None else values[index]
-        gamma, lam = shaping.discount, shaping.gae_lambda
-        fill_gae(row, rewards, row_values, gamma=gamma, lam=lam, bootstrap=values is not None and row.truncated)
+        goes_on = values is not None and row.truncated and shaping.bootstrap_truncated
+        fill_gae(row, rewards, row_values, gamma=shaping.discount, lam=shaping.gae_lambda, bootstrap=goes_on)
         if values is None:
             row.values = []
         kl_sums.append(sum(kl))
         finals.append(sum(rewards))
+    before = trained_values(rows, "advantages")
     _normalise(rows, shaping)
-    return _populations(rows, kl_sums, finals)
+    return _populations(rows, kl_sums, finals) | {"gae_advantages": torch.tensor(before, dtype=torch.float64)}
+
+
+def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> None:
+    """Give each trained token the shaped reward of its part as its advantage, with what KL rewards add to it by GAE.
+
+    Args:
+        rows: as in :func:`shape_advantages`; their own ``reward`` is not looked at.
+        shaping: the knobs.
+        credits: the rewards in their place.
+    """
+    lengths = [0] * len(credits.rewards)
+    for row, owners in zip(rows, credits.owners, strict=True):
+        for owner, counts in zip(owners, row.trainable(), strict=True):
+            lengths[owner] += counts and owner >= 0
+    shaped = shaping.rewards(credits.rewards, lengths, credits.groups).tolist()
+    for row, owners in zip(rows, credits.owners, strict=True):
+        kl = [0.0] * len(row.tokens)
+        if shaping.kl_ctl > 0:
+            gamma, lam = shaping.discount, shaping.gae_lambda
+            fill_gae(row, _kl_rewards(row, shaping), kl, gamma=gamma, lam=lam, bootstrap=False)
+            kl, row.values, row.returns = row.advantages, [], []
+        parts = zip(owners, row.trainable(), kl, strict=True)
+        row.advantages = [shaped[owner] + more if counts and owner >= 0 else more for owner, counts, more in parts]
+    _normalise(rows, shaping)
+
+
+def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
+    """A per-token list of rows at the tokens that are trained on, end to end."""
+    return [value for row in rows for value, counts in zip(getattr(row, name), row.trainable(), strict=True) if counts]
 
 
 def _actions(row: TrainSequence) -> list[int]:
@@ -186,7 +245,7 @@ def _populations(rows: Sequence[TrainSequence], kl_sums: Sequence[float], finals
         "seq_len": lengths,
         "correct_seq_len": [n for n, right in zip(lengths, correct, strict=True) if right],
         "incorrect_seq_len": [n for n, right in zip(lengths, correct, strict=True) if not right],
-        "advantages": [row.advantages[i] for row in rows for i in _actions(row)],
+        "advantages": trained_values(rows, "advantages"),
     }
     return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
 

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from areno.api.datasets import build_sft_rows, epoch_order, iter_prompt_batches, load_rows
+from areno.api.datasets import build_sft_rows, iter_prompt_batches, load_rows
 from areno.api.row_checks import row_problem
+from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
 
 TEMPLATE = (

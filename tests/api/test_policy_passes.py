@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areno.api.trainers.passes import merge_stats, plan_passes
 from areno.errors import EngineError, RewardError, UsageError
+from areno.training.objectives.passes import merge_stats, plan_passes
 from tests.support.loops import equal, open_loop, open_trainer, save_classifier, step, weights_of
 from tests.support.tiny import save_tiny_checkpoint
 

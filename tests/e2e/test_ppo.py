@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from areno.api.trainers.ppo import fill_returns
 from areno.cli.main import main
 from areno.errors import EngineError
+from areno.loss_fns.shaping import RewardShaping, shape_advantages
 from areno.types import TrainSequence
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train
 from tests.e2e.test_resume import metrics, without_times
@@ -89,8 +89,9 @@ def test_advantages_and_returns_are_gae_over_the_critics_values(
 
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_a_response_of_one_token_earns_its_reward_and_a_cut_one_its_continuation_where_that_counts(bootstrap):
-    row = TrainSequence([True, True, False], [5, 6, 7], reward=2.0)
-    fill_returns(row, [0.1, 0.25, 4.0], gamma=0.5, lam=0.9, bootstrap=bootstrap)
+    row = TrainSequence([True, True, False], [5, 6, 7], reward=2.0, truncated=True)
+    shaping = RewardShaping(discount=0.5, gae_lambda=0.9, bootstrap_truncated=bootstrap)
+    shape_advantages([row], shaping, [[0.1, 0.25, 4.0]])
     gained = 2.0 + (0.5 * 4.0 if bootstrap else 0.0)
     assert row.values == [0.0, 0.0, 0.25]
     assert row.returns == [0.0, 0.0, gained]
@@ -102,7 +103,7 @@ def test_tokens_that_are_not_trained_on_lie_outside_of_time():
     tokens, prompt = [1, 2, 3, 4, 5, 6], [True, False, False, True, True, False]
     row = TrainSequence(prompt, tokens, reward=1.0)
     values = [0.1, 0.2, 9.0, 9.0, 0.5, 7.0]
-    fill_returns(row, values, gamma=GAMMA, lam=LAM, bootstrap=False)
+    shape_advantages([row], RewardShaping(discount=GAMMA, gae_lambda=LAM), [values])
     expected = plain_gae([0.1, 0.2, 0.5], 1.0, 0.0)
     assert [row.advantages[i] for i in (1, 2, 5)] == pytest.approx(expected)
     assert [row.values[i] for i in (1, 2, 5)] == [0.1, 0.2, 0.5]

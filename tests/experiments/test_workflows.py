@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areno.errors import RewardError, UsageError
+from areno.loss_fns.gae import discounted_returns
 from areno.rollouts.conversation.rows import TrajectoryRow
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.engine_client import EngineClient
@@ -23,7 +24,6 @@ from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.trajectory import check_trajectory, make_trajectory, samples_of, train_sequences
 from areno.rollouts.workflows.base import RolloutWorkflow
-from areno.rollouts.workflows.interactions import discounted
 from areno.rollouts.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
 from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
@@ -252,7 +252,7 @@ def test_a_wrong_trajectory_is_told_by_key(change, message):
 @given(st.lists(st.one_of(st.none(), st.integers(-3, 3)), max_size=8), st.sampled_from([0.0, 0.5, 1.0]))
 def test_discounts_are_the_sum_of_what_follows(rewards, gamma):
     wanted = [sum((r or 0) * gamma**k for k, r in enumerate(rewards[i:])) for i in range(len(rewards))]
-    assert discounted(rewards, gamma) == pytest.approx(wanted)
+    assert discounted_returns([r or 0.0 for r in rewards], gamma) == pytest.approx(wanted)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from areno.api.datasets import epoch_order
 from areno.api.trainer import Trainer
 from areno.api.trainers.report import StepReporter
 from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
+from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
 from areno.observability import lifecycle
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor

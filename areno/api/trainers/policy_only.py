@@ -9,12 +9,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
 
 from areno.api.trainers.rollout import RolloutTrainer, Sample
 from areno.config.advantages import AdvantageFn, get_advantage
 from areno.config.hooks import load_hook, split_spec, user_frame
 from areno.config.validate import ADVANTAGE_HOOK
 from areno.errors import UsageError
+from areno.loss_fns.gae import discounted_returns
+from areno.loss_fns.shaping import Credits, RewardShaping
 from areno.types import ModelRole, TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.policy_only.PolicyOnlyTrainer")
@@ -29,48 +35,32 @@ class PolicyOnlyTrainer(RolloutTrainer):
         """The reference, with a KL term."""
         return [self.reference_role()] if self.config.kl_coef > 0 else []
 
-    def prepare(self) -> None:
-        """Also find the estimator of ``--advantage``."""
-        super().prepare()
-        self._estimate = _estimator(self.config.advantage)
+    def shaping(self) -> RewardShaping:
+        """Rewards become advantages by the estimator of ``--advantage``."""
+        estimate = _estimator(self.config.advantage)
 
-    def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Rows whose response tokens all carry the advantage of the response, or of their turn."""
-        if self.config.turn_discount is not None:
-            rows = self._rows_by_turn(samples, self.config.turn_discount)
-        else:
-            rows = self._rows_by_sample(samples)
-        return rows, self.score_reference(rows) if self.config.kl_coef > 0 else {}
+        def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:
+            return torch.tensor(estimate(rewards.tolist(), groups), dtype=torch.float64)
 
-    def _rows_by_sample(self, samples: list[Sample]) -> list[TrainSequence]:
-        values = self._estimate([s.reward for s in samples], [s.prompt_index for s in samples])
-        rows = []
-        for sample, advantage in zip(samples, values, strict=True):
-            sample.advantage = advantage
-            for row in self.train_rows(sample):
-                row.advantages = [0.0 if prompt else advantage for prompt in row.prompt_mask]
-                rows.append(row)
-        return rows
+        return RewardShaping(reward_clip=math.inf, reward_norm=norm)
 
-    def _rows_by_turn(self, samples: list[Sample], discount: float) -> list[TrainSequence]:
-        """Each turn is compared with the turns of the same number of the prompt's other samples."""
+    def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
+        """The response tokens of all rows of a sample carry the advantage of the response, or of their turn."""
+        discount = self.config.turn_discount
+        if discount is None:
+            owners = [[i] * len(row.tokens) for i, own in enumerate(rows) for row in own]
+            return Credits([s.reward for s in samples], [s.prompt_index for s in samples], owners)
+        # Each turn is compared with the turns of the same number of the prompt's other samples.
         returns = [turn_returns(sample, discount) for sample in samples]
         places = [(s.prompt_index, turn) for s, own in zip(samples, returns, strict=True) for turn in range(len(own))]
         groups = {place: number for number, place in enumerate(dict.fromkeys(places))}
-        values = iter(self._estimate([value for own in returns for value in own], [groups[place] for place in places]))
-        rows = []
-        for sample, own in zip(samples, returns, strict=True):
-            advantages = [next(values) for _ in own]
-            sample.advantage = sum(advantages) / len(advantages)
-            for kept, row in zip(sample.rows(), self.train_rows(sample), strict=True):
-                marks = zip(row.prompt_mask, kept.turns, strict=True)
-                row.advantages = [0.0 if prompt or turn < 0 else advantages[turn] for prompt, turn in marks]
-                rows.append(row)
-        return rows
-
-    def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train the policy."""
-        return self.train_in_passes(rows, self.train, self.role)
+        first = accumulate(map(len, returns), initial=0)
+        owners = [
+            [-1 if turn < 0 else begin + turn for turn in row.turns]
+            for sample, begin in zip(samples, first, strict=False)
+            for row in sample.rows()
+        ]
+        return Credits([value for own in returns for value in own], [groups[place] for place in places], owners)
 
 
 def turn_returns(sample: Sample, discount: float) -> list[float]:
@@ -81,12 +71,7 @@ def turn_returns(sample: Sample, discount: float) -> list[float]:
     assert sample.agent is not None
     rewards = list(sample.agent.turn_rewards)
     rewards[-1] += sample.reward
-    found: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        found.append(following)
-    return found[::-1]
+    return discounted_returns(rewards, discount)
 
 
 def _estimator(name: str) -> AdvantageFn:

@@ -8,16 +8,21 @@ the rollout recorded, which are the policy's own, so they need no forward pass.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from areno.api.trainers.rollout import RolloutTrainer, Sample, spread, trainable_values
+from areno.api.trainers.rollout import RolloutTrainer, spread
 from areno.loss_fns import whiten
-from areno.loss_fns.gae import fill_gae
+from areno.loss_fns.shaping import RewardShaping, trained_values
 from areno.observability import lifecycle
+from areno.training.objectives.passes import Learner
+from areno.training.objectives.policy import Prepared
 from areno.types import ModelRole, TrainSequence
 
 logger = logging.getLogger("areno.api.trainers.ppo.PPOTrainer")
@@ -50,60 +55,39 @@ class PPOTrainer(RolloutTrainer):
         }
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 
-    # -- rows ------------------------------------------------------------------------------------------------------
-
-    def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """Rows with reference log-probs, values, returns and advantages."""
+    def shaping(self) -> RewardShaping:
+        """GAE over the critic's values."""
         config = self.config
-        owned = [(sample, row) for sample in samples for row in self.train_rows(sample)]
-        rows = [row for _, row in owned]
-        stats = self.score_reference(rows) if config.use_kl_loss else {}
-        values, stats["critic_value_forward_time_s"] = self._score_values(rows)
-        for row, row_values in zip(rows, values, strict=True):
-            bootstrap = row.truncated and config.bootstrap_truncated
-            fill_returns(row, row_values, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap)
-        stats |= _value_stats(rows)
-        if config.whiten_advantages:
-            white = whiten([row.advantages for row in rows], [row.trainable() for row in rows])
-            for row, advantages in zip(rows, white, strict=True):
-                row.advantages = advantages
-        stats |= spread("normalized_advantage", trainable_values(rows, "advantages"))
-        for sample in samples:
-            mine = [row for owner, row in owned if owner is sample]
-            sample.advantage = float(np.mean(trainable_values(mine, "advantages")))
-        return rows, stats
+        return RewardShaping(
+            reward_clip=math.inf,
+            discount=config.gamma,
+            gae_lambda=config.lam,
+            bootstrap_truncated=config.bootstrap_truncated,
+            adv_norm=_whitened if config.whiten_advantages else None,
+        )
 
-    def _score_values(self, rows: Sequence[TrainSequence]) -> tuple[list[list[float]], float]:
-        """The critic's value after each token of each row, and the seconds it took."""
-        lifecycle.score_start(logger, "critic", "value_score", len(rows))
-        began = time.perf_counter()
-        values = self.instance.score_values("critic", [row.tokens for row in rows], micro_bs=self.config.score_micro_bs)
-        elapsed = time.perf_counter() - began
-        lifecycle.score_end(logger, "critic", "value_score", len(rows))
-        return values, elapsed
+    def learners(self) -> list[Learner]:
+        """The critic, and after its warm-up the policy."""
+        policy = [replace(each, first_step=self.config.critic_warmup_steps) for each in super().learners()]
+        return [Learner("critic", self._train_critic, **self.passes), *policy]
+
+    def row_statistics(self, prepared: Prepared) -> dict[str, float]:
+        """Statistics over all tokens of a step; the explained variance only where the returns vary at all."""
+        rows = prepared.rows
+        values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
+        stats = {
+            "critic_value_forward_time_s": self._seconds["critic"],
+            **spread("old_logprob", trained_values(rows, "logprobs")),
+            **spread("critic_value", values),
+            **spread("return", returns),
+            **spread("gae_advantage", prepared.unnormalised),
+        }
+        variance = float(np.var(returns))
+        if variance > 0:
+            stats["critic_explained_variance"] = 1.0 - float(np.var(np.subtract(returns, values))) / variance
+        return stats | spread("normalized_advantage", trained_values(rows, "advantages"))
 
     # -- updates ---------------------------------------------------------------------------------------------------
-
-    def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train the critic, and after its warm-up the policy."""
-        epoch, step = self.state.epoch, self.state.step
-        stats = self._update_critic(rows)
-        if step < self.config.critic_warmup_steps:
-            lifecycle.train_skip(logger, epoch, step)
-            return stats | self.instance.finish_step() | {"actor_train_skipped": 1.0}
-        actor = self.train_in_passes(rows, self.train, "actor")
-        if "policy_train_wall_time_s" in actor:
-            actor["actor_train_wall_time_s"] = actor.pop("policy_train_wall_time_s")
-        return actor | stats | {"actor_train_skipped": 0.0}
-
-    def _update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
-        began = time.perf_counter()
-        found = self.train_in_passes(rows, self._train_critic, "critic", log_rows=True)
-        stats = {f"critic_{name}": value for name, value in found.items() if not name.endswith("_time_s")}
-        del stats["critic_loss"]  # the same number as critic_value_loss
-        stats["critic_train_time_s"] = time.perf_counter() - began
-        lifecycle.critic_value_loss(logger, self.state.epoch, self.state.step, stats["critic_value_loss"])
-        return stats
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """One train call of the critic with the run's sizes."""
@@ -118,33 +102,25 @@ class PPOTrainer(RolloutTrainer):
             value_loss_coef=config.value_loss_coef,
         )
 
+    def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
+        """Those of the policy, and of the critic with its name in front."""
+        epoch, step = self.state.epoch, self.state.step
+        merged: dict[str, float] = {}
+        for role, stats in updates:
+            if role == "critic" and stats is not None:
+                merged |= {f"critic_{name}": value for name, value in stats.items() if not name.endswith("_time_s")}
+                del merged["critic_loss"]  # the same number as critic_value_loss
+                merged["critic_train_time_s"] = self._seconds["train_critic"]
+                lifecycle.critic_value_loss(logger, epoch, step, merged["critic_value_loss"])
+            elif stats is None:
+                lifecycle.train_skip(logger, epoch, step)
+                merged |= self.instance.finish_step() | {"actor_train_skipped": 1.0}
+            else:
+                if "policy_train_wall_time_s" in stats:
+                    stats["actor_train_wall_time_s"] = stats.pop("policy_train_wall_time_s")
+                merged |= stats | {"actor_train_skipped": 0.0}
+        return merged
 
-def fill_returns(row: TrainSequence, values: Sequence[float], *, gamma: float, lam: float, bootstrap: bool) -> None:
-    """Give a row its old values, returns and advantages at the tokens that are trained on, and 0 at the others.
 
-    The reward belongs to the last of these tokens. Entry i of ``row.values`` is the value before token i.
-
-    Args:
-        row: a row with ``reward`` and at least one token to train on.
-        values: the critic's value after each token of the row.
-        gamma: discount of later rewards.
-        lam: GAE's lambda.
-        bootstrap: the response goes on after its last token, and is worth there what the critic says; else 0.
-    """
-    rewards = [0.0] * (sum(row.trainable()) - 1) + [row.reward]
-    fill_gae(row, rewards, values, gamma=gamma, lam=lam, bootstrap=bootstrap)
-
-
-def _value_stats(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Statistics over all tokens of a step; the explained variance only where the returns vary at all."""
-    values, returns = trainable_values(rows, "values"), trainable_values(rows, "returns")
-    stats = {
-        **spread("old_logprob", trainable_values(rows, "logprobs")),
-        **spread("critic_value", values),
-        **spread("return", returns),
-        **spread("gae_advantage", trainable_values(rows, "advantages")),
-    }
-    variance = float(np.var(returns))
-    if variance > 0:
-        stats["critic_explained_variance"] = 1.0 - float(np.var(np.subtract(returns, values))) / variance
-    return stats
+def _whitened(values: Tensor, _: Sequence[int], mask: Sequence[bool]) -> Tensor:
+    return torch.tensor(whiten([values.tolist()], [mask])[0], dtype=torch.float64)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -30,15 +31,17 @@ from areno.api.evaluation import (
 from areno.api.records import reward_record
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
-from areno.api.trainers.passes import merge_stats, plan_passes
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
+from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError, place_of
 from areno.rollouts.conversation.rows import TrajectoryRow, completion_row, row_segments
 from areno.serving.text import TokenTexts
+from areno.training.objectives.passes import Learner
+from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
 from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
 
@@ -99,12 +102,29 @@ class RolloutTrainer(DataTrainer):
         return []
 
     @abstractmethod
-    def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
-        """One row per sample with all that the loss reads, and statistics of the step; sets ``sample.advantage``."""
+    def shaping(self) -> RewardShaping:
+        """How rewards become advantages."""
 
-    @abstractmethod
-    def update(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Train on the rows of a step, and return its statistics."""
+    def learners(self) -> list[Learner]:
+        """The models that are trained, in this order."""
+        return [Learner(self.role, lambda rows: self.train(rows), **self.passes)]
+
+    def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits | None:
+        """Rewards of parts of each sample's rows; None takes those of the rows."""
+        return None
+
+    def row_statistics(self, prepared: Prepared) -> dict[str, float]:
+        """Statistics of the rows of a step."""
+        return {}
+
+    def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
+        """The statistics of a step's updates, from :meth:`PolicyObjective.updates`."""
+        return {name: value for _, stats in updates for name, value in (stats or {}).items()}
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """How often a :class:`Learner` is called with the rows of a step."""
+        return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
 
     # -- preparation -----------------------------------------------------------------------------------------------
 
@@ -131,6 +151,15 @@ class RolloutTrainer(DataTrainer):
         self._log_limit = completions_to_log()
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._said_fewer_minibatches = False
+        roles = {role.name for role in self.roles()}
+        settings = PolicySettings(
+            shaping=self.shaping(),
+            scores=[("ref", "ref_logprobs")] if "ref" in roles else [],
+            critic="critic" if "critic" in roles else None,
+            rows_at_once=lambda *_: config.score_micro_bs,
+        )
+        parts = (self.instance.backend, settings, self.learners())
+        self.objective = PolicyObjective(*parts, seed=config.seed, order="prompts", around=self._around)
         self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
         self._runner: RewardRunner | None = None
         if not self._reward_role():
@@ -390,66 +419,49 @@ class RolloutTrainer(DataTrainer):
             for row in sample.rows()
         ]
 
-    def score_reference(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Fill ``ref_logprobs`` from the role ``ref``, each row at its own temperature; returns statistics."""
-        lifecycle.score_start(self.logger, "ref", "logprob_score", len(rows))
-        began = time.perf_counter()
-        scores = self.instance.score_logprobs(
-            "ref",
-            [row.tokens for row in rows],
-            temperatures=[row.temperature for row in rows],
-            micro_bs=self.config.score_micro_bs,
-        )
-        elapsed = time.perf_counter() - began
-        lifecycle.score_end(self.logger, "ref", "logprob_score", len(rows))
-        for row, logprobs in zip(rows, scores, strict=True):
-            row.ref_logprobs = logprobs
-        values = trainable_values(rows, "ref_logprobs")
-        return {"ref_logprob_forward_time_s": elapsed, **spread("ref_logprob", values)}
+    def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
+        """Rows of the samples with all that the loss reads, and statistics of the step; sets ``sample.advantage``."""
+        self._seconds: dict[str, float] = {}
+        owned = [self.train_rows(sample) for sample in samples]
+        prepared = self.objective.prepare([row for own in owned for row in own], self.credits(samples, owned))
+        for sample, own in zip(samples, owned, strict=True):
+            values = trained_values(own, "advantages")
+            sample.advantage = values[0] if min(values) == max(values) else float(np.mean(values))
+        stats = self.row_statistics(prepared)
+        if "ref" in self._seconds:
+            stats |= spread("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
+            stats["ref_logprob_forward_time_s"] = self._seconds["ref"]
+        return prepared.rows, stats
 
-    def train_in_passes(
-        self,
-        rows: Sequence[TrainSequence],
-        train: Callable[[list[TrainSequence]], Mapping[str, float]],
-        role: lifecycle.Role,
-        *,
-        log_rows: bool = False,
-    ) -> dict[str, float]:
-        """Train one model on a step's rows, in ``--update-epochs`` passes of ``--update-minibatches`` calls each.
+    @contextmanager
+    def _around(self, stage: Stage, role: str, rows: int) -> Iterator[None]:
+        """The documented log lines around a stage, and the seconds of a score."""
+        logger, state, began = self.logger, self.state, time.perf_counter()
+        if stage == "train":
+            shown, name = rows if role == "critic" else None, cast(lifecycle.Role, role)
+            lifecycle.train_start(logger, state.epoch, state.step, name, rows=shown)
+            yield
+            self._seconds[f"train_{role}"] = time.perf_counter() - began
+            lifecycle.train_end(logger, state.epoch, state.step, name, rows=shown)
+        elif stage == "advantages":
+            yield
+        else:
+            kind: lifecycle.ScoreKind = "value_score" if stage == "values" else "logprob_score"
+            lifecycle.score_start(logger, role, kind, rows)
+            yield
+            self._seconds[role] = time.perf_counter() - began
+            lifecycle.score_end(logger, role, kind, rows)
 
-        Args:
-            rows: rows of the step.
-            train: one train call.
-            role: the model, for the log.
-            log_rows: the log lines tell the number of rows.
-
-        Returns:
-            Statistics of all calls, see :func:`~areno.api.trainers.passes.merge_stats`.
-        """
-        config, epoch, step = self.config, self.state.epoch, self.state.step
-        groups = [row.group for row in rows]
-        prompts = len(set(groups))
+    def update(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """Do the optimizer steps of a step on its rows, and return its statistics."""
+        config, prompts = self.config, len({row.group for row in rows})
         if config.update_minibatches > prompts and not self._said_fewer_minibatches:
             self._said_fewer_minibatches = True
             self.logger.info(
                 "--update-minibatches %d is more than the %d prompts of step %d: one minibatch per prompt instead",
-                *(config.update_minibatches, prompts, step),
+                *(config.update_minibatches, prompts, self.state.step),
             )
-        plan = plan_passes(
-            groups, passes=config.update_epochs, minibatches=config.update_minibatches, seed=config.seed, step=step
-        )
-        shown = len(rows) if log_rows else None
-        lifecycle.train_start(self.logger, epoch, step, role, rows=shown)
-        calls = []
-        for indices in plan:
-            calls.append(train([rows[index] for index in indices]))
-        lifecycle.train_end(self.logger, epoch, step, role, rows=shown)
-        return merge_stats(calls)
-
-
-def trainable_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
-    """A per-token list of rows at the tokens that are trained on, end to end."""
-    return [value for row in rows for value, counts in zip(getattr(row, name), row.trainable(), strict=True) if counts]
+        return self.update_statistics(self.objective.updates(rows, self.state.step))
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -33,3 +34,11 @@ def derive_seed(*parts: int) -> int:
         for part in parts:
             state = _mix(state + _GOLDEN + np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
     return int(state[0] >> np.uint64(1))
+
+
+def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    """The order in which an epoch visits ``n`` rows: the same for the same arguments, whatever the global RNG state."""
+    order = list(range(n))
+    if shuffle:
+        random.Random(f"areno-epoch-order:{seed}:{epoch}").shuffle(order)
+    return order

@@ -475,14 +475,3 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 def in_scope(section: str, numbers: Mapping[str, float]) -> dict[str, float]:
     """Statistics under a section's name."""
     return {f"{section}/{name}": value for name, value in numbers.items()}
-
-
-def averaged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Statistics of several optimizer steps as those of one update: least of ``/min``, greatest of ``/max``, else means."""
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    merged = {}
-    for name in names:
-        values = [part[name] for part in parts if name in part]
-        kind = name.rpartition("/")[2]
-        merged[name] = min(values) if kind == "min" else max(values) if kind == "max" else sum(values) / len(values)
-    return merged

@@ -32,36 +32,24 @@ from areno.experiments.trainers.engines import (
     micro_batching,
     optimizer_of,
     rollout_devices,
-    rows_per_pass,
     schedule_of,
     this_machine,
 )
-from areno.experiments.trainers.experiment import DEFAULT, ExperimentTrainer, averaged, in_scope
+from areno.experiments.trainers.experiment import DEFAULT, ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
     CRITIC,
-    REF,
-    TEACHER,
-    minibatches,
     policy_loss_of,
-    proximal_statistics,
     roles_of,
+    settings_of,
     shaping_of,
     told_by_workflows,
     turns_of,
-    with_version,
 )
 from areno.loss_fns.family import policy_loss_fn
 from areno.loss_fns.named import critic_loss_fn
-from areno.loss_fns.shaping import (
-    choose_by_second_moment,
-    finished,
-    row_counts,
-    shape_advantages,
-    summaries,
-    version_statistics,
-)
+from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
 from areno.rollouts.dispatcher import BatchDispatcher
@@ -80,11 +68,21 @@ from areno.rollouts.workflows.rlvr import RLVRWorkflow, extract_prompt, input_id
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
+from areno.training.objectives.passes import Learner
+from areno.training.objectives.policy import PolicyObjective
 from areno.training.report import StepOutcome
 from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
 
+_TIMED = {
+    ("logprobs", ACTOR): "recompute_logp",
+    ("values", CRITIC): "critic_values",
+    ("advantages", ""): "compute_advantage",
+    ("train", ACTOR): "train_step",
+    ("train", CRITIC): "critic_train_step",
+}
+"""What the times of an update's stages are called; that of another role's log-probs has the role's name."""
 _EVAL_AHEAD = 10**12
 _WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
@@ -398,67 +396,48 @@ class PPOTrainer(ExperimentTrainer):
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
-        version = at.global_step + 1
-        numbers = self._score(rows)
-        values = None
-        if self.config.critic is not None:
-            with self.timed("critic_values"):
-                tokens = [row.tokens for row in rows]
-                values = self.engine.score_values(CRITIC, tokens, rows_per_pass(self.config.critic.mb_spec, tokens))
-        with self.timed("compute_advantage"):
-            populations = shape_advantages(rows, self.shaping, values)
-        masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
-        numbers |= in_scope(
-            self.section, {**summaries(populations), **row_counts(rows), **self.knobs.scalars(), **masked}
-        )
-        numbers |= in_scope(f"{self.section}/update", version_statistics(rows, version))
-        if self.knobs.m2_threshold is not None:
-            numbers[f"{self.section}/update/m2_filtered_fraction"] = choose_by_second_moment(
-                rows, self.knobs.m2_threshold
-            )
-        trained = finished(rows) if self.shaping.mask_no_eos_with_zero else rows
-        if trained:
-            numbers |= self._optimize(trained, at, version)
-        return numbers
-
-    def _score(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Give rows what other models, and the actor before the update, say of them."""
-        ref, actor = self.config.ref, self.config.actor
-        if ref is not None and actor.kl_ctl > 0:
-            self.score(rows, REF, "ref_logprobs", ref.mb_spec)
-        if self.config.teacher is not None:
-            self.score(rows, TEACHER, "teacher_logprobs", actor.mb_spec)
-        if not actor.should_compute_prox_logp():
-            return {}
-        self.score(rows, ACTOR, "prox_logprobs", actor.mb_spec, key="recompute_logp")
-        told = proximal_statistics(rows)
-        if not actor.use_decoupled_loss:
-            for row in rows:
-                row.logprobs, row.prox_logprobs = row.prox_logprobs, []
-        return in_scope(f"{self.section}/update", told)
-
-    def _optimize(self, rows: list[TrainSequence], at: StepInfo, version: int) -> dict[str, float]:
-        actor, critic, step = self.config.actor, self.config.critic, at.global_step + 1
-        loss, rate = with_version(policy_loss_fn, self.knobs, version), self.schedule.at(step)
-        with self.timed("train_step"):
-            parts = [
-                self.optimize(part, loss, self.batching, rate) for part in minibatches(rows, actor.ppo_n_minibatches)
-            ]
-        told = averaged(parts)
-        told |= {"lr": rate, "update_successful": 1.0 - told.get("update_skipped", 0.0)}
-        numbers = in_scope(f"{self.section}/update", told)
+    def plan_steps(self, total_epochs: int | None = None) -> None:
+        """Also make the objective, whose rates depend on the number of steps."""
+        super().plan_steps(total_epochs)
+        actor, critic = self.config.actor, self.config.critic
+        learners = [Learner(ACTOR, self._train_actor, minibatches=actor.ppo_n_minibatches)]
         if critic is not None and critic.optimizer is not None:
-            values_loss = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip)
-            schedule, batching = schedule_of(critic.optimizer, self._total_steps), micro_batching(critic.mb_spec)
-            rate = schedule.at(step)
-            with self.timed("critic_train_step"):
-                parts = [
-                    self.optimize(part, values_loss, batching, rate, CRITIC)
-                    for part in minibatches(rows, critic.ppo_n_minibatches)
-                ]
-            numbers |= in_scope("ppo_critic", {**averaged(parts), "lr": rate})
+            self.critic_schedule = schedule_of(critic.optimizer, self._total_steps)
+            learners.append(Learner(CRITIC, self._train_critic, minibatches=critic.ppo_n_minibatches))
+        self.objective = PolicyObjective(
+            *(self.engine, settings_of(self.config, self.shaping), learners),
+            seed=self.config.seed,
+            order="rows",
+            around=lambda stage, role, _: self.timed(_TIMED.get((stage, role), f"{role}_logp")),
+        )
+
+    def _update(self, rows: list[TrainSequence], at: StepInfo) -> dict[str, float]:
+        """The statistics of an update, by their documented names."""
+        section = f"{self.section}/update"
+        prepared = self.objective.prepare(rows)
+        numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
+        masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
+        told = {**summaries(prepared.populations), **row_counts(rows), **self.knobs.scalars(), **masked}
+        numbers |= in_scope(self.section, told)
+        numbers |= in_scope(section, version_statistics(rows, at.global_step + 1))
+        if prepared.left_out is not None:
+            numbers[f"{section}/m2_filtered_fraction"] = prepared.left_out
+        if prepared.rows:
+            for role, stats in self.objective.updates(prepared.rows, at.global_step):
+                assert stats is not None
+                numbers |= in_scope(section if role == ACTOR else "ppo_critic", stats)
+            numbers[f"{section}/update_successful"] = 1.0 - numbers.get(f"{section}/update_skipped", 0.0)
         return numbers
+
+    def _train_actor(self, rows: list[TrainSequence]) -> dict[str, float]:
+        step = self.state.step + 1
+        loss = functools.partial(policy_loss_fn, knobs=self.knobs, version=step)
+        return self.optimize(rows, loss, self.batching, self.schedule.at(step))
+
+    def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
+        critic: Any = self.config.critic
+        loss, rate = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip), self.critic_schedule
+        return self.optimize(rows, loss, micro_batching(critic.mb_spec), rate.at(self.state.step + 1), CRITIC)
 
     def measure(self) -> dict[str, float]:
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""

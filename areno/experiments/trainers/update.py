@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -12,14 +10,16 @@ import torch
 
 from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfig
 from areno.config.experiment.experiments import PPOConfig
+from areno.engine.engine import ACTOR
 from areno.errors import UsageError
+from areno.experiments.trainers.engines import rows_per_pass
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.norm import Norm
-from areno.loss_fns.proximal import divergences
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
 from areno.rollouts.trajectory import Trajectory
-from areno.types import ModelRole, TrainSequence
+from areno.training.objectives.policy import PolicySettings
+from areno.types import ModelRole
 
 REF, CRITIC, TEACHER = "ref", "critic", "teacher"
 T = TypeVar("T")
@@ -35,6 +35,25 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
     if config.teacher is not None:
         roles[TEACHER] = ModelRole(TEACHER, config.teacher.path, trainable=False)
     return roles
+
+
+def settings_of(config: PPOConfig, shaping: RewardShaping) -> PolicySettings:
+    """What becomes of rows before the optimizer steps: by which models they are scored, and how they are shaped."""
+    ref, actor, critic = config.ref, config.actor, config.critic
+    specs = {CRITIC: critic and critic.mb_spec, REF: ref and ref.mb_spec}
+    scores = {
+        (REF, "ref_logprobs"): ref is not None and actor.kl_ctl > 0,
+        (TEACHER, "teacher_logprobs"): config.teacher is not None,
+        (ACTOR, "prox_logprobs"): actor.should_compute_prox_logp(),
+    }
+    return PolicySettings(
+        shaping=shaping,
+        rows_at_once=lambda role, rows: rows_per_pass(specs.get(role) or actor.mb_spec, rows),
+        scores=[score for score, wanted in scores.items() if wanted],
+        critic=None if critic is None else CRITIC,
+        recomputes=actor.recompute_logprob and not actor.use_decoupled_loss,
+        m2_threshold=actor.m2_threshold,
+    )
 
 
 def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:
@@ -68,33 +87,6 @@ def made_of(cls: type[T], *sections: Any, **others: Any) -> T:
     values = {entry.name: getattr(one, entry.name) for one in sections for entry in fields(one) if entry.init}
     own = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in values.items() if name in own} | others)
-
-
-def minibatches(rows: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
-    """Rows of each optimizer step of an update, as equally many as can be; at most one step per row."""
-    count = max(min(count, len(rows)), 1)
-    bounds = [len(rows) * index // count for index in range(count + 1)]
-    return [list(rows[first:last]) for first, last in itertools.pairwise(bounds)]
-
-
-def proximal_statistics(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """How far the policy before the update is from the one that sampled, as means over the trained tokens.
-
-    Args:
-        rows: with ``logprobs`` and ``prox_logprobs``.
-    """
-    pairs = [
-        (row.logprobs[i], row.prox_logprobs[i]) for row in rows for i, counts in enumerate(row.trainable()) if counts
-    ]
-    if not pairs:
-        return {}
-    behaviour, proximal = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    return {f"compute_logp/{name}/avg": float(x.mean()) for name, x in divergences(behaviour, proximal).items()}
-
-
-def with_version(loss: Any, knobs: PolicyLoss, version: int) -> Any:
-    """The loss of an update that makes ``version``."""
-    return functools.partial(loss, knobs=knobs, version=version)
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:

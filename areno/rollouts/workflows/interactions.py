@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areno.errors import UsageError
+from areno.loss_fns.gae import discounted_returns
 from areno.rollouts.conversation.rows import TrajectoryRow, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.conversation.tape import Turn
@@ -33,19 +34,6 @@ class Interaction:
     num_turns: int
 
 
-def discounted(rewards: Sequence[float | None], turn_discount: float) -> list[float]:
-    """Rewards of answers in the order in which they were given: ``R_i = r_i + turn_discount * R_(i+1)``.
-
-    An answer without a reward counts as 0.
-    """
-    found: list[float] = []
-    after = 0.0
-    for reward in reversed(rewards):
-        after = (reward or 0.0) + turn_discount * after
-        found.append(after)
-    return found[::-1]
-
-
 def export_interactions(
     turns: Sequence[Turn], turn_discount: float, style: ExportStyle, tokenizer: Any
 ) -> dict[str, Interaction]:
@@ -57,7 +45,7 @@ def export_interactions(
 
     Args:
         turns: recorded answers with their rewards, in the order in which they were given.
-        turn_discount: see :func:`discounted`.
+        turn_discount: an answer earns its own reward (0 where it has none) and so much of what the next one earns.
         style: how to make rows.
         tokenizer: the model's.
 
@@ -67,7 +55,7 @@ def export_interactions(
     if style not in ("individual", "concat"):
         raise UsageError(f"agent.export_style {style!r} is unknown; use individual or concat")
     said = [turn for turn in turns if turn.tokens]
-    returns = dict(zip(said, discounted([turn.reward for turn in said], turn_discount), strict=True))
+    returns = dict(zip(said, discounted_returns([turn.reward or 0.0 for turn in said], turn_discount), strict=True))
     if style == "individual":
         rows = [(turn, _alone(turn, tokenizer)) for turn in said]
     else:

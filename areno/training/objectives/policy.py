@@ -1,0 +1,183 @@
+"""The policy objective: rows with rewards become new weights of the policy, and of a critic where there is one.
+
+    rows -> log-probs of reference, teacher and the policy before the update; values of the critic
+      -> advantages and returns -> optimizer steps, in passes over minibatches -> statistics
+
+What is scored, how rewards are shaped and how many steps follow is data, :class:`PolicySettings` and :class:`Learner`; the
+loss belongs to the learner's train call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from areno.loss_fns.proximal import divergences
+from areno.loss_fns.shaping import (
+    Credits,
+    RewardShaping,
+    choose_by_second_moment,
+    credit_advantages,
+    finished,
+    shape_advantages,
+    trained_values,
+)
+from areno.training.objectives.passes import Learner, Order
+from areno.types import TrainSequence
+
+TokenRows = Sequence[Sequence[int]]
+Stage = Literal["logprobs", "values", "advantages", "train"]
+Around = Callable[[Stage, str, int], AbstractContextManager[None]]
+"""Makes a block around a stage, from its name, the role that works and the number of rows."""
+
+
+class ScoringModels(Protocol):
+    """What scores rows by role: an engine, several ranks of one, or a backend of the SDK."""
+
+    def score_logprobs(
+        self, role: str, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int
+    ) -> list[list[float]]:
+        """Log-prob of each token of each row; entry 0 is 0.0."""
+
+    def score_values(self, role: str, rows: TokenRows, micro_bs: int) -> list[list[float]]:
+        """Value after each token of each row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """What becomes of rows before the optimizer steps.
+
+    Attributes:
+        shaping: from rewards to advantages.
+        scores: roles that give log-probs, with the column of the rows that gets them.
+        critic: role that gives values; None is without one.
+        rows_at_once: rows of one scoring pass of a role, from its name and the rows.
+        recomputes: the scored ``prox_logprobs`` replace the log-probs of the rollout.
+        m2_threshold: M2PO's bound; None leaves no token out.
+    """
+
+    shaping: RewardShaping
+    rows_at_once: Callable[[str, TokenRows], int]
+    scores: Sequence[tuple[str, str]] = ()
+    critic: str | None = None
+    recomputes: bool = False
+    m2_threshold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows that are ready for the update.
+
+    Attributes:
+        rows: those to train on.
+        populations: statistics as :func:`~areno.loss_fns.shaping.shape_advantages` returns them; empty with ``credits``.
+        unnormalised: advantages before ``adv_norm``, per trained token.
+        divergences: how far the policy before the update is from the one that sampled, as means over the trained tokens.
+        left_out: share of the trained tokens that M2PO leaves out.
+    """
+
+    rows: list[TrainSequence]
+    populations: dict[str, Tensor] = field(default_factory=dict)
+    unnormalised: list[float] = field(default_factory=list)
+    divergences: dict[str, float] = field(default_factory=dict)
+    left_out: float | None = None
+
+
+class PolicyObjective:
+    """See the module's text.
+
+    Args:
+        models: score the rows.
+        settings: what becomes of rows before the update.
+        learners: the models that are trained, in this order.
+        seed: of the run; orders of minibatches derive from it.
+        order: of minibatches.
+        around: blocks around the stages; None has none.
+    """
+
+    def __init__(
+        self,
+        models: ScoringModels,
+        settings: PolicySettings,
+        learners: Sequence[Learner],
+        *,
+        seed: int,
+        order: Order,
+        around: Around | None = None,
+    ) -> None:
+        self.models, self.settings, self.learners = models, settings, learners
+        self._seed, self._order = seed, order
+        self._around: Around = around or (lambda *_: nullcontext())
+
+    def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
+        """Score rows and give them advantages, and with a critic values and returns; can be repeated on fresh rows.
+
+        Args:
+            rows: with ``tokens``, ``logprobs``, ``reward``, ``group``, ``temperature``; changed in place.
+            credits: rewards of parts of the rows in place of those of the rows; with a critic there are none.
+        """
+        settings = self.settings
+        tokens = [row.tokens for row in rows]
+        for role, column in settings.scores:
+            self._score(rows, role, column)
+        gaps = _divergences(rows) if any(column == "prox_logprobs" for _, column in settings.scores) else {}
+        if settings.recomputes:
+            for row in rows:
+                row.logprobs, row.prox_logprobs = row.prox_logprobs, []
+        values = None
+        if settings.critic is not None:
+            with self._around("values", settings.critic, len(rows)):
+                size = settings.rows_at_once(settings.critic, tokens)
+                values = self.models.score_values(settings.critic, tokens, size)
+        populations: dict[str, Tensor] = {}
+        with self._around("advantages", "", len(rows)):
+            if credits is None:
+                populations = shape_advantages(rows, settings.shaping, values)
+            else:
+                credit_advantages(rows, settings.shaping, credits)
+        bound = settings.m2_threshold
+        left_out = None if bound is None else choose_by_second_moment(rows, bound)
+        trained = finished(rows) if settings.shaping.mask_no_eos_with_zero else rows
+        before = populations.pop("gae_advantages", torch.empty(0)).tolist()
+        return Prepared(trained, populations, before, gaps, left_out)
+
+    def _score(self, rows: Sequence[TrainSequence], role: str, column: str) -> None:
+        """Give each row the log-probs of a role, at the row's own temperature."""
+        tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
+        with self._around("logprobs", role, len(rows)):
+            size = self.settings.rows_at_once(role, tokens)
+            scored = self.models.score_logprobs(role, tokens, temperatures, size)
+        for row, logprobs in zip(rows, scored, strict=True):
+            setattr(row, column, logprobs)
+
+    def updates(self, rows: Sequence[TrainSequence], step: int) -> Iterator[tuple[str, dict[str, float] | None]]:
+        """Do the optimizer steps of a training step.
+
+        Args:
+            rows: prepared ones, at least one.
+            step: index of the training step.
+
+        Yields:
+            Each learner's role after its optimizer steps, with their statistics; None where it is not trained yet.
+        """
+        for learner in self.learners:
+            if step < learner.first_step:
+                yield learner.role, None
+                continue
+            with self._around("train", learner.role, len(rows)):
+                stats = learner.learn(rows, order=self._order, seed=self._seed, step=step)
+            yield learner.role, stats
+
+
+def _divergences(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """Means over the trained tokens of the estimates of :func:`areno.loss_fns.proximal.divergences`."""
+    pairs = [trained_values(rows, name) for name in ("logprobs", "prox_logprobs")]
+    if not pairs[0]:
+        return {}
+    behaviour, proximal = torch.tensor(pairs, dtype=torch.float64)
+    return {name: float(x.mean()) for name, x in divergences(behaviour, proximal).items()}
