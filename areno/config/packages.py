@@ -49,9 +49,11 @@ def missing_server_packages() -> list[str]:
     return _missing("fastapi", "uvicorn", "prometheus_client")
 
 
-def missing_lora_packages(*, four_bit: bool) -> list[str]:
-    """Names of the packages that adapters need, and a base in 4 bits with ``four_bit``, and that are not installed."""
-    return _missing("peft", *(["bitsandbytes"] if four_bit else []))
+def lora_packages_problem(*, four_bit: bool) -> str:
+    """The end of a sentence: what adapters, and a base in 4 bits with ``four_bit``, lack here; empty if nothing."""
+    missing = _missing("peft", *(["bitsandbytes"] if four_bit else []))
+    extra = "qlora" if four_bit else "lora"
+    return f"needs the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
 
 
 def _missing(*names: str) -> list[str]:

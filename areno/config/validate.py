@@ -17,7 +17,7 @@ from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
 from areno.config.hooks import hook_file_problem
 from areno.config.options import Option, flag_of, nearest, options_of
-from areno.config.packages import install_command, missing_lora_packages, missing_server_packages
+from areno.config.packages import install_command, lora_packages_problem, missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.resume import value_of
@@ -203,11 +203,8 @@ def _pairs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
 def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     if not options.uses_lora:
         return
-    missing = missing_lora_packages(four_bit=options.load_in_4bit)
-    if missing:
-        extra = "qlora" if options.load_in_4bit else "lora"
-        option = "--load-in-4bit" if options.load_in_4bit else "--lora-rank"
-        yield f"{option} needs the packages {', '.join(missing)}; install them: {install_command(extra)}"
+    if problem := lora_packages_problem(four_bit=options.load_in_4bit):
+        yield f"{'--load-in-4bit' if options.load_in_4bit else '--lora-rank'} {problem}"
     if options.load_in_4bit and options.tp_size > 1:
         yield (
             f"--load-in-4bit with --tp-size {options.tp_size}: weights in 4 bits cannot be spread over ranks; leave one of the "
@@ -276,6 +273,11 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
         yield (
             f"--world-size must be divisible by --tp-size, got {options.world_size} and {options.tp_size}; "
             f"give --tp-size 1 or a divisor of {options.world_size}"
+        )
+    if options.speculate and options.tp_size > 1:
+        yield (
+            f"--speculate {options.speculate} with --tp-size {options.tp_size}: only replicas of one rank guess ahead; leave "
+            "one of the two out"
         )
     if options.fsdp:
         yield from _fsdp(options)

@@ -86,6 +86,11 @@ class Engine:
             raise UsageError(
                 f"--speculate {config.speculate}: on a GPU nothing is guessed ahead yet; use --speculate 0"
             )
+        if config.speculate and config.peers.layout.tp_size > 1:
+            raise UsageError(
+                f"--speculate {config.speculate} with --tp-size {config.peers.layout.tp_size}: only replicas of one rank "
+                "guess ahead; use --speculate 0, or --tp-size 1"
+            )
         if config.speculate and not cached.layers:
             raise UsageError(
                 f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "

@@ -56,6 +56,10 @@ TRAIN = [
         "--min-lr 0.0 has no effect with --lr-decay-style constant",
     ),
     ([*GSPO, "--world-size", "3", "--tp-size", "2"], "--world-size must be divisible by --tp-size, got 3 and 2"),
+    (
+        [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
+        "--speculate 4 with --tp-size 2: only replicas of one rank guess ahead; leave one of the two out",
+    ),
     ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: there is one replica, and nobody to share its weights with"),
     ([*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2"], "--fsdp with --tp-size 2: weights are spread over"),
     ([*GSPO, "--fsdp", "--world-size", "2", "--lora-rank", "4"], "--fsdp with --lora-rank: replicas share all weights"),

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from areno.engine.engine import Engine
 from areno.errors import DataError, UsageError
 from areno.experiments.run import run_experiment
-from areno.experiments.trainers.engines import micro_batching
+from areno.experiments.trainers import PPOTrainer
+from areno.experiments.trainers.engines import engine_config, micro_batching
 from areno.types import TrainSequence
+from tests.config.experiment.samples import rl
 from tests.experiments.trainer_stage import Run, run_kind, settings_of_kind, trainer_of
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -257,6 +259,34 @@ def test_an_adapter_learns_beside_frozen_weights(tiny_checkpoint, tmp_path):
     _, louder, _ = adapter_of(tiny_checkpoint, tmp_path / "alpha", lora_alpha=256)
     assert louder[0] == losses[0]  # an adapter begins as nothing
     assert louder[1] != losses[1]
+
+
+def test_an_adapter_learns_beside_weights_in_4_bits(tiny_checkpoint, tmp_path):
+    four_bit = pytest.importorskip("bitsandbytes").nn.Linear4bit
+    _, losses, _ = adapter_of(tiny_checkpoint, tmp_path / "plain")
+    trained, rounded, engine = adapter_of(tiny_checkpoint, tmp_path / "4bit", load_in_4bit=True)
+    assert isinstance(engine.actor.model.module.get_submodule("model.layers.0.mlp.up_proj").base_layer, four_bit)
+    assert all(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
+    assert rounded[0] != losses[0]
+    assert rounded == pytest.approx(losses, rel=0.05)
+
+
+def test_settings_reach_the_engines_of_training_and_rollout():
+    config = rl(
+        actor__dtype="float32",
+        actor__use_lora=True,
+        actor__load_in_4bit=True,
+        actor__gradient_checkpointing=True,
+        actor__offload_activations=True,
+        actor__optimizer__offload=True,
+        rollout__speculate=5,
+    )
+    trainer = object.__new__(PPOTrainer)
+    trainer.config = config
+    trains, (_, generates) = engine_config(config.actor), trainer.rollout_engine()
+    assert {bool(engine.adapter and engine.adapter.load_in_4bit) for engine in (trains, generates)} == {True}
+    assert (trains.activation_checkpointing, trains.offload_activations, trains.optimizer.offload) == (True, True, True)
+    assert (trains.speculate, generates.speculate, generates.trains) == (0, 5, "nothing")
 
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areno.engine.parallel import workers
+from areno.engine.parallel.peers import Layout
 from areno.errors import ArenoError, EngineError
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer
@@ -70,7 +71,7 @@ def test_ranks_train_as_one_process_does(tiny_checkpoint, tmp_path, monkeypatch)
     alone = run_kind("sft", tiny_checkpoint, tmp_path / "1", {"saver.freq_steps": 2})
     given = {"actor.backend": "fsdp:d2", "actor.request_timeout": 90, "saver.freq_steps": 2}
     with trainer_of(settings_of_kind("sft", tiny_checkpoint, tmp_path / "2", given)) as trainer:
-        assert trainer.engine.layout.world_size == 2
+        assert trainer.engine.layout == Layout(2, 1, fsdp=True)
         trainer.train()
         (file,) = trainer.folders.checkpoints.rglob("*globalstep1/model.safetensors")
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.late, sleep=time.sleep, late=0.0)

@@ -23,7 +23,6 @@ from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
-from areno.config.packages import install_command, missing_lora_packages
 from areno.errors import UsageError
 
 SECTIONS_WITH_FILES = ("saver", "recover")
@@ -76,11 +75,8 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
     yield from _data(config)
     yield from _kinds(config)
     actor = getattr(config, "actor", None)
-    if isinstance(actor, TrainEngineConfig):
-        if actor.optimizer is None:
-            yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
-        if actor.use_lora and (missing := missing_lora_packages(four_bit=False)):
-            yield f"actor.use_lora needs the packages {', '.join(missing)}; install them: {install_command('lora')}"
+    if isinstance(actor, TrainEngineConfig) and actor.optimizer is None:
+        yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
     if isinstance(config, PPOConfig):
         yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
         yield from _reference(config)
@@ -272,6 +268,8 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
             found.append((f"{role}.backend {spec}", missing, _replacement(allocation)))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
             yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
+        else:
+            yield from _layout(config, role, allocation)
     if found and config.allocation_mode:
         parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
         named = AllocationMode.from_str(config.allocation_mode).engines
@@ -291,6 +289,39 @@ def roles(config: BaseExperimentConfig) -> dict[str, str]:
         for path, _, value in walk(config)
         if path.endswith(".backend") and isinstance(value, str)
     }
+
+
+def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
+    """What the engine of a role cannot do on several ranks."""
+    where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
+    if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
+        yield f"actor.load_in_4bit with {where}: weights in 4 bits cannot be cut; use d alone, or leave one of the two out"
+    if role == "rollout" and tensor > 1 and config.rollout.speculate:
+        yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
+    if role != "actor":
+        return
+    if allocation.world_size > 1 and actor.optimizer is not None and actor.optimizer.type == "sgd":
+        yield f"actor.optimizer.type sgd with {where}: ranks share the states of AdamW, and no other rule; use type adam"
+    if actor.fsdp.shard_weights:
+        yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
+
+
+def unshardable(config: Any) -> Iterator[str]:
+    """Why the actor's weights cannot be sharded across its replicas (FSDP2)."""
+    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "leave one of the two out"
+    if parallel.data == 1:
+        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
+    if parallel.tensor > 1:
+        yield f"with actor.backend {config.actor.backend}: weights are sharded by d or by t, not both; {remedy}"
+    if config.actor.use_lora:
+        yield f"with actor.use_lora: adapters are not sharded; {remedy}"
+    for role in ("actor", "critic"):
+        engine = getattr(config, role, None)
+        if engine is not None and engine.optimizer is not None:
+            if engine.optimizer.type != "adam":
+                yield f"with {role}.optimizer.type {engine.optimizer.type}: only fp32 AdamW is sharded so; {remedy}"
+            if engine.optimizer.offload:
+                yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
 
 
 def _not_there(allocation: ModelAllocation) -> str:

@@ -7,7 +7,10 @@ Every other setting takes effect.
 from __future__ import annotations
 
 _SERVICES = "services behind a gateway (_version v2) are not supported; remove it, or write _version=v1"
-_OFFLOAD = "moving parts to host memory is not supported; remove it, and use gradient_checkpointing or a smaller batch"
+_OFFLOAD = (
+    "moving whole models to host memory is not supported; remove it, and use gradient_checkpointing, offload_activations or "
+    "optimizer.offload"
+)
 _REMOTE_REWARD = "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME"
 
 REFUSED = {
@@ -18,11 +21,11 @@ REFUSED = {
     "TrainEngineConfig.grad_reduce_dtype": "gradients are added up in float32 only; remove it",
     "TrainEngineConfig.optimizer_dtype": "master weights and moments are float32 only; remove it",
     "TeacherConfig.offload": _OFFLOAD,
-    "FSDPEngineConfig.wrap_policy": "each rank holds whole weights, so nothing is wrapped; remove it",
-    "FSDPWrapPolicy.*": "each rank holds whole weights, so nothing is wrapped; remove it",
+    "FSDPEngineConfig.wrap_policy": "decoder layers are wrapped one by one; remove it",
+    "FSDPWrapPolicy.*": "decoder layers are wrapped one by one; remove it",
     "FSDPEngineConfig.offload_params": _OFFLOAD,
     "FSDPEngineConfig.memory_efficient_load": "each rank reads the weights itself; remove it",
-    "FSDPEngineConfig.per_layer_optim_step": _OFFLOAD,
+    "FSDPEngineConfig.per_layer_optim_step": "states do not travel layer by layer; write optimizer.offload=true instead",
     "FSDPEngineConfig.shard_vision_across_sp": "vision models are not supported; remove it",
     "SGLangConfig.enable_multimodal": "images are not supported; remove it, and train a model of text on rows of text",
     "GenerationHyperparameters.use_beam_search": "beam search is not supported; remove it, and sample or use greedy",

@@ -68,6 +68,9 @@ class TrainEngineConfig:
         False, help="Train without dropout. areno always does: rollout never drops, and ratios would be noise."
     )
     gradient_checkpointing: bool = setting(False, help="Compute activations again in the backward pass to save memory.")
+    offload_activations: bool = setting(
+        False, help="GPU only: keep the inputs of recomputed layers in host memory until the backward pass."
+    )
     dtype: str = setting(
         AUTO,
         choices=DTYPES,
@@ -106,6 +109,9 @@ class TrainEngineConfig:
     lora_alpha: int = setting(16, minimum=1, help="The adapter's output is scaled by alpha / rank.")
     target_modules: list[str] = setting(
         [], shown="all linear layers", help="Linear layers that get an adapter, by the end of their name."
+    )
+    load_in_4bit: bool = setting(
+        False, help="Hold the frozen weights in 4 bits (QLoRA: nf4, double quantisation, by bitsandbytes)."
     )
     peft_type: str = setting("lora", choices=("lora",), help="Kind of adapter.")
     enable_tree_training: bool = setting(False, help="Compute shared prefixes of a micro-batch's rows once.")

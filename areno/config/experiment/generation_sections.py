@@ -184,6 +184,12 @@ class InferenceEngineConfig:
         "", inherits="gconfig.lora_name", shown="gconfig.lora_name", help="Name under which the adapter is served."
     )
     agent: AgentConfig = section(AgentConfig, help="Agents on top of the engine.")
+    speculate: int = setting(
+        0,
+        minimum=0,
+        maximum=63,
+        help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
+    )
     return_routed_experts: bool = setting(False, help="Return which experts each token was routed to.")
     _version: str = setting("v1", choices=("v1", "v2"), help="v2 runs rollout as services behind a gateway.")
     model: str = setting("default", help="Model name that a gateway shows.")

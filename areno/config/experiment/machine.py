@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import roles, same_layout, takes_turns
+from areno.config.experiment.checks import roles, same_layout, takes_turns, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.settings import settings_of, walk
@@ -57,9 +57,14 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     lines += _same_kernels(config, machine)
     for path, section, name, value in _choices(config, machine, needed):
         setattr(section, name, value)
-        place = "processes on the CPU" if name == "n_gpus_per_node" and not machine.gpus else machine.name
-        lines.append(f"{path}.{name} = {value} ({place})")
+        lines.append(f"{path}.{name} = {value} ({_reason(config, machine, name)})")
     return lines
+
+
+def _reason(config: Any, machine: Machine, name: str) -> str:
+    if name == "shard_weights":
+        return next(unshardable(config), config.actor.backend).partition(";")[0]
+    return "processes on the CPU" if name == "n_gpus_per_node" and not machine.gpus else machine.name
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
@@ -83,6 +88,10 @@ def _turns(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
     if takes_turns(config) and rollout.max_head_offpolicyness:
         rollout.max_head_offpolicyness = 0
         yield "rollout.max_head_offpolicyness = 0 (rollout and training take turns)"
+
+
+def _replicas(engine: TrainEngineConfig) -> int:
+    return ModelAllocation.from_str(engine.backend).parallel.data
 
 
 def _same_kernels(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
@@ -114,6 +123,7 @@ def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
     if machine.gpus and given is not None and given > machine.gpus:
         yield f"cluster.n_gpus_per_node {given} is more than the {machine.gpus} GPUs of this machine; leave it out"
         return
+    yield from _no_place(config, machine)
     limit = _limit(config, machine)
     if limit and needed > limit:
         parts = ", ".join(
@@ -124,10 +134,22 @@ def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
         yield f"{parts} need {needed} devices, more than {what}; give smaller sizes, or the same to both, which then take turns"
 
 
+def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+    """Settings for a GPU on a machine without one, and the other way round."""
+    for path, entry, value in walk(config):
+        if entry.name in ("offload", "offload_activations") and value and not machine.gpus:
+            yield f"{path} true has no effect on a CPU, whose memory holds everything anyway; leave it out"
+        if entry.name == "speculate" and value and machine.gpus:
+            yield f"{path} {value}: on a GPU nothing is guessed ahead; use {path}=0"
+
+
 def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:
     cluster = config.cluster
     if cluster.n_nodes != 1:
         yield "cluster", cluster, "n_nodes", 1
+    actor = getattr(config, "actor", None)
+    if isinstance(actor, TrainEngineConfig) and actor.fsdp.shard_weights is None and _replicas(actor) > 1:
+        yield "actor.fsdp", actor.fsdp, "shard_weights", not any(unshardable(config))
     devices = machine.gpus or max(needed, 1)
     if _is_open(cluster, "n_gpus_per_node") and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices

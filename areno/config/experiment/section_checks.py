@@ -24,6 +24,7 @@ from areno.config.experiment.update_sections import (
 )
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.options import nearest
+from areno.config.packages import lora_packages_problem
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 
@@ -114,7 +115,13 @@ def check_train_engine(config: TrainEngineConfig) -> Problems:
     elif name not in ATTENTION_HERE:
         yield "attn_impl", f"{name} is not supported; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
     if not config.use_lora:
-        yield from idle(config, ("lora_rank", "lora_alpha", "target_modules"), "without an adapter; set use_lora too")
+        names = ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
+        yield from idle(config, names, "without an adapter; set use_lora too")
+    elif problem := lora_packages_problem(four_bit=config.load_in_4bit):
+        yield ("load_in_4bit" if config.load_in_4bit else "use_lora"), problem
+    if not config.gradient_checkpointing:
+        because = "without gradient_checkpointing, which leaves inputs of layers to offload; set that too"
+        yield from idle(config, ("offload_activations",), because)
     if config.enable_tree_training and config.mb_spec.packing_algorithm != "ffd":
         yield (
             "enable_tree_training",

@@ -37,6 +37,9 @@ class OptimizerConfig:
     loss_scale_window: float = setting(5.0, above=0, help="Steps without overflow before the fp16 loss scale grows.")
     hysteresis: int = setting(2, minimum=1, help="Overflows before the fp16 loss scale shrinks.")
     gradient_clipping: float = setting(1.0, above=0, help="Gradients are scaled down to at most this global norm.")
+    offload: bool = setting(
+        False, help="GPU only: keep optimizer states and summed gradients in host memory, and update there."
+    )
 
 
 @dataclass
@@ -129,6 +132,11 @@ class FSDPWrapPolicy:
 class FSDPEngineConfig:
     """Settings of the ``fsdp`` training backend."""
 
+    shard_weights: bool | None = setting(
+        None,
+        shown="true for fp32 AdamW on d2 or more, without t and LoRA",
+        help="Shard weights and gradients across the d replicas (FSDP2); false shards the optimizer's state only (ZeRO-1).",
+    )
     wrap_policy: FSDPWrapPolicy | None = section(None, help="Which modules are sharded together.")
     offload_params: bool = setting(False, help="Keep parameters in host memory between uses.")
     memory_efficient_load: bool = setting(

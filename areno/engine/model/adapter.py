@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.config.lora_options import ALL_LINEAR
-from areno.config.packages import install_command, missing_lora_packages
+from areno.config.packages import lora_packages_problem
 from areno.errors import UsageError
 
 # The name that peft gives an adapter unless told otherwise, so that what is saved loads anywhere.
@@ -189,10 +189,8 @@ def require_packages(*, four_bit: bool = False) -> None:
     Raises:
         UsageError: a package is missing.
     """
-    missing = missing_lora_packages(four_bit=four_bit)
-    if missing:
-        extra = "qlora" if four_bit else "lora"
-        raise UsageError(f"LoRA needs the packages {', '.join(missing)}; install them: {install_command(extra)}")
+    if problem := lora_packages_problem(four_bit=four_bit):
+        raise UsageError(f"LoRA {problem}")
 
 
 def adapted_layers(wrapped: nn.Module) -> list[Any]:

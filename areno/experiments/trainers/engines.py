@@ -32,8 +32,8 @@ from areno.gpus import visible_gpus
 _ROWS_PER_PASS = 8
 
 
-def layout_of(backend: str, section: str) -> Layout:
-    """Ranks of an engine from its ``backend``.
+def layout_of(backend: str, section: str, fsdp: bool = False) -> Layout:
+    """Ranks of an engine from its ``backend``; with ``fsdp`` its weights are sharded across replicas.
 
     Raises:
         UsageError: it asks for a way to divide a model that is not here.
@@ -41,7 +41,7 @@ def layout_of(backend: str, section: str) -> Layout:
     parallel = ModelAllocation.from_str(backend, section).parallel
     if parallel.pipeline > 1 or parallel.context > 1 or parallel.expert > 1:
         raise UsageError(f"{section}.backend {backend!r}: models are divided by d and t only; use fsdp:d..t..")
-    return Layout(parallel.data, parallel.tensor)
+    return Layout(parallel.data, parallel.tensor, fsdp)
 
 
 def this_machine() -> Machine:
@@ -58,9 +58,13 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
     """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more."""
     adapter = None
     if section.use_lora:
-        targets = ALL_LINEAR if section.target_modules in ([], [ALL_LINEAR]) else list(section.target_modules)
-        alpha = float(section.lora_alpha)
-        adapter = AdapterOptions(rank=section.lora_rank, alpha=alpha, target_modules=targets, seed=seed)
+        adapter = AdapterOptions(
+            rank=section.lora_rank,
+            alpha=float(section.lora_alpha),
+            target_modules=ALL_LINEAR if section.target_modules in ([], [ALL_LINEAR]) else section.target_modules,
+            load_in_4bit=section.load_in_4bit,
+            seed=seed,
+        )
     return EngineConfig(
         device=device_of(),
         dtype=getattr(torch, section.dtype),
@@ -69,6 +73,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         adapter=adapter,
         attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
+        offload_activations=section.offload_activations,
         dummy_load=section.init_from_scratch,
         **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
     )
@@ -84,6 +89,7 @@ def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
         grad_clip_norm=section.gradient_clipping,
         sgd=section.type == "sgd",
         adam_8bit=section.type == "adam_8bit",
+        offload=section.offload,
     )
 
 

@@ -210,7 +210,7 @@ class ExperimentTrainer(TrainingLoop):
             config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
         elif checkpoint is not None:
             section = replace(section, path=str(checkpoint))
-        return make_engine(section, config, layout_of(actor.backend, "actor"))
+        return make_engine(section, config, layout_of(actor.backend, "actor", bool(actor.fsdp.shard_weights)))
 
     def _engine_options(self) -> dict[str, Any]:
         """What the engine needs besides training."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,7 @@ class PPOTrainer(ExperimentTrainer):
         critic = self.config.critic
         optimizer = None
         if critic is not None and critic.optimizer is not None:
-            made = optimizer_of(critic.optimizer)
-            names = ("lr", "betas", "eps", "weight_decay", "grad_clip_norm", "sgd", "adam_8bit")
-            optimizer = {name: getattr(made, name) for name in names}
+            optimizer = asdict(optimizer_of(critic.optimizer))
         self.engine.ensure_roles(roles_of(self.config, optimizer))
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:
@@ -196,7 +194,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _generation_options(self) -> dict[str, Any]:
         running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples
-        return {"max_running": max(running, 1), "decode": "auto"}
+        return {"max_running": max(running, 1), "decode": "auto", "speculate": self.config.rollout.speculate}
 
     def _start_fleet(self) -> RolloutFleet | SharedEngine:
         if takes_turns(self.config):

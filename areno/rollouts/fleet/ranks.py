@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def send(engine: Engine, update: Update) -> str:
     broken = ""
     places = dict(zip((spec.name for spec in update.specs), offsets, strict=True))
     for bucket in _buckets(update.specs, update.bucket_bytes):
-        filled = [next(tensors)[1] for _ in bucket] if engine.config.peers.replica == 0 else []
+        filled = [tensor for _, tensor in islice(tensors, len(bucket))]
         if not engine.config.peers.first:
             continue
         if memory is not None:
@@ -94,8 +95,8 @@ def send(engine: Engine, update: Update) -> str:
 
 
 def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The tensors, on the ranks of the first replica; nothing on others, whose weights are the same."""
-    if engine.config.peers.replica == 0:
+    """The tensors, on the ranks that put them together; nothing on further replicas, whose weights are the same."""
+    if engine.config.peers.replica == 0 or engine.config.peers.layout.fsdp:
         yield from whole_tensors(engine, specs)
 
 

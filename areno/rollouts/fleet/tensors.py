@@ -78,9 +78,10 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
     """The wanted tensors of a trainer, one at a time, in the wanted types; its generation must be idle.
 
-    Every rank of a replica must take them all, in this order: those that share a tensor put it together.
+    Every rank that holds a part of the model must take them all, in this order: those that share a tensor put it together.
     """
-    put_together = _put_together if engine.config.peers.layout.tp_size > 1 else lambda part, _: part
+    spread = engine.config.peers.layout.tp_size > 1 or engine.config.peers.layout.fsdp
+    put_together = _put_together if spread else lambda part, _: part
     model = engine.actor.model
     own = dict(model.module.named_parameters())
     for spec in specs:

@@ -230,4 +230,9 @@ EFFECTS: dict[str, str] = {
     "MemoryProfilerConfig.max_entries": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
     "PPOConfig.async_training": _CHECKS + "test_async_training_must_agree_with_how_far_rollout_runs_ahead",
     "NameResolveConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_the_table",
+    "TrainEngineConfig.load_in_4bit": _ENGINES + "test_an_adapter_learns_beside_weights_in_4_bits",
+    "TrainEngineConfig.offload_activations": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
+    "OptimizerConfig.offload": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
+    "InferenceEngineConfig.speculate": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
+    "FSDPEngineConfig.shard_weights": _PROCESSES + "test_ranks_train_as_one_process_does",
 }

@@ -313,6 +313,27 @@ def test_allocation_mode_gives_each_role_its_backend():
         ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not supported; write actor.backend=fsdp:d4t2"),
         ({"actor.backend": "archon:d2"}, "the backend archon is not supported; write actor.backend=fsdp:d2"),
         ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
+        (
+            {"actor.backend": "fsdp:d2", "actor.optimizer.type": "sgd"},
+            "actor.optimizer.type sgd with actor.backend fsdp:d2",
+        ),
+        ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
+        ({"actor.offload_activations": True}, "has no effect without gradient_checkpointing"),
+        *(
+            ({"actor.use_lora": True, "actor.load_in_4bit": True} | cut, "weights in 4 bits cannot be cut; use d alone")
+            for cut in ({"actor.backend": "fsdp:t2"}, {"rollout.backend": "areno:t2"})
+        ),
+        ({"rollout.backend": "areno:t2", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend areno:t2"),
+        ({"actor.fsdp.shard_weights": True}, "with actor.backend fsdp:d1: there is one replica"),
+        *(
+            ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
+            for more, words in (
+                ({"actor.use_lora": True}, "with actor.use_lora: adapters are not sharded"),
+                ({"actor.backend": "fsdp:d2t2"}, "sharded by d or by t, not both"),
+                ({"actor.optimizer.offload": True}, "with actor.optimizer.offload"),
+                ({"critic.optimizer.type": "adam_8bit"}, "with critic.optimizer.type adam_8bit: only fp32 AdamW"),
+            )
+        ),
         ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),
         ({"rollout.backend": "fsdp:d1"}, "trains; give one such as areno:d1"),
         ({"actor.backend": "d1"}, "write fsdp:d1 to train"),

@@ -94,6 +94,39 @@ def test_where_gpus_are_too_few_for_both_rollout_and_training_take_turns():
     assert not takes_turns(shared)  # in a process of its own, as it was asked for
 
 
+def test_replicas_shard_their_weights_where_that_is_possible():
+    for changes, shards in (
+        ({}, True),
+        ({"actor__fsdp__shard_weights": False}, False),
+        ({"actor__use_lora": True}, False),
+        ({"actor__optimizer__type": "adam_8bit"}, False),
+        ({"actor__optimizer__offload": True}, False),
+        ({"actor__backend": "fsdp:d2t2"}, False),
+        ({"critic__optimizer": {"type": "adam_8bit"}}, False),
+        ({"actor__backend": "fsdp:d1"}, None),
+    ):
+        config = rl(**{"actor__backend": "fsdp:d2", **changes})
+        lines = resolve_for_machine(config, NODE)
+        assert config.actor.fsdp.shard_weights is shards, changes
+        chosen = [line for line in lines if "shard_weights" in line]
+        assert len(chosen) == (shards is not None and "actor__fsdp__shard_weights" not in changes)
+    assert chosen == []
+
+
+@pytest.mark.parametrize("name", ["actor.optimizer.offload", "critic.optimizer.offload", "actor.offload_activations"])
+def test_settings_for_a_gpu_are_refused_on_a_machine_without_one(name):
+    given = {"critic__optimizer": {}, "actor__gradient_checkpointing": True, name.replace(".", "__"): True}
+    resolve_for_machine(rl(**given), NODE)
+    with pytest.raises(UsageError, match=f"{name} true has no effect on a CPU"):
+        resolve_for_machine(rl(**given), CPU)
+
+
+def test_nothing_is_guessed_ahead_on_a_gpu():
+    resolve_for_machine(rl(rollout__speculate=3), CPU)
+    with pytest.raises(UsageError, match=r"rollout\.speculate 3: on a GPU"):
+        resolve_for_machine(rl(rollout__speculate=3), NODE)
+
+
 def test_cores_are_shared_by_the_processes():
     config = rl()
     resolve_for_machine(config, CPU)

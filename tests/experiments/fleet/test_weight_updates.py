@@ -220,7 +220,12 @@ def versions_while_learning(trainer, fleet):
 
 
 @pytest.mark.parametrize(
-    "grid", [pytest.param(Layout(2, 1), id="dp2", marks=pytest.mark.long), pytest.param(Layout(1, 2), id="tp2")]
+    "grid",
+    [
+        pytest.param(Layout(2, 1), id="dp2", marks=pytest.mark.long),
+        pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
+        pytest.param(Layout(1, 2), id="tp2"),
+    ],
 )
 def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, grid):
     group = EngineGroup(str(policy), config(), grid)
