@@ -82,7 +82,7 @@ def one_session(trainer: Trainer, args: argparse.Namespace, number: int) -> dict
         first = number * args.conversations
         settings = {"url": session.base_url, "key": session.api_key, "first": first, **vars(args)}
         script = ROOT / "benchmarks" / "workers" / "agentic_client.py"
-        load = trainer.backend.engine.load
+        load = trainer.backend.load
         before, cpu, began = load(), serving_cpu_s(), time.perf_counter()
         done = subprocess.run([sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, check=True)
         wall, cpu, after = time.perf_counter() - began, serving_cpu_s() - cpu, load()

@@ -15,7 +15,7 @@ from typing import Any
 
 from areno.api.datasets import iter_prompt_batches
 from areno.api.records import reward_record
-from areno.api.trainer import Trainer
+from areno.api.sampler import Sampler
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import RewardError
@@ -74,7 +74,7 @@ def evaluation_sampling(options: TrainOptions) -> SamplingParams:
 
 
 def evaluate_prompts(
-    trainer: Trainer,
+    trainer: Sampler,
     rows: Sequence[Mapping[str, Any]],
     rewards: RewardSource,
     *,
@@ -149,19 +149,21 @@ def evaluate_prompts(
         tally.add(piece, drawn, scores)
         if on_scored is not None:
             on_scored(records, scores)
-    trainer.backend.finish_step()  # so that the next training step does not count this generation as its own
+    trainer.clock.close_step()  # so that the next training step does not count this generation as its own
     return tally.metrics() | {"eval_time_s": time.perf_counter() - began}
 
 
 def _generate(
-    trainer: Trainer, piece: PromptBatch, sampling: SamplingParams, seeds: list[list[int]], max_running: int
+    trainer: Sampler, piece: PromptBatch, sampling: SamplingParams, seeds: list[list[int]], max_running: int
 ) -> list[RolloutSequence]:
     """Answers to the prompts of a piece, prompt by prompt."""
-    session = trainer.rollout_session(sampling_params=sampling, max_running_prompts=max_running, proxy=False)
-    with session:
+    trainer.begin_rollout_session(max_running)
+    try:
         results = trainer.rollout_token_batch(
             [item.input_tokens for item in piece.items], len(seeds[0]), sampling, seeds=seeds
         )
+    finally:
+        trainer.end_rollout_session()
     return [sequence for result in results for sequence in result.sequences]
 
 

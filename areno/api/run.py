@@ -130,13 +130,11 @@ def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequenc
 
 def _tuned(options: TrainOptions, trainer: Trainer, rows: int) -> TrainOptions:
     """The options with sizes that were tried out on the loaded model."""
-    from areno.api.backend.areno.backend import ArenoBackend
     from areno.engine.plan.tuner import tune_sizes
 
-    assert isinstance(trainer.backend, ArenoBackend)
     loss_fn = get_algorithm(options.algo).make_loss_fn(options)
     assert loss_fn is not None
-    return tune_sizes(trainer.backend.engine, options, loss_fn, rows=rows)
+    return tune_sizes(trainer.backend, options, loss_fn, rows=rows)
 
 
 def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -> Sequence[Any] | None:

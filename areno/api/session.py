@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from areno.api import arguments
-from areno.errors import EngineError, UsageError
+from areno.errors import UsageError
 from areno.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from areno.api.agentic.proxy import AgentProxy
     from areno.api.agentic.samples import AgentSample
     from areno.api.agentic.trajectory import AgentTrajectory
-    from areno.api.trainer import Trainer
+    from areno.api.sampler import Sampler
     from areno.rollouts.conversation.spans import LossMaskPolicy
 
 
@@ -41,7 +41,7 @@ class RolloutSession:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Sampler,
         sampling_params: SamplingParams,
         max_running_prompts: int | None,
         *,
@@ -165,12 +165,14 @@ class RolloutSession:
             raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
         from areno.api.agentic.proxy import AgentProxy
 
-        engine = getattr(self.trainer.backend, "engine", None)
-        if engine is None:
-            raise EngineError(
-                f"backend {type(self.trainer.backend).__name__} has no engine that could serve agents; use areno.Areno"
-            )
-        return AgentProxy(self, engine)
+        return AgentProxy(
+            self.trainer.backend,
+            self.sampling_params,
+            max_running_prompts=self.max_running_prompts,
+            seed=self.seed,
+            timeout_s=self.timeout_s,
+            disable_thinking=self.disable_thinking,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -6,7 +6,6 @@ roles (reference, critic, reward), the critic trains, the policy trains, a check
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from areno.api import arguments
-from areno.api.backend.base import Areno, ArenoConfig, Backend, BackendType, get_backend
+from areno.api.backend.base import BackendType
 from areno.api.datasets import SkippedPrompts, iter_prompt_batches
+from areno.api.evaluation import evaluate_prompts
 from areno.api.metrics import MetricsRecorder
-from areno.api.records import with_texts
+from areno.api.sampler import Sampler, running_sequences
 from areno.api.session import RolloutSession
-from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import EngineError, UsageError
-from areno.text.chat import encode_generation_prompt
-from areno.types import ModelRole, PromptBatch, Request, RewardRecord, RolloutResult, SamplingParams, TrainSequence
+from areno.errors import UsageError
+from areno.types import ModelRole, PromptBatch, RewardRecord, SamplingParams, TrainSequence
 
 
-class Trainer:
+class Trainer(Sampler):
     """Owns a backend: generates inside rollout sessions, trains with any loss, saves checkpoints.
 
     The constructor is cheap; :meth:`init` loads the model.
@@ -50,48 +48,10 @@ class Trainer:
         custom_config: Any = None,
         metrics_log_dir: str | None = None,
     ) -> None:
-        arguments.whole("world_size", world_size)
-        arguments.of_type("model_path", model_path, str | os.PathLike)
-        kind = get_backend(backend_type) if isinstance(backend_type, str) else backend_type or Areno
-        config = ArenoConfig() if custom_config is None and kind is Areno else custom_config
-        self.world_size, self.model_path = world_size, model_path
-        self.backend: Backend = kind.create(model_path, world_size, config)
+        super().__init__(world_size, model_path, backend_type, custom_config)
         self._recorder = MetricsRecorder(metrics_log_dir) if metrics_log_dir else None
-        self._depth = 0
-        self._closed = False
-        self._requests = 0
-        self._sampled_at: set[float] = set()  # temperatures
         self._steps = 0
         self._skipped = SkippedPrompts()
-        self.seed = 0
-
-    def init(self) -> None:
-        """Load tokenizer and model. Call it once, before anything else; after :meth:`close` it opens the trainer anew.
-
-        Raises:
-            EngineError: it was called before.
-            UsageError: there is no usable checkpoint.
-        """
-        self.backend.initialize()
-        self._closed = False
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.backend.tokenizer()
-
-    def dp_size(self) -> int:
-        """Number of model replicas that share the work: ``world_size`` divided by the tensor-parallel size."""
-        return self.backend.dp_size()
-
-    def model_context_len(self) -> int | None:
-        """Most tokens of one sequence, where the model states a limit."""
-        return self.backend.context_length()
 
     def load_prompt_batches(
         self,
@@ -140,113 +100,7 @@ class Trainer:
             seed = self._seeds(1, params.seed)[0] if proxy else 0
         arguments.whole("seed", seed, -(2**63))
         options |= {"seed": seed, "disable_thinking": disable_thinking}
-        return RolloutSession(self, params, _at_once(max_running_prompts), **options)
-
-    def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
-        """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""
-        if self._depth == 0:
-            self.backend.begin_rollout(_at_once(max_running_prompts))
-        self._depth += 1
-
-    def end_rollout_session(self) -> None:
-        """Leave a session by hand; the outermost one aborts what is still pending. After :meth:`close` it does nothing.
-
-        Raises:
-            EngineError: no session is open.
-        """
-        if self._closed:
-            return
-        if self._depth == 0:
-            raise EngineError("no rollout session is open: each end_rollout_session() needs a begin_rollout_session()")
-        self._depth -= 1
-        if self._depth == 0:
-            self.backend.end_rollout()
-
-    def rollout_batch(
-        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
-    ) -> list[RolloutResult]:
-        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one.
-
-        Arguments, result and errors are those of :meth:`rollout_token_batch`, with text in place of token ids.
-        """
-        return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
-
-    async def rollout_batch_async(
-        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
-    ) -> list[RolloutResult]:
-        """:meth:`rollout_batch` without blocking the event loop."""
-        return await self.rollout_token_batch_async(self._encode(prompts), n_samples, sampling_params)
-
-    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        tokenizer = self.get_tokenizer()
-        return [encode_generation_prompt(tokenizer, prompt) for prompt in arguments.texts(prompts)]
-
-    def rollout_token_batch(
-        self,
-        prompt_tokens: Sequence[Any],
-        n_samples: int,
-        sampling_params: SamplingParams,
-        *,
-        seeds: Sequence[Sequence[int]] | None = None,
-    ) -> list[RolloutResult]:
-        """Generate from token ids.
-
-        Args:
-            prompt_tokens: one list of ids per prompt, or objects with ``ids`` or ``input_ids``.
-            n_samples: completions per prompt.
-            sampling_params: generation controls.
-            seeds: ``n_samples`` seeds per prompt; None derives them, so that a repeated program repeats its samples.
-
-        Returns:
-            One result per prompt, with ``n_samples`` sequences.
-
-        Raises:
-            EngineError: called outside a rollout session.
-            TypeError: an argument is of the wrong type.
-            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or holds an id
-                that the model does not know.
-            ValueError: ``n_samples`` is below 1, or ``seeds`` do not fit it.
-        """
-        futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
-        return with_texts([future.result() for future in futures], self.get_tokenizer(), sampling_params)
-
-    async def rollout_token_batch_async(
-        self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
-    ) -> list[RolloutResult]:
-        """:meth:`rollout_token_batch` without blocking the event loop."""
-        futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
-        results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-        return with_texts(list(results), self.get_tokenizer(), sampling_params)
-
-    def _submit(
-        self,
-        prompt_tokens: Sequence[Any],
-        n_samples: int,
-        sampling: SamplingParams,
-        seeds: Sequence[Sequence[int]] | None,
-    ) -> list[Any]:
-        if self._depth == 0:
-            raise EngineError(
-                "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
-                "proxy=False):`"
-            )
-        arguments.whole("n_samples", n_samples)
-        context, vocabulary = self.model_context_len(), self.backend.vocabulary_size()
-        self._sampled_at.add(arguments.sampling(sampling).logprob_temperature)
-        prompts = arguments.prompts(prompt_tokens, sampling, context=context, vocabulary=vocabulary)
-        if seeds is None:
-            seeds = [self._seeds(n_samples, sampling.seed) for _ in prompts]
-        else:
-            seeds = arguments.seed_table(seeds, len(prompts), n_samples)
-        return self.backend.submit(
-            [Request(prompt, sampling, list(own)) for prompt, own in zip(prompts, seeds, strict=True)]
-        )
-
-    def _seeds(self, n_samples: int, base: int | None) -> list[int]:
-        if base is not None:
-            return [derive_seed(base, index) for index in range(n_samples)]
-        self._requests += 1
-        return [derive_seed(self.seed, self._requests, index) for index in range(n_samples)]
+        return RolloutSession(self, params, running_sequences(max_running_prompts), **options)
 
     def train(
         self,
@@ -274,7 +128,11 @@ class Trainer:
         arguments.function("loss_fn", loss_fn)
         rows = arguments.train_rows(batch_data)
         arguments.refuse_unknown_temperatures(rows, self._sampled_at)
-        stats = self.backend.train(rows, loss_fn, *arguments.batch_sizes(mini_bs, gradient_accumulation_steps))
+        sizes = arguments.batch_sizes(mini_bs, gradient_accumulation_steps)
+        with self.clock.training():
+            stats = self.backend.train(rows, loss_fn, *sizes)
+        times = self.clock.close_step(self.clock.trained_at)
+        stats = {**stats, **times, "policy_train_wall_time_s": self.clock.trained_s}
         if self._recorder is not None:
             rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
@@ -286,7 +144,7 @@ class Trainer:
     def finish_step(self) -> dict[str, float]:
         """Close a step that trains no policy, such as a critic's warm-up; returns its times in seconds."""
         self._steps += 1
-        return self.backend.finish_step()
+        return self.clock.close_step()
 
     # -- auxiliary roles -------------------------------------------------------------------------------------------
 
@@ -317,31 +175,6 @@ class Trainer:
             EngineError: there is no such role.
         """
         self.backend.drop_role(role)
-
-    def score_logprobs(
-        self,
-        role: str,
-        token_rows: Sequence[Sequence[int]],
-        *,
-        temperatures: float | Sequence[float] = 1.0,
-        micro_bs: int = 8,
-    ) -> list[list[float]]:
-        """Log-probs of fixed rows under a role; ``actor`` is the policy that is trained.
-
-        Args:
-            role: ``actor``, ``ref`` or another role of kind ``policy``.
-            token_rows: token ids; rows need not be of one length.
-            temperatures: softmax temperature of all rows, or one per row.
-            micro_bs: rows of one forward pass; it does not change the result.
-
-        Returns:
-            Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
-
-        Raises:
-            EngineError: there is no such role, or it predicts something else.
-        """
-        rows, warmth = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
-        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs))
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
         """Values of fixed rows under a critic.
@@ -416,7 +249,8 @@ class Trainer:
             raise ValueError(f"train_values: row {missing[0]} has no returns or no values; a critic learns from both")
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
         sizes = arguments.batch_sizes(mini_bs, gradient_accumulation_steps)
-        return self.backend.train_role(role, rows, loss_fn, *sizes)
+        with self.clock.training():
+            return self.backend.train(rows, loss_fn, *sizes, role=role)
 
     def learning_rate(self, role: str = "actor") -> float:
         """Learning rate of a role's next optimizer step.
@@ -460,8 +294,6 @@ class Trainer:
         Returns:
             The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
         """
-        from areno.api.evaluation import evaluate_prompts
-
         arguments.function("reward_fn", reward_fn)
         before = set(self._sampled_at)
         metrics = evaluate_prompts(
@@ -486,12 +318,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release the models and the metric writer, also inside a session; a second call does nothing."""
-        self._closed, self._depth = True, 0
-        self.backend.close()
+        super().close()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-
-
-def _at_once(sequences: int | None) -> int | None:
-    return None if sequences is None else arguments.whole("max_running_prompts", sequences)

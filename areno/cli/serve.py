@@ -11,7 +11,7 @@ from areno.errors import UsageError
 from areno.observability.logs import setup_logging
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def _check_checkpoint(options: ServeOptions) -> None:
     reasoning_parser_for(tokenizer, options.reasoning_parser)
 
 
-def _load(options: ServeOptions) -> AnyEngine:
+def _load(options: ServeOptions) -> Backend:
     return load_engine(
         options,
         max_running=options.max_running_prompts,
@@ -99,14 +99,14 @@ def load_engine(
     prefix_cache_tokens: int | None = None,
     world_size: int = 1,
     tp_size: int = 1,
-) -> AnyEngine:
+) -> Backend:
     """Load the model of ``--model-path`` to generate, without anything that training needs.
 
     Raises:
         UsageError: the checkpoint or the device cannot be used.
     """
-    from areno.api.backend.areno.backend import ArenoBackend
     from areno.api.backend.base import ArenoConfig
+    from areno.api.backend.local import prepare
 
     names = ("attn_backend", "kv_cache_tokens", "device", "dtype", "trust_remote_code")
     runtime = {name: getattr(options, name) for name in names}
@@ -122,9 +122,7 @@ def load_engine(
         max_running_prompts=max_running,
         decode_progress_interval_s=decode_progress_interval_s,
     )
-    backend = ArenoBackend(str(options.model_path), world_size, config)
-    backend.initialize()
-    return backend.engine
+    return prepare(str(options.model_path), world_size, config)()
 
 
 def need_server_packages(command: str) -> None:

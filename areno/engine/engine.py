@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from areno.config.paths import base_of, tokenizer_of
+from areno.engine.backend import ACTOR
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import use_device
 from areno.engine.engine_config import EngineConfig
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ACTOR = "actor"
 _OPTIMIZER_FILE = "optimizer.pt"
 
 
@@ -130,6 +130,11 @@ class Engine:
         if not peers.leads:
             return None
         return DecodeProgress(self.config.decode_progress_interval_s, peers.replica, peers.layout.dp_size)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas, of which this is one."""
+        return self.config.peers.layout.dp_size
 
     @property
     def context_length(self) -> int | None:

@@ -69,6 +69,11 @@ class EngineConfig:
     shares_device: bool = False
     peers: Peers = field(default_factory=Peers)
 
+    @property
+    def compute_dtype(self) -> str:
+        """``float32`` or ``bfloat16``: what the models compute in."""
+        return str(self.dtype).removeprefix("torch.")
+
     def load_options(self, option: str = "--ckpt") -> LoadOptions:
         """How a checkpoint named by ``option`` is loaded."""
         return LoadOptions(

@@ -22,7 +22,7 @@ from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm,
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
-from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values
+from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values, temperature_per_row
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from areno.engine.train.outputs import ModelKind
@@ -124,10 +124,7 @@ class Role:
         """Log-prob of each token; entry 0 of a row is 0.0."""
         if not isinstance(self.model, CausalLM):
             raise self._cannot("log-probs")
-        if isinstance(temperatures, int | float):
-            temperatures = [float(temperatures)] * len(rows)
-        if len(temperatures) != len(rows):
-            raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(temperatures)}")
+        temperatures = temperature_per_row(rows, temperatures)
         self.limits.check(rows)
         with self._scoring(), self.model.gathered():
             return score_logprobs(self.model, rows, temperatures, micro_bs)

@@ -24,6 +24,18 @@ T = TypeVar("T")
 TokenRows = Sequence[Sequence[int]]
 
 
+def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
+    """One temperature for each row.
+
+    Raises:
+        ValueError: there are several, but not as many as rows.
+    """
+    each = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
+    if len(each) != len(rows):
+        raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(each)}")
+    return each
+
+
 def score_logprobs(model: CausalLM, rows: TokenRows, temperatures: Sequence[float], micro_bs: int) -> list[list[float]]:
     """Log-prob of each token of each row given the tokens before it, under the row's temperature; entry 0 is 0.0."""
     warmth = iter(temperatures)

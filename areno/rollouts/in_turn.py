@@ -11,8 +11,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
+from areno.engine.backend import Backend
 from areno.engine.engine import Engine
-from areno.engine.parallel.group import AnyEngine
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError
 from areno.rollouts.fleet.delivery import UpdateReport
@@ -26,7 +26,7 @@ class SharedEngine:
         engine: of the trainer, which closes it.
     """
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: Backend) -> None:
         self.engine = engine
         self.version = 0
         self._lock = threading.RLock()
@@ -126,7 +126,7 @@ class SharedEngine:
         """See :meth:`Engine.keep_contexts`."""
         self.engine.keep_contexts(wanted)
 
-    def update_weights(self, engine: AnyEngine, version: int) -> UpdateReport:
+    def update_weights(self, engine: Backend, version: int) -> UpdateReport:
         """The weights are there already; tokens carry ``version`` from now on."""
         self.version = version
         return UpdateReport(version, "shm", 0, 0.0)

@@ -22,7 +22,7 @@ from areno.text.tool_calls import ContentDelta
 from areno.types import GeneratedToken
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _tool_choice(body: ChatRequest) -> str | dict[str, Any]:
 
 
 def _prompt(
-    service: Service, engine: AnyEngine, body: ChatRequest, tape: Tape | None
+    service: Service, engine: Backend, body: ChatRequest, tape: Tape | None
 ) -> tuple[OpenTurn | None, str, list[int]]:
     """The turn that is recorded, and text and tokens of the prompt."""
     # Also with tool_choice "none" the model sees the tools: a conversation that has called some must keep its meaning.

@@ -15,10 +15,10 @@ from areno.text.chat import RenderedPrompt, encode_rendered
 from areno.types import GeneratedToken
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 
-def prepare_completion(service: Service, engine: AnyEngine, body: CompletionRequest) -> Job:
+def prepare_completion(service: Service, engine: Backend, body: CompletionRequest) -> Job:
     """Check a request, and encode its prompts.
 
     Raises:
@@ -47,7 +47,7 @@ def _check(body: CompletionRequest) -> None:
         raise ApiError(400, "echo: log-probs of the prompt are not reported; leave echo or logprobs out", param="echo")
 
 
-def _encode(engine: AnyEngine, body: CompletionRequest) -> list[list[int]]:
+def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
     """Token ids of the prompts; texts get the BOS token where the tokenizer has one."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not given:

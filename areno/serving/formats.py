@@ -17,7 +17,7 @@ from areno.text.tool_calls import ContentDelta, StreamingParser, ToolCallDelta, 
 from areno.types import TokenConstraint
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
@@ -36,7 +36,7 @@ class Formats:
         UsageError: a name is unknown.
     """
 
-    def __init__(self, engine: AnyEngine, tool_call_parser: str, reasoning_parser: str) -> None:
+    def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
         self._calls = parser_for(engine.tokenizer, tool_call_parser)
         self._reasoning = reasoning_parser_for(engine.tokenizer, reasoning_parser)

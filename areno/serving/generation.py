@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from areno.types import GeneratedToken, Request, RolloutResult
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 TokenEvent = tuple[int, GeneratedToken, float]
 """Index of the sample, over all prompts of the request, its next token, and when that came, by ``time.perf_counter``."""
@@ -48,7 +48,7 @@ class Generation:
     """
 
     def __init__(
-        self, engine: AnyEngine, requests: Sequence[Request], on_end: Callable[[], None], streams: bool = True
+        self, engine: Backend, requests: Sequence[Request], on_end: Callable[[], None], streams: bool = True
     ) -> None:
         self._engine, self._on_end, self._streams = engine, on_end, streams
         self._inbox = _Inbox(asyncio.get_running_loop())

@@ -12,7 +12,7 @@ from areno.serving.text import SampleText
 from areno.types import Request, SamplingParams, TokenConstraint
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 # Below this, dividing logits by the temperature overflows; the result is the most likely token in any case.
 _GREEDY_BELOW = 1e-4
@@ -37,7 +37,7 @@ class Job:
     """
 
     body: GenerationBody
-    engine: AnyEngine
+    engine: Backend
     requests: list[Request]
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -60,7 +60,7 @@ class Job:
 
 def make_job(
     body: GenerationBody,
-    engine: AnyEngine,
+    engine: Backend,
     prompts: Sequence[Sequence[int]],
     *,
     prompt_field: str,
@@ -145,7 +145,7 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
         )
 
 
-def check_prompt_ids(engine: AnyEngine, prompt: Sequence[int]) -> None:
+def check_prompt_ids(engine: Backend, prompt: Sequence[int]) -> None:
     """Check that a prompt's token ids are the model's.
 
     Raises:
@@ -167,7 +167,7 @@ def check_text(text: str, param: str) -> None:
         raise ApiError(400, f"{param}: {half!r} is half a character; send valid UTF-8", param=param) from error
 
 
-def vocabulary_of(engine: AnyEngine) -> int:
+def vocabulary_of(engine: Backend) -> int:
     """Width of the model's logits."""
     return engine.vocab_size
 
@@ -194,7 +194,7 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
     return bias
 
 
-def _room(engine: AnyEngine, prompt: int, prompt_field: str, context_limit: int | None) -> int:
+def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | None) -> int:
     """Tokens that may follow a prompt."""
     context = context_limit or engine.context_length
     budget = engine.kv_tokens

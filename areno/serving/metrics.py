@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
     from areno.serving.generation import TokenEvent
 
 
@@ -56,7 +56,7 @@ class ServingMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
-    def watch(self, engine: AnyEngine) -> None:
+    def watch(self, engine: Backend) -> None:
         """Report an engine's load from now on."""
         self.registry.register(_EngineLoad(engine))
 
@@ -68,7 +68,7 @@ class ServingMetrics:
 class _EngineLoad:
     """Reads the engine's load at the time of the question."""
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: Backend) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -22,7 +22,7 @@ from areno.serving.connections import BoundedProtocol
 from areno.serving.service import Service
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -150,7 +150,7 @@ class ServerThread:
 
 def serve_process(
     service: Service,
-    load: Callable[[], AnyEngine],
+    load: Callable[[], Backend],
     sock: socket.socket,
     *,
     drain_timeout_s: float,
@@ -188,12 +188,12 @@ class _Process:
     def __init__(
         self,
         service: Service,
-        load: Callable[[], AnyEngine],
+        load: Callable[[], Backend],
         sock: socket.socket,
         drain_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self.engine: AnyEngine | None = None
+        self.engine: Backend | None = None
         self.error: BaseException | None = None
         self.loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
         self._service, self._make_engine, self._socket = service, load, sock

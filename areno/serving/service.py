@@ -24,7 +24,7 @@ from areno.serving.text import TokenTexts
 from areno.types import Request
 
 if TYPE_CHECKING:
-    from areno.engine.parallel.group import AnyEngine
+    from areno.engine.backend import Backend
 
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ class ServingConfig:
 class ServedModel:
     """A model that is loaded: its engine, how it writes, and what its tokens look like."""
 
-    engine: AnyEngine
+    engine: Backend
     formats: Formats
     texts: TokenTexts
 
@@ -90,9 +90,7 @@ class Service:
         recorder: keeps the conversations, and knows the API keys in place of the configuration's one.
     """
 
-    def __init__(
-        self, config: ServingConfig, engine: AnyEngine | None = None, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
@@ -109,7 +107,7 @@ class Service:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def attach(self, engine: AnyEngine) -> None:
+    def attach(self, engine: Backend) -> None:
         """The model is loaded: serve from now on.
 
         Raises:

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from areno.engine.backend import Backend
 from areno.errors import CheckpointError
 from areno.spec.run import CheckpointSpec
 from areno.storage.checkpoints import CheckpointFolder
@@ -29,22 +30,6 @@ from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.state import RunState
 
 _ROLLOUT = "rollout.pt"
-
-
-class Store(Protocol):
-    """What is saved: an engine, or a backend around one."""
-
-    def save_model(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint."""
-
-    def save_state(self, checkpoint: Path) -> None:
-        """Write optimizers and further trained roles."""
-
-    def load_state(self, checkpoint: Path) -> None:
-        """Continue with what :meth:`save_state` wrote."""
-
-    def checkpoint_bytes(self) -> int:
-        """About how many bytes both take."""
 
 
 class Checkpoints:
@@ -97,7 +82,7 @@ class Checkpoints:
         """Count a finished step; whether a checkpoint is to be written after it."""
         return self.frequency.check(at) and self.spec.enabled
 
-    def save(self, state: RunState, store: Store, rollout_state: Callable[[], Any] = lambda: None) -> Path:
+    def save(self, state: RunState, store: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
         """Write the checkpoint of the last completed step, unless that is done already.
 
         Args:
@@ -120,7 +105,7 @@ class Checkpoints:
         self._saved_step = step
         return path
 
-    def save_best(self, state: RunState, store: Store, rollout_state: Callable[[], Any] = lambda: None) -> None:
+    def save_best(self, state: RunState, store: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
         """Keep the last completed step as the best one; arguments as for :meth:`save`.
 
         Raises:
@@ -144,7 +129,7 @@ class Checkpoints:
         return self._saved_step
 
     def _fill(
-        self, folder: Path, state: RunState, store: Store, copied: Path | None, rollout_state: Callable[[], Any]
+        self, folder: Path, state: RunState, store: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
         """Write the checkpoint; where the folder holds a copy of one of the same step, only what may differ."""
         if copied is None:
@@ -162,7 +147,7 @@ def rollout_state(checkpoint: Path) -> Any:
     return plain_objects.load(file) if file.exists() else None
 
 
-def _needed_bytes(store: Store, copied: Path | None) -> int:
+def _needed_bytes(store: Backend, copied: Path | None) -> int:
     return 0 if copied else store.checkpoint_bytes()
 
 

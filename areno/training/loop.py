@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import ArenoError
 from areno.observability.display import Progress
 from areno.spec.run import RunSpec
-from areno.training.checkpoints import Checkpoints, Store
+from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome
 from areno.training.state import RunState
@@ -62,7 +63,7 @@ class TrainingLoop(ABC):
     stop: StopController
     resumed_from: Path | None = None
 
-    def set_up(self, spec: RunSpec, store: Store, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
+    def set_up(self, spec: RunSpec, store: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
         """Take what the loop works with.
 
         Args:

@@ -66,13 +66,13 @@ def main() -> None:
 
 def traffic(trainer: areno.Trainer) -> dict[str, int]:
     """Bytes that rank 0 has passed on so far, by operation."""
-    workers = getattr(trainer.backend.engine, "workers", None)
+    workers = getattr(trainer.backend, "workers", None)
     return workers.call("traffic", ranks=[0])[0] if workers else {}
 
 
 def messages(trainer: areno.Trainer, rows: list[TrainSequence], results: list[object]) -> float:
     """Median seconds of sending a step's rows to all ranks and its results back, with nothing done there."""
-    workers = trainer.backend.engine.workers
+    workers = trainer.backend.workers
     seconds = []
     for _ in range(9):
         began = time.perf_counter()

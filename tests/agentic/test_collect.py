@@ -52,11 +52,11 @@ def collect(trainer: Any, agent: Any, *, timeout_s: float = 20, retries: int = 1
         **options,
     }
     with trainer.rollout_session(**options) as ctx:
-        return runner.collect(ctx, batch_of(PROMPTS, 2))
+        return runner.collect(ctx.proxy, batch_of(PROMPTS, 2))
 
 
 def check_nothing_left(trainer: Any) -> None:
-    engine = trainer.backend.engine
+    engine = trainer.backend
     engine.loop.wait_idle()
     load = engine.load()
     assert (load.running, load.waiting, load.kv_tokens_used) == (0, 0, 0)
@@ -230,7 +230,7 @@ def test_a_plain_function_that_hangs_is_given_up_and_its_key_with_it(trainer, mo
 
     runner = AgentRunner(agent, LossMaskPolicy(), trainer.get_tokenizer(), timeout_s=2, retries=1)
     with trainer.rollout_session(sampling_params=sampling(max_new_tokens=4), timeout_s=2) as ctx:
-        found = runner.collect(ctx, batch_of(PROMPTS, 2))
+        found = runner.collect(ctx.proxy, batch_of(PROMPTS, 2))
         only_bad_fails(found, "no end within 2 s")
         release.set()
         deadline = time.monotonic() + 10

@@ -41,7 +41,7 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
     tokenizer = tokenizer_of(form)
     folder = save_model(tmp_path_factory.mktemp("masks") / "model", tokenizer, [tokenizer.eos_token_id])
     with open_trainer(folder) as trainer:
-        script = Script(trainer.backend.engine)
+        script = Script(trainer.backend)
         [item] = batch_of(["What are moss and fern?"]).iter_samples()
         messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": item.prompt}]
         returned = []

@@ -29,7 +29,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Scrip
     tokenizer = tokenizer_of(FORMATS["thinking"])
     folder = save_model(tmp_path_factory.mktemp("protocols") / "model", tokenizer, [tokenizer.eos_token_id])
     with open_trainer(folder) as trainer:
-        yield trainer, Script(trainer.backend.engine)
+        yield trainer, Script(trainer.backend)
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_turns_without_a_response_bring_their_own_tokens(trainer):
 
 def test_a_conversation_that_goes_on_computes_its_beginning_once(trainer):
     [item] = batch_of(["x"]).iter_samples()
-    engine = trainer.backend.engine
+    engine = trainer.backend
     with trainer.rollout_session(sampling_params=sampling()) as ctx:
         talk = [user("word " * 60)]
         before = engine.load()

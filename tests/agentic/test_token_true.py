@@ -84,7 +84,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ends = tokenizer.convert_tokens_to_ids([form.eos, *form.ends.values()])
     folder = save_model(tmp_path_factory.mktemp(request.param) / "model", tokenizer, ends)
     with open_trainer(folder) as trainer:
-        yield Stage(form, trainer, Script(trainer.backend.engine), trainer.get_tokenizer())
+        yield Stage(form, trainer, Script(trainer.backend), trainer.get_tokenizer())
 
 
 class Player:

@@ -146,7 +146,7 @@ def test_a_conversation_that_outgrows_the_model_ends(trainer):
     )
     sampling = SamplingParams(max_new_tokens=20, max_context_len=200, ignore_eos=True)
     with trainer.rollout_session(sampling_params=sampling, max_running_prompts=2, proxy=True) as ctx:
-        collected = runner.collect(ctx, AgentBatch([{"start": 900}], [""], [[1]], 2))
+        collected = runner.collect(ctx.proxy, AgentBatch([{"start": 900}], [""], [[1]], 2))
     assert not collected.errors
     for sample in collected.samples:
         assert 1 < len(sample.turns) < 20
@@ -171,7 +171,7 @@ def test_a_sample_that_fails_leaves_the_others_alone_and_everything_is_closed(tr
     with trainer.rollout_session(
         sampling_params=SamplingParams(max_new_tokens=4), max_running_prompts=4, proxy=True
     ) as ctx:
-        collected = runner.collect(ctx, AgentBatch(rows, [""] * 3, [[1]] * 3, 2))
+        collected = runner.collect(ctx.proxy, AgentBatch(rows, [""] * 3, [[1]] * 3, 2))
     assert [(s.item.prompt_index, s.item.sample_index) for s in collected.samples] == [(0, 0), (0, 1), (2, 0), (2, 1)]
     assert set(collected.errors) == {(1, 0), (1, 1)}
     assert all("crashed" in error for error in collected.errors.values())
@@ -186,7 +186,7 @@ def ask_server(trainer, start, max_turns=8, **sampling):
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
             return await converse(Countdown(), {"start": start}, client, max_turns=max_turns, request=sampling)
 
-    with ServerThread(Service(ServingConfig(model_name="policy"), trainer.backend.engine)) as server:
+    with ServerThread(Service(ServingConfig(model_name="policy"), trainer.backend)) as server:
         return asyncio.run(play())
 
 
@@ -202,7 +202,7 @@ def test_a_server_that_finds_the_conversation_too_long_ends_it(tmp_path):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
     with open_trainer(folder) as trainer:
-        context = trainer.backend.engine.actor.model.context_length
+        context = trainer.backend.actor.model.context_length
         assert context == 512
         played = ask_server(trainer, 50, max_tokens=context // 2, extra_body={"ignore_eos": True})
     assert played.ending == "too long"

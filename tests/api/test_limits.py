@@ -113,7 +113,7 @@ def test_a_prompt_that_fills_the_context_is_refused_by_its_number(trainer):
 
 def test_the_engine_itself_refuses_what_would_end_generation_for_all(trainer):
     """Requests of servers and experiments do not come through the trainer."""
-    few, engine = SamplingParams(max_new_tokens=2), trainer.backend.engine
+    few, engine = SamplingParams(max_new_tokens=2), trainer.backend
     vocabulary = engine.vocab_size
     for request, message in (
         (Request([5] * CONTEXT, few), "32 tokens leaves no room"),
@@ -139,7 +139,7 @@ def test_rows_beyond_the_context_are_neither_scored_nor_trained_on(trainer):
     with pytest.raises(UsageError, match=message):
         trainer.train([row([5, 6]), row(long)], lambda pack, logprobs: logprobs.sum())
     assert len(trainer.score_logprobs("actor", [[5] * CONTEXT])[0]) == CONTEXT
-    unknown = trainer.backend.engine.vocab_size
+    unknown = trainer.backend.vocab_size
     with pytest.raises(UsageError, match=f"row 0 holds token id {unknown}; role 'actor' has the ids 0 to"):
         trainer.score_logprobs("actor", [[5, unknown]])
 

@@ -317,7 +317,7 @@ def test_a_reference_of_its_own_is_the_one_that_is_compared_with(tmp_path, tiny_
 def test_without_a_kl_term_no_reference_is_loaded(tmp_path, tiny_checkpoint):
     with open_loop("grpo", tiny_checkpoint, tmp_path) as loop:
         outcome = step(loop)
-        assert "ref" not in loop.instance.backend.engine.roles
+        assert "ref" not in loop.instance.backend.roles
     assert not any(row.ref_logprobs for row in outcome.rows)
     assert not any(name.startswith(("ref_", "kl_")) for name in outcome.stats)
 

@@ -305,7 +305,7 @@ def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(trainer, tmp_p
 def test_tied_weights_stay_tied_through_training_and_reloading(tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
     with open_trainer(checkpoint, optimizer={"lr": 1e-2}) as trainer:
-        module = trainer.backend.engine.actor.model.module
+        module = trainer.backend.actor.model.module
         before = module.lm_head.weight.detach().clone()
         trainer.train([row([5, 6, 7], [8, 9, 10])], lambda pack, logprobs: -logprobs.mean())
         assert module.lm_head.weight is module.get_input_embeddings().weight
@@ -316,7 +316,7 @@ def test_tied_weights_stay_tied_through_training_and_reloading(tmp_path):
     assert again.lm_head.weight is again.get_input_embeddings().weight
     assert torch.equal(again.lm_head.weight, trained)
     with open_trainer(tmp_path / "out") as reopened:
-        module = reopened.backend.engine.actor.model.module
+        module = reopened.backend.actor.model.module
         assert module.lm_head.weight is module.get_input_embeddings().weight
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,19 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
 
 def test_every_room_is_known():
     assert {room_of(path) for path in sources()} - {None} <= set(ROOMS)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Neither at import, nor in a function, nor for types alone."""
+    modules = {
+        name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in sources()
+    }
+
+    def module_of(name: str) -> str:
+        return name if name in modules or "." not in name else module_of(name.rpartition(".")[0])
+
+    graph = {name: {module_of(target) for target in imports(tree_of(path))} - {name} for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names a circle
 
 
 def test_imports_go_downward_only():

@@ -10,9 +10,10 @@ import pytest
 import areno
 from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
 from areno.api.backend import base as backends
-from areno.api.backend.areno.backend import ArenoBackend
 from areno.cli.main import main
 from areno.config import advantages, algorithms
+from areno.engine.engine import Engine
+from areno.engine.engine_config import EngineConfig
 from areno.loss_fns import reduces_over
 from tests.support.cli import task_arguments, write_task
 
@@ -133,7 +134,7 @@ def test_a_backend_of_the_users_own_serves_the_trainer(tiny_checkpoint, monkeypa
     monkeypatch.setattr(backends, "_REGISTRY", dict(backends._REGISTRY))
     calls = []
 
-    class Counting(ArenoBackend):
+    class Counting(Engine):
         def train(self, *arguments):
             calls.append("train")
             return super().train(*arguments)
@@ -142,8 +143,11 @@ def test_a_backend_of_the_users_own_serves_the_trainer(tiny_checkpoint, monkeypa
             calls.append(f"submit {sum(request.n for request in requests)}")
             return super().submit(requests)
 
-    monkeypatch.setattr(backends, "Counting", Counting, raising=False)
-    areno.register_backend(areno.BackendType("counting", ArenoConfig, "areno.api.backend.base:Counting"))
+    def prepare(model_path, world_size, config):
+        return lambda: Counting(model_path, EngineConfig(max_running=config.max_running_prompts))
+
+    monkeypatch.setattr(backends, "prepare_counting", prepare, raising=False)
+    areno.register_backend(areno.BackendType("counting", ArenoConfig, "areno.api.backend.base:prepare_counting"))
     sampling = SamplingParams(max_new_tokens=4)
     with Trainer(1, str(tiny_checkpoint), "counting", ArenoConfig()) as trainer:
         trainer.init()

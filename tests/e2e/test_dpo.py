@@ -251,7 +251,7 @@ def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, update
     optimizer = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "grad_clip_norm": 1.0}
     with Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(optimizer=optimizer)) as trainer:
         trainer.init()
-        limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_token_ids()}
+        limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_ids}
         built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), **limits)
         rows = [row for pair in built for row in pair]
         for row, values in zip(rows, trainer.score_logprobs("actor", [r.tokens for r in rows]), strict=True):

@@ -205,7 +205,7 @@ def test_warm_up_moves_the_critic_alone(tmp_path, tiny_checkpoint):
             outcomes.append(step(loop))
             critics.append(weights_of(loop.instance, "critic"))
             assert equal(policy, weights_of(loop.instance))
-        assert loop.instance.backend.engine.version == 0
+        assert loop.instance.backend.version == 0
         third = step(loop)
         assert not equal(policy, weights_of(loop.instance))
     assert not equal(critics[0], critics[1])
@@ -266,7 +266,7 @@ def test_a_small_gradient_limit_of_the_critic_holds_its_step_small(tmp_path, tin
 def test_without_a_kl_loss_no_reference_is_loaded(tmp_path, tiny_checkpoint):
     with ppo_loop(tiny_checkpoint, tmp_path, use_kl_loss=False) as loop:
         stats = step(loop).stats
-        assert sorted(loop.instance.backend.engine.roles) == ["actor", "critic"]
+        assert sorted(loop.instance.backend.roles) == ["actor", "critic"]
     assert not any(name.startswith("ref_logprob") for name in stats)
 
 

@@ -119,7 +119,7 @@ def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, update
     config = ArenoConfig(optimizer=optimizer, runtime={"trains": "reward"})
     with Trainer(1, str(tiny_checkpoint), custom_config=config) as trainer:
         trainer.init()
-        limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_token_ids()}
+        limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_ids}
         built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), **limits)
         rows = [row for pair in built for row in pair]
         per_update = len(rows) // updates

@@ -80,7 +80,7 @@ def perform(
     from tests.agentic.stage import Script
 
     tokenizer = trainer.get_tokenizer()
-    engine = trainer.backend.engine
+    engine = trainer.backend
     script, submit = Script(engine), engine.submit
     for line in lines:
         script.lines.append([*tokenizer(line, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
@@ -88,7 +88,7 @@ def perform(
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     try:
         with trainer.rollout_session(sampling_params=sampling, max_running_prompts=1, proxy=True) as ctx:
-            collected = runner.collect(ctx, AgentBatch([row], [""], [[1]], 1))
+            collected = runner.collect(ctx.proxy, AgentBatch([row], [""], [[1]], 1))
     finally:
         assert engine.submit is submit
         del engine.submit

@@ -31,7 +31,7 @@ def held_out_reward(checkpoint):
         with trainer.rollout_session(
             sampling_params=SamplingParams(max_new_tokens=32), max_running_prompts=256, proxy=True
         ) as ctx:
-            collected = runner.collect(ctx, AgentBatch(rows, [""] * len(rows), [[1]] * len(rows), 1))
+            collected = runner.collect(ctx.proxy, AgentBatch(rows, [""] * len(rows), [[1]] * len(rows), 1))
     assert not collected.errors
     rewards = [asyncio.run(reward(sample.record)) for sample in collected.samples]
     return sum(rewards) / len(rewards)

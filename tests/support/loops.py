@@ -72,7 +72,7 @@ def step(loop: RolloutTrainer) -> Any:
 
 def weights_of(trainer: Trainer, role: str = "actor") -> dict[str, torch.Tensor]:
     """A copy of a role's weights."""
-    return {name: value.clone() for name, value in trainer.backend.engine.role(role).model.module.state_dict().items()}
+    return {name: value.clone() for name, value in trainer.backend.role(role).model.module.state_dict().items()}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

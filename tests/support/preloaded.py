@@ -37,7 +37,7 @@ _IMPORTS = (
     "torch.utils.tensorboard",
     "areno.cli.main",
     "areno.api.run",
-    "areno.api.backend.areno.backend",
+    "areno.api.backend.local",
     "areno.api.trainers.dpo",
     "areno.api.trainers.ppo",
     "areno.engine.engine",

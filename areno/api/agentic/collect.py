@@ -22,8 +22,8 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import UsageError
 from areno.rollouts.conversation.spans import LossMaskPolicy
 
-if TYPE_CHECKING:
-    from areno.api.session import RolloutSession
+if TYPE_CHECKING:  # it imports the packages of the server
+    from areno.api.agentic.proxy import AgentProxy
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class AgentRunner:
         self._function, self._policy, self._tokenizer = function, policy, tokenizer
         self._timeout_s, self._retries = timeout_s, retries
 
-    def collect(self, session: RolloutSession, batch: AgentBatch) -> Collected:
+    def collect(self, proxy: AgentProxy, batch: AgentBatch) -> Collected:
         """Run the agent over a batch.
 
         Args:
-            session: an open one, with a proxy.
+            proxy: of an open session.
             batch: the tasks.
 
         Raises:
@@ -95,7 +95,7 @@ class AgentRunner:
         """
         items = list(batch.iter_samples())
         found: dict[Place, AgentSample] = {}
-        errors = self._attempt(session, [batch], found, 0)
+        errors = self._attempt(proxy, [batch], found, 0)
         rerun = 0
         for attempt in range(1, self._retries + 1):
             again = [item for item in items if place_of(item) in errors]
@@ -103,26 +103,26 @@ class AgentRunner:
                 break
             rerun += len(again)
             self._say(again, errors, attempt)
-            errors = self._attempt(session, [batch.only([item]) for item in again], found, attempt)
+            errors = self._attempt(proxy, [batch.only([item]) for item in again], found, attempt)
         return Collected([found[place] for place in sorted(found)], errors, rerun)
 
     def _attempt(
-        self, session: RolloutSession, batches: Sequence[AgentBatch], found: dict[Place, AgentSample], attempt: int
+        self, proxy: AgentProxy, batches: Sequence[AgentBatch], found: dict[Place, AgentSample], attempt: int
     ) -> dict[Place, str]:
         """Run the batches, put what they give into ``found``, and return what went wrong."""
         errors: dict[Place, str] = {}
-        for call in self._calls(session, batches, attempt):
+        for call in self._calls(proxy, batches, attempt):
             errors |= self._take(call, found)
         return errors
 
-    def _calls(self, session: RolloutSession, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
+    def _calls(self, proxy: AgentProxy, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
         """Calls that have ended, in the order of their ends."""
         waiting = deque(batches)
         running: list[AgentCall] = []
         try:
             while waiting or running:
                 while waiting and len(running) < MAX_CALLS:
-                    running.append(self._begin(session, waiting.popleft(), attempt))
+                    running.append(self._begin(proxy, waiting.popleft(), attempt))
                 wait([call.done for call in running], min(c.patience_s for c in running), FIRST_COMPLETED)
                 ended = [call for call in running if call.done.done() or not call.patience_s]
                 running = [call for call in running if call not in ended]
@@ -133,10 +133,10 @@ class AgentRunner:
             for call in running:
                 call.end()
 
-    def _begin(self, session: RolloutSession, batch: AgentBatch, attempt: int) -> AgentCall:
+    def _begin(self, proxy: AgentProxy, batch: AgentBatch, attempt: int) -> AgentCall:
         first = next(batch.iter_samples())
         place = place_of(first) if attempt else (0, 0)
-        context = session.proxy.context(derive_seed(session.seed, attempt, *place))
+        context = proxy.context(derive_seed(proxy.seed, attempt, *place))
         return AgentCall(self._function, context, batch, self._timeout_s)
 
     def _take(self, call: AgentCall, found: dict[Place, AgentSample]) -> dict[Place, str]:

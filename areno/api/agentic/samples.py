@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areno.api.agentic.context import AgentContext
 from areno.api.agentic.data import AgentItem
 from areno.api.agentic.records import agent_record, sequence_of
 from areno.api.agentic.trajectory import AgentTrajectory, AgentTrajectoryTurn, is_sequence
+from areno.api.sampler import Sampler
 from areno.errors import AgentError
 from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.conversation.tape import Turn
 from areno.text.chat import encode_rendered, render_generation_prompt
 from areno.types import Logprobs, RewardRecord, RolloutSequence
-
-if TYPE_CHECKING:
-    from areno.api.trainer import Trainer
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ def make_sample(
     return AgentSample(item, recorded, rows, record, sequence_of(recorded), rewards)
 
 
-def fill_context_logprobs(trainer: Trainer, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
+def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
     """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1.
 
     Args:

@@ -1,19 +1,13 @@
-"""What a backend is, and how one is chosen. Importing this module loads no engine."""
+"""How a backend is chosen and configured. Importing this module loads no engine."""
 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from areno.types import ModelRole, Request, RolloutResult, TrainSequence
-
-if TYPE_CHECKING:
-    from areno.loss_fns.pack import LossFn
+from areno.engine.backend import Backend
 
 
 @dataclass(slots=True)
@@ -54,116 +48,6 @@ class ArenoConfig:
     fsdp: bool = False
 
 
-class Backend(ABC):
-    """The operations that :class:`areno.Trainer` needs of whatever holds the model."""
-
-    @abstractmethod
-    def initialize(self) -> None:
-        """Load the model. Called once, before anything else."""
-
-    @abstractmethod
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-
-    @abstractmethod
-    def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a response."""
-
-    @abstractmethod
-    def dp_size(self) -> int:
-        """Number of model replicas."""
-
-    @abstractmethod
-    def context_length(self) -> int | None:
-        """Most tokens of one sequence, where the model states a limit."""
-
-    def vocabulary_size(self) -> int | None:
-        """Number of token ids that the model knows; None where the backend cannot say."""
-        return None
-
-    @abstractmethod
-    def compute_dtype(self) -> str:
-        """``float32`` or ``bfloat16``: what the model computes in."""
-
-    @abstractmethod
-    def begin_rollout(self, max_running: int | None = None) -> None:
-        """Prepare for generation."""
-
-    @abstractmethod
-    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each."""
-
-    @abstractmethod
-    def end_rollout(self) -> None:
-        """Abort what is pending and make room for training."""
-
-    @abstractmethod
-    def train(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
-    ) -> dict[str, float]:
-        """Train on rows; returns scalar statistics with ``step_rollout_time_s``, ``step_train_time_s``, ``step_e2e_time_s``."""
-
-    @abstractmethod
-    def train_role(
-        self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int, accumulation: int | None
-    ) -> dict[str, float]:
-        """Train an auxiliary role; its statistics, without step times, because the step goes on."""
-
-    @abstractmethod
-    def finish_step(self) -> dict[str, float]:
-        """Close a step that trained no actor; its times."""
-
-    @abstractmethod
-    def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load auxiliary roles that are not there yet."""
-
-    @abstractmethod
-    def drop_role(self, role: str) -> None:
-        """Free an auxiliary role."""
-
-    @abstractmethod
-    def score_logprobs(
-        self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float], micro_bs: int
-    ) -> list[list[float]]:
-        """Log-prob of each token of each row; entry 0 is 0.0."""
-
-    @abstractmethod
-    def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[list[float]]:
-        """Value after each token of each row."""
-
-    @abstractmethod
-    def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int) -> list[float]:
-        """Score of each row."""
-
-    @abstractmethod
-    def learning_rate(self, role: str) -> float:
-        """Rate of a role's next optimizer step."""
-
-    @abstractmethod
-    def set_learning_rate(self, role: str, value: float) -> None:
-        """Replace a role's schedule by a constant rate."""
-
-    @abstractmethod
-    def save_model(self, path: Path) -> None:
-        """Write the actor as a Hugging Face checkpoint."""
-
-    @abstractmethod
-    def save_state(self, checkpoint: Path) -> None:
-        """Write optimizers and further trained roles into a checkpoint folder."""
-
-    @abstractmethod
-    def load_state(self, checkpoint: Path) -> None:
-        """Continue with the optimizers and trained roles of a checkpoint folder."""
-
-    @abstractmethod
-    def checkpoint_bytes(self) -> int:
-        """About how many bytes a checkpoint with state takes."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything; a second call does nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class BackendType:
     """A selectable backend.
@@ -171,15 +55,16 @@ class BackendType:
     Args:
         name: for messages.
         config_type: class of its configuration.
-        factory: ``module:attribute`` of a callable ``(model_path, world_size, config) -> Backend``; imported on use.
+        factory: ``module:attribute`` of a callable ``(model_path, world_size, config)``, imported on use. It checks the
+            configuration, and returns what loads the model and gives the :class:`areno.engine.backend.Backend`.
     """
 
     name: str
     config_type: type
     factory: str
 
-    def create(self, model_path: str, world_size: int, config: Any) -> Backend:
-        """Build the backend; nothing is loaded yet.
+    def create(self, model_path: str, world_size: int, config: Any) -> Callable[[], Backend]:
+        """Check the configuration; nothing is loaded before what is returned is called.
 
         Raises:
             TypeError: the configuration is of another class.
@@ -193,7 +78,7 @@ class BackendType:
         return getattr(importlib.import_module(module), attribute)(model_path, world_size, config)
 
 
-Areno = BackendType("areno", ArenoConfig, "areno.api.backend.areno.backend:ArenoBackend")
+Areno = BackendType("areno", ArenoConfig, "areno.api.backend.local:prepare")
 _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 

@@ -84,7 +84,7 @@ class AgentRollouts:
             disable_thinking=config.disable_thinking,
         )
         with session:
-            collected = self._runner.collect(session, agents)
+            collected = self._runner.collect(session.proxy, agents)
             limit = session.proxy.context_limit
         self._check_failures(collected, len(agents))
         kept = self._filter(collected.samples, limit)

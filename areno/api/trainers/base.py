@@ -76,7 +76,7 @@ class DataTrainer(TrainingLoop):
         self.config, self.instance, self.dataset = config, instance, dataset
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
         self.eval_rows: Sequence[dict[str, Any]] | None = None
-        fp32 = instance.backend.compute_dtype() == "float32"
+        fp32 = instance.backend.config.compute_dtype == "float32"
         health = HealthMonitor(
             logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
             grouped=get_algorithm(config.algo).min_samples > 1,

@@ -76,7 +76,7 @@ class DPOTrainer(PreferenceTrainer):
 
     def _with_reference(self, *data: Sequence[TrainSequence]) -> list[ReferencedRows]:
         """The rows with the reference's log-probs, from disk or from the model."""
-        digest, dtype = checkpoint_digest(self._reference_path), self.instance.backend.compute_dtype()
+        digest, dtype = checkpoint_digest(self._reference_path), self.instance.backend.config.compute_dtype
         if self.config.load_in_4bit and self._reference_path == self.config.ckpt:
             dtype += " nf4"
         referenced, role = [], None

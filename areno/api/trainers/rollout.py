@@ -413,7 +413,7 @@ class RolloutTrainer(DataTrainer):
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
         """The rows of a sample, without advantages; several only for an agent whose conversations fork."""
-        eos = min(self.instance.backend.eos_token_ids(), default=0)
+        eos = min(self.instance.backend.eos_ids, default=0)
         return [
             row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos)
             for row in sample.rows()

@@ -44,7 +44,7 @@ class SFTTrainer(DataTrainer):
             self.instance.get_tokenizer(),
             max_prompt_tokens=self.config.max_prompt_tokens,
             max_new_tokens=self.config.max_new_tokens,
-            eos_token_ids=self.instance.backend.eos_token_ids(),
+            eos_token_ids=self.instance.backend.eos_ids,
             context_limit=self.context_limit,
             source=source,
             disable_thinking=self.config.disable_thinking,

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from areno.cache_folder import ScratchFolder
+from areno.engine.backend import ACTOR, Backend
 from areno.engine.device import rank_devices
-from areno.engine.engine import ACTOR, Engine
+from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
+from areno.engine.scoring import temperature_per_row
 from areno.engine.train.microbatch import MicroBatching
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn
@@ -73,7 +74,7 @@ class EngineGroup:
         on_failure: Callable[[EngineError], None] = lambda _error: None,
     ) -> None:
         self.path, self.config, self.layout = path, config, layout
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        self.tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, path)
         self._lock = threading.Lock()
@@ -104,6 +105,11 @@ class EngineGroup:
         except BaseException:
             self._folder.cleanup()
             raise
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return self.layout.dp_size
 
     @property
     def context_length(self) -> int | None:
@@ -276,10 +282,7 @@ class EngineGroup:
         self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
     ) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        warmth = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
-        if len(warmth) != len(rows):
-            raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(warmth)}")
-        return self._score("logprobs", role, rows, micro_bs, warmth)
+        return self._score("logprobs", role, rows, micro_bs, temperature_per_row(rows, temperatures))
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""
@@ -362,8 +365,18 @@ class EngineGroup:
         return not self.workers.failed and not self.workers.closed
 
 
-AnyEngine = Engine | EngineGroup
-"""An engine in this process, or one on ranks of their own: both have the same methods."""
+def open_engine(
+    path: str,
+    config: EngineConfig,
+    layout: Layout,
+    devices: Sequence[torch.device] | None = None,
+    stall_s: float = STALL_S,
+    processes: Processes | None = None,
+) -> Backend:
+    """Load the engine of a layout: of one rank, in this process. For the arguments see :class:`EngineGroup`."""
+    if layout.world_size == 1:
+        return Engine(path, config)
+    return EngineGroup(path, config, layout, devices, stall_s, processes)
 
 
 def _serve(path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> EngineServer:

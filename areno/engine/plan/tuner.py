@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from areno.config.train_options import TrainOptions
+from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
-from areno.engine.parallel.group import AnyEngine
 from areno.engine.plan import trial
 from areno.engine.plan.account import MemoryPlan, Phase, make_plan
 from areno.engine.plan.sizes import RunSizes
@@ -36,7 +36,7 @@ _STEP = ("forward", "backward", "optimizer")
 
 
 def tune_sizes(
-    engine: AnyEngine, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
+    engine: Backend, options: TrainOptions, loss_fn: LossFn, *, rows: int | None = None, capacity: int | None = None
 ) -> TrainOptions:
     """Choose ``max_running_prompts``, ``batch_size`` and ``mini_bs``, as far as they are not explicit.
 
@@ -67,7 +67,7 @@ def tune_sizes(
 class _Tuner:
     """One search; see :func:`tune_sizes`."""
 
-    engine: AnyEngine
+    engine: Backend
     options: TrainOptions
     loss_fn: LossFn
     rows: int | None

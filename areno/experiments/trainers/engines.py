@@ -17,10 +17,10 @@ from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.lora_options import ALL_LINEAR
 from areno.cores import usable_cores
-from areno.engine.engine import Engine
+from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
-from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.group import open_engine
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.workers import Processes
 from areno.engine.train.microbatch import MicroBatching
@@ -125,16 +125,14 @@ def rows_per_pass(spec: MicroBatchSpec, rows: Sequence[Sequence[int]]) -> int:
     return max(spec.max_tokens_per_mb // max(len(row) for row in rows), 1)
 
 
-def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> AnyEngine:
+def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> Backend:
     """The engine in this process, or on ranks of its own.
 
     Raises:
         UsageError: the checkpoint cannot be used.
     """
-    if layout.world_size == 1:
-        return Engine(section.path, config)
     processes = Processes(startup_s=section.setup_timeout, threads=section.scheduling_spec[0].cpu)
-    return EngineGroup(section.path, config, layout, stall_s=section.request_timeout, processes=processes)
+    return open_engine(section.path, config, layout, None, section.request_timeout, processes)
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:

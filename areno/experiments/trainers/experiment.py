@@ -30,8 +30,8 @@ from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.parser import Problems
-from areno.engine.engine import ACTOR, Engine
-from areno.engine.parallel.group import AnyEngine
+from areno.engine.backend import ACTOR, Backend
+from areno.engine.engine import Engine
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
@@ -123,7 +123,7 @@ class ExperimentTrainer(TrainingLoop):
             found = self._read_rows(train_dataset, valid_dataset)
             self._check_rows(*found)
             self._services = self._open_services()
-            self.engine: AnyEngine = self._make_engine(self.resumed_from)
+            self.engine: Backend = self._make_engine(self.resumed_from)
             self.rows, self.valid_rows = self.make_rows(*found)
             self.saver = self._make_saver()
             self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
@@ -201,7 +201,7 @@ class ExperimentTrainer(TrainingLoop):
             trackio=asdict(loggers.trackio),
         )
 
-    def _make_engine(self, checkpoint: Path | None) -> AnyEngine:
+    def _make_engine(self, checkpoint: Path | None) -> Backend:
         """The engine, with the weights of a checkpoint where there is one."""
         actor = self.config.actor
         section = actor if checkpoint is None else replace(actor, init_from_scratch=False)

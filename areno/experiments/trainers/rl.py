@@ -20,8 +20,8 @@ import torch
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.experiments import PPOConfig
+from areno.engine.backend import ACTOR
 from areno.engine.cpu_threads import CPU_THREADS
-from areno.engine.engine import ACTOR
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, UsageError

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from areno.cache_folder import ScratchFolder
-from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.backend import Backend
+from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import ranks
@@ -97,12 +98,12 @@ class Delivery:
         self._segment: Segment | None = None
         self._channel = ""
         self._members: list[EngineGroup] = []
-        self._sender: AnyEngine | None = None
+        self._sender: Backend | None = None
         self._scratch = ScratchFolder("weights")
         self._rooms = Path(self._scratch.name)
         self._channels = 0
 
-    def deliver(self, engine: AnyEngine, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
+    def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
         """Bring the trainer's weights to all replicas.
 
         Raises:
@@ -159,7 +160,7 @@ class Delivery:
             self._segment = Segment(layout(self.specs)[1])
         return self._segment.path
 
-    def _saved(self, engine: AnyEngine, version: int) -> Path:
+    def _saved(self, engine: Backend, version: int) -> Path:
         """Write a checkpoint; its name is there when it is complete."""
         folder = (self.options.folder or self._rooms) / f"weight_update_v{version}"
         partial = folder.with_name(f".partial-{folder.name}")
@@ -201,7 +202,7 @@ class Delivery:
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    def _broadcast(self, engine: AnyEngine, replicas: Replicas, update: Update) -> dict[int, float]:
+    def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
         """One broadcast to all; who has not got it takes the weights from shared memory, where they are kept there."""
         spoken = replace(
             update, channel=self._joined(engine, replicas), bucket_bytes=self.options.weight_chunked_mem_mb << 20
@@ -225,7 +226,7 @@ class Delivery:
             raise EngineError(f"new weights have not arrived at the replicas {', '.join(map(str, alive))}: {broken}")
         return pauses | self._receive(alive, update) if alive else pauses
 
-    def _joined(self, engine: AnyEngine, replicas: Replicas) -> str:
+    def _joined(self, engine: Backend, replicas: Replicas) -> str:
         """The collective of the trainer and just these replicas, a new one where somebody has changed."""
         members = list(replicas.values())
         if self._channel and members == self._members and engine is self._sender:

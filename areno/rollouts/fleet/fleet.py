@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from areno.cores import usable_cores
+from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import fitted
-from areno.engine.parallel.group import AnyEngine, EngineGroup
+from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
@@ -190,7 +191,7 @@ class RolloutFleet:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def update_weights(
-        self, engine: AnyEngine, version: int, mode: Mode | None = None, verify: bool | None = None
+        self, engine: Backend, version: int, mode: Mode | None = None, verify: bool | None = None
     ) -> UpdateReport:
         """Bring the trainer's weights to all replicas. Generation goes on, but for a pause between two tokens of each
         replica; every later token carries ``version``.

@@ -1,1 +1,0 @@
-"""The local backend: areno's own engine."""

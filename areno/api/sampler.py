@@ -1,0 +1,282 @@
+"""Generating with a model inside rollout sessions: what :class:`areno.Trainer`, sessions and evaluations have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from areno.api import arguments
+from areno.api.backend.base import Areno, ArenoConfig, BackendType, get_backend
+from areno.api.records import with_texts
+from areno.engine.backend import Backend
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import EngineError
+from areno.observability import lifecycle
+from areno.text.chat import encode_generation_prompt
+from areno.types import Request, RolloutResult, SamplingParams
+
+logger = logging.getLogger("areno.api.backend.areno.backend")  # the documented name
+
+Self = TypeVar("Self", bound="Sampler")
+
+
+class StepClock:
+    """Seconds that a step spends on generating, on training, and from its beginning to its end.
+
+    Attributes:
+        trained_s: seconds of the last training.
+        trained_at: when it ended, by ``time.perf_counter``.
+    """
+
+    def __init__(self) -> None:
+        self.trained_s = self.trained_at = 0.0
+        self._rollout_s = self._train_s = 0.0
+        self._rollout_began: float | None = None
+        self._step_began: float | None = None
+
+    def begin_rollout(self) -> None:
+        """Generation begins."""
+        self._rollout_began = time.perf_counter()
+        self._step_began = self._step_began or self._rollout_began
+
+    def end_rollout(self) -> None:
+        """Generation has ended."""
+        if self._rollout_began is not None:
+            self._rollout_s += time.perf_counter() - self._rollout_began
+            self._rollout_began = None
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Training goes on inside."""
+        began = time.perf_counter()
+        self._step_began = self._step_began or began
+        yield
+        self.trained_at = time.perf_counter()
+        self.trained_s = self.trained_at - began
+        self._train_s += self.trained_s
+
+    def close_step(self, ended: float | None = None) -> dict[str, float]:
+        """End the step, now or when it ``ended``: log its times, of all roles that were trained in it, and begin anew."""
+        ended = ended or time.perf_counter()
+        rollout, train, total = self._rollout_s, self._train_s, ended - (self._step_began or ended)
+        self._rollout_s, self._train_s, self._step_began = 0.0, 0.0, None
+        lifecycle.backend_time(logger, rollout, train, total)
+        return {"step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": total}
+
+
+class Sampler:
+    """Generates inside rollout sessions; see :class:`areno.Trainer`, which documents the arguments."""
+
+    def __init__(
+        self, world_size: int, model_path: str, backend_type: BackendType | str | None = None, custom_config: Any = None
+    ) -> None:
+        arguments.whole("world_size", world_size)
+        arguments.of_type("model_path", model_path, str | os.PathLike)
+        kind = get_backend(backend_type) if isinstance(backend_type, str) else backend_type or Areno
+        config = ArenoConfig() if custom_config is None and kind is Areno else custom_config
+        self.world_size, self.model_path, self.seed = world_size, model_path, 0
+        self.clock = StepClock()
+        self._load = kind.create(model_path, world_size, config)
+        self._backend: Backend | None = None
+        self._depth = 0
+        self._closed = False
+        self._requests = 0
+        self._sampled_at: set[float] = set()  # temperatures
+
+    @property
+    def backend(self) -> Backend:
+        """What holds the models.
+
+        Raises:
+            EngineError: :meth:`init` was not called, or :meth:`close` was.
+        """
+        if self._backend is None:
+            raise EngineError("the trainer is not initialized: call trainer.init() first, and not after close()")
+        return self._backend
+
+    def init(self) -> None:
+        """Load tokenizer and model. Call it once, before anything else; after :meth:`close` it opens the trainer anew.
+
+        Raises:
+            EngineError: it was called before.
+            UsageError: there is no usable checkpoint.
+        """
+        if self._backend is not None:
+            raise EngineError(
+                "the trainer is initialized already; loading the model again would drop what it has learned. "
+                "Call close() first, or make a new Trainer"
+            )
+        self._backend = self._load()
+        self._closed = False
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the models, also inside a session; a second call does nothing."""
+        self._closed, self._depth = True, 0
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.backend.tokenizer
+
+    def dp_size(self) -> int:
+        """Number of model replicas that share the work: ``world_size`` divided by the tensor-parallel size."""
+        return self.backend.dp_size
+
+    def model_context_len(self) -> int | None:
+        """Most tokens of one sequence, where the model states a limit."""
+        return self.backend.context_length
+
+    def begin_rollout_session(self, max_running_prompts: int | None = None) -> None:
+        """Enter a session by hand; each call needs its :meth:`end_rollout_session`."""
+        if self._depth == 0:
+            from areno.engine.native import release_workers  # here, so that importing the SDK imports no torch
+
+            backend, running = self.backend, running_sequences(max_running_prompts)
+            release_workers()  # an agent may ask from other threads while this one waits
+            self.clock.begin_rollout()
+            backend.set_max_running(running)
+        self._depth += 1
+
+    def end_rollout_session(self) -> None:
+        """Leave a session by hand; the outermost one aborts what is still pending. After :meth:`close` it does nothing.
+
+        Raises:
+            EngineError: no session is open.
+        """
+        if self._closed:
+            return
+        if self._depth == 0:
+            raise EngineError("no rollout session is open: each end_rollout_session() needs a begin_rollout_session()")
+        self._depth -= 1
+        if self._depth == 0:
+            self.backend.end_rollout()
+            self.clock.end_rollout()
+
+    def rollout_batch(
+        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """Generate ``n_samples`` completions of each text prompt, through the chat template where there is one.
+
+        Arguments, result and errors are those of :meth:`rollout_token_batch`, with text in place of token ids.
+        """
+        return self.rollout_token_batch(self._encode(prompts), n_samples, sampling_params)
+
+    async def rollout_batch_async(
+        self, prompts: Sequence[str], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """:meth:`rollout_batch` without blocking the event loop."""
+        return await self.rollout_token_batch_async(self._encode(prompts), n_samples, sampling_params)
+
+    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        tokenizer = self.get_tokenizer()
+        return [encode_generation_prompt(tokenizer, prompt) for prompt in arguments.texts(prompts)]
+
+    def rollout_token_batch(
+        self,
+        prompt_tokens: Sequence[Any],
+        n_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> list[RolloutResult]:
+        """Generate from token ids.
+
+        Args:
+            prompt_tokens: one list of ids per prompt, or objects with ``ids`` or ``input_ids``.
+            n_samples: completions per prompt.
+            sampling_params: generation controls.
+            seeds: ``n_samples`` seeds per prompt; None derives them, so that a repeated program repeats its samples.
+
+        Returns:
+            One result per prompt, with ``n_samples`` sequences.
+
+        Raises:
+            EngineError: called outside a rollout session.
+            TypeError: an argument is of the wrong type.
+            UsageError: a prompt is longer than ``sampling_params.max_prompt_len`` or than the model's context, or holds an id
+                that the model does not know.
+            ValueError: ``n_samples`` is below 1, or ``seeds`` do not fit it.
+        """
+        futures = self._submit(prompt_tokens, n_samples, sampling_params, seeds)
+        return with_texts([future.result() for future in futures], self.get_tokenizer(), sampling_params)
+
+    async def rollout_token_batch_async(
+        self, prompt_tokens: Sequence[Any], n_samples: int, sampling_params: SamplingParams
+    ) -> list[RolloutResult]:
+        """:meth:`rollout_token_batch` without blocking the event loop."""
+        futures = self._submit(prompt_tokens, n_samples, sampling_params, None)
+        results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        return with_texts(list(results), self.get_tokenizer(), sampling_params)
+
+    def _submit(
+        self,
+        prompt_tokens: Sequence[Any],
+        n_samples: int,
+        sampling: SamplingParams,
+        seeds: Sequence[Sequence[int]] | None,
+    ) -> list[Any]:
+        if self._depth == 0:
+            raise EngineError(
+                "rollout outside a session: wrap the call in `async with trainer.rollout_session(sampling_params=..., "
+                "proxy=False):`"
+            )
+        arguments.whole("n_samples", n_samples)
+        context, vocabulary = self.model_context_len(), self.backend.vocab_size
+        self._sampled_at.add(arguments.sampling(sampling).logprob_temperature)
+        prompts = arguments.prompts(prompt_tokens, sampling, context=context, vocabulary=vocabulary)
+        if seeds is None:
+            seeds = [self._seeds(n_samples, sampling.seed) for _ in prompts]
+        else:
+            seeds = arguments.seed_table(seeds, len(prompts), n_samples)
+        return self.backend.submit(
+            [Request(prompt, sampling, list(own)) for prompt, own in zip(prompts, seeds, strict=True)]
+        )
+
+    def _seeds(self, n_samples: int, base: int | None) -> list[int]:
+        if base is not None:
+            return [derive_seed(base, index) for index in range(n_samples)]
+        self._requests += 1
+        return [derive_seed(self.seed, self._requests, index) for index in range(n_samples)]
+
+    def score_logprobs(
+        self,
+        role: str,
+        token_rows: Sequence[Sequence[int]],
+        *,
+        temperatures: float | Sequence[float] = 1.0,
+        micro_bs: int = 8,
+    ) -> list[list[float]]:
+        """Log-probs of fixed rows under a role; ``actor`` is the policy that is trained.
+
+        Args:
+            role: ``actor``, ``ref`` or another role of kind ``policy``.
+            token_rows: token ids; rows need not be of one length.
+            temperatures: softmax temperature of all rows, or one per row.
+            micro_bs: rows of one forward pass; it does not change the result.
+
+        Returns:
+            Per row one natural log-prob per token: entry i is log p(token i | tokens before i), entry 0 is 0.0.
+
+        Raises:
+            EngineError: there is no such role, or it predicts something else.
+        """
+        rows, warmth = arguments.token_rows(token_rows), arguments.temperatures(temperatures)
+        return self.backend.score_logprobs(role, rows, warmth, arguments.whole("micro_bs", micro_bs))
+
+
+def running_sequences(sequences: int | None) -> int | None:
+    """The checked number of sequences to decode at once."""
+    return None if sequences is None else arguments.whole("max_running_prompts", sequences)
