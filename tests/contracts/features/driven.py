@@ -1,0 +1,119 @@
+"""What a run was, did and left behind, in words that both front ends share; and what shows each feature."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areno.engine.engine import EngineConfig
+from areno.engine.parallel.peers import Layout
+from areno.spec import RunSpec
+from areno.training.loop import TrainingLoop
+
+STEP = 6
+"""Rows of a step of SFT, unless a run says otherwise."""
+ROWS = 12
+
+
+@dataclass
+class Driven:
+    """A run.
+
+    Attributes:
+        loops: of each attempt; the last one counts.
+        engines: configuration and layout of each engine that the process made.
+        calls: rows and micro-batching of each optimizer step of the actor.
+        scored: roles that scored rows.
+        code: exit status of the last command.
+        output: what the commands printed.
+    """
+
+    loops: list[TrainingLoop] = field(default_factory=list)
+    engines: list[tuple[EngineConfig, Layout]] = field(default_factory=list)
+    calls: list[tuple[int, Any]] = field(default_factory=list)
+    scored: set[str] = field(default_factory=set)
+    code: int = 0
+    output: str = ""
+
+    @property
+    def loop(self) -> TrainingLoop:
+        return self.loops[-1]
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.loop.spec
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.engines[0][0]
+
+    @property
+    def layout(self) -> Layout:
+        return self.engines[0][1]
+
+    @property
+    def done(self) -> int:
+        """Completed steps."""
+        return self.loop.state.step
+
+    @property
+    def folder(self) -> Path:
+        return self.loop.report.run_dir.path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    def column(self, *endings: str) -> list[float]:
+        """A metric that ends with one of some names, line by line."""
+        return [line[name] for line in self.metrics for name in line if name.endswith(endings)]
+
+    def checkpoints(self, kind: str = "step_*") -> list[Path]:
+        return sorted(self.spec.checkpoints.folder.glob(kind))
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text(encoding="utf-8") for path in self.folder.glob("*.log")) + "".join(
+            path.read_text(encoding="utf-8") for path in self.folder.glob("log.txt")
+        )
+
+
+EVIDENCE: dict[str, Callable[[Driven], bool]] = {
+    "passes over the data": lambda run: run.done == 2 * ROWS // STEP and run.loop.state.epoch >= 1,
+    "most steps": lambda run: run.done == run.spec.span.steps == 1,
+    "most trained sequences": lambda run: run.spec.span.sequences == run.loop.state.sequences,
+    "rows of a step": lambda run: run.calls[0][0] == 4,
+    "rows of one pass": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
+    "optimizer steps per rollout": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
+    "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * len(run.column("rewards", "n_seqs")),
+    "prompts shared in training": lambda run: run.engine.tree_training or getattr(run.calls[0][1], "tree", False),
+    "8-bit Adam": lambda run: run.engine.optimizer.adam_8bit,
+    "LoRA": lambda run: run.engine.adapter is not None and run.engine.adapter.rank == 4,
+    "LoRA on a base in 4 bits": lambda run: run.engine.adapter is not None and run.engine.adapter.load_in_4bit,
+    "recomputed activations": lambda run: run.engine.activation_checkpointing is True,
+    "several devices": lambda run: run.layout.world_size == 2,
+    "weights sharded over replicas (FSDP2)": lambda run: run.layout.fsdp,
+    "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
+    "evaluation": lambda run: (run.loop.state.evaluation or {"step": -1})["step"] == run.done,
+    "evaluation before training": lambda run: (run.loop.state.best or {"step": -1})["step"] == 0,
+    "best checkpoint": lambda run: run.checkpoints("best") != [],
+    "early stop": lambda run: 0 < run.done < run.loop.total_steps() and run.loop.state.not_best == 2,
+    "checkpoints to resume from": lambda run: len(run.checkpoints()) >= 2 and run.spec.checkpoints.every.steps == 1,
+    "checkpoints by the clock": lambda run: len(run.checkpoints()) >= 2 and bool(run.spec.checkpoints.every.seconds),
+    "exact resume": lambda run: (
+        run.loops[-1].resumed_from is not None and [line["step"] for line in run.metrics] == [0, 1, 2]
+    ),
+    "saving on Ctrl-C, SIGTERM and SIGHUP": lambda run: len(run.loops) == 2 and run.loops[0].state.step == 1,
+}
+"""What shows a feature, by its name in docs/front-ends.md."""
+
+
+def shows(run: Driven, feature: str) -> bool:
+    """Whether a run shows a feature; what is not there shows none."""
+    try:
+        return bool(EVIDENCE[feature](run))
+    except (AttributeError, IndexError, KeyError):
+        return False
