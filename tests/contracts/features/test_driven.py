@@ -64,9 +64,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         "best checkpoint, checkpoints to resume from",
     ),
     "flags stopped": (
-        SFT
-        + " --batch-size 4 --lr 1e-30 --min-lr 0 --adam-8bit --eval-dataset-path {held_out} --eval-interval 1 --eval-before-train"
-        " --early-stop-patience 2",
+        SFT + " --batch-size 4 --lr 1e-30 --min-lr 0 --adam-8bit --eval-dataset-path {held_out} --eval-interval 1"
+        " --eval-before-train --early-stop-patience 2",
         "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
     ),
     "flags ranks": (
