@@ -7,11 +7,11 @@ A test compares the file with `render`, so the page cannot drift from the comman
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from areno.config import Option, TrainOptions, options_of
-from areno.config.options import GROUPS
+from areno.config import Option, TrainOptions, get_algorithm, list_algorithms, options_of
+from areno.config.options import GROUPS, flag_of
 
 PAGE = Path(__file__).with_name("options.md")
 
@@ -32,7 +32,18 @@ def render() -> str:
     """Return the whole page as Markdown."""
     entries = options_of(TrainOptions)
     sections = (_section(group, [e for e in entries if e.info.group == group]) for group in GROUPS)
-    return "\n".join([_HEAD, *sections])
+    return "\n".join([_HEAD, *sections, *_of_algorithms()])
+
+
+def _of_algorithms() -> Iterator[str]:
+    """One section per dataclass of further options, with the algorithms that declare it."""
+    specs = [get_algorithm(name) for name in list_algorithms()]
+    for declaration in dict.fromkeys(spec.options for spec in specs if spec.options is not None):
+        own = [spec for spec in specs if spec.options is declaration]
+        yield _section("Only " + ", ".join(spec.name for spec in own), options_of(declaration))
+        for spec in own:
+            for name, value in spec.presets.items():
+                yield f"`--algo {spec.name}` has `{flag_of(name)}` at {str(value).lower()}.\n"
 
 
 def _section(title: str, entries: Iterable[Option]) -> str:

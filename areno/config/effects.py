@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areno.config.algorithms import AlgorithmSpec, get_algorithm, list_algorithms
+from areno.config.algorithms import AlgorithmSpec
 from areno.config.options import flag_of, options_of
 from areno.config.run_options import EvaluationOptions
 from areno.config.train_options import TrainOptions
@@ -29,12 +29,12 @@ def without_effect(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]
     reasons = {}
     for entry in options_of(TrainOptions):
         info = entry.info
-        if info.algorithms and spec.name not in info.algorithms and entry.name not in spec.uses:
+        if not spec.reads(entry):
             reasons[entry.name] = f"applies to --algo {listed(info.algorithms)} only, not to {spec.name}; leave it out"
         elif info.rollout_only and not spec.requires_rollout:
-            rollout = ", ".join(name for name in list_algorithms() if get_algorithm(name).requires_rollout)
             reasons[entry.name] = (
-                f"has no effect with --algo {spec.name}, which generates nothing; leave it out (it is for {rollout})"
+                f"has no effect with --algo {spec.name}, which generates nothing; leave it out, or use one that does, such "
+                "as gspo"
             )
     for name, because in _combinations(options, spec):
         reasons.setdefault(name, because)

@@ -148,10 +148,10 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
     Raises:
         UsageError: one has the name of a built-in option.
     """
-    if spec is None or spec.options is None:
+    if spec is None:
         return ()
     taken = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
-    extra = options_of(spec.options)
+    extra = spec.own_options()
     for entry in extra:
         if entry.name in taken:
             raise UsageError(f"algorithm {spec.name} declares {entry.flag}, which areno train has already; rename it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areno.config.options import option
@@ -44,3 +45,14 @@ class PolicyLossOptions:
     def needs_proximal(self) -> bool:
         """Whether rows must bring ``prox_logprobs``, which cost a forward pass before the update."""
         return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
+
+    def idle(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Knobs that others make idle, with the reason and the remedy."""
+        if self.use_sapo_loss:
+            yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it"
+        else:
+            yield ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too"
+        if self.use_cispo_loss:
+            yield ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out"
+        if not self.use_decoupled_loss:
+            yield ("prox_logp_method",), "without use_decoupled_loss; set it too"

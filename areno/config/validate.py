@@ -20,6 +20,7 @@ from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import install_command, lora_packages_problem, missing_server_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
+from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.resume import value_of
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
@@ -84,6 +85,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
         yield value_problem(entry, value_of(options, entry.name))
     if spec is not None:
         yield from _useless(options, spec, entries)
+        yield from _knobs(options, spec)
         yield from _pairs(options, spec)
         yield from _adapter(options, spec)
         if spec.requires_rollout:
@@ -158,6 +160,24 @@ def _useless(options: TrainOptions, spec: AlgorithmSpec, entries: tuple[Option, 
         value = value_of(options, entry.name)
         if entry.name in silent:
             yield f"{_spelled(entry, value)} {silent[entry.name]}"
+
+
+def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
+    """What the dataclass of the algorithm's own options refuses, and those of the policy loss that others make idle."""
+    if any(value_problem(entry, value_of(options, entry.name)) for entry in spec.own_options()):
+        return
+    try:
+        knobs = spec.knobs(options)
+    except ValueError as error:
+        yield f"--algo {spec.name}: {error}"
+        return
+    if not isinstance(knobs, PolicyLossOptions):
+        return
+    if knobs.use_decoupled_loss:
+        yield "--use-decoupled-loss: a rollout is sampled by the weights that its update starts from; leave it out"
+    for names, because in knobs.idle():
+        for name in options.explicit.intersection(names):
+            yield f"{flag_of(name)} has no effect {because}"
 
 
 def _spelled(entry: Option, value: Any) -> str:

@@ -1,5 +1,6 @@
 import functools
 import importlib
+import re
 import sys
 
 import pytest
@@ -47,7 +48,7 @@ def algorithm_file(workspace):
 
 
 def test_algorithms_are_listed_sorted():
-    assert list_algorithms() == ["dpo", "grpo", "gspo", "ppo", "rm", "sft"]
+    assert list_algorithms() == ["cispo", "dapo", "dpo", "gmpo", "grpo", "gspo", "ppo", "rm", "sapo", "sft"]
 
 
 def test_names_are_found_in_any_case():
@@ -79,9 +80,9 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
     ("algo", "given", "bound"),
     [
         ("gspo", {"gspo_clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"},
-         {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_type": "k1"}),
+         {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"}),
         ("grpo", {"grpo_dual_clip": 2.0, "grpo_loss_mean": "dr_grpo", "max_new_tokens": 77},
-         {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_tokens": 77}),
+         {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_new_tokens": 77}),
         ("ppo", {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"},
          {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"}),
         ("dpo", {"dpo_beta": 0.3, "dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1, "dpo_length_normalised": True},
@@ -91,6 +92,39 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
 def test_the_options_of_an_algorithm_reach_its_loss(algo, given, bound):
     keywords = get_algorithm(algo).make_loss_fn(TrainOptions(algo=algo, **given)).keywords
     assert {name: keywords[name] for name in bound} == bound
+
+
+@pytest.mark.parametrize(
+    ("argv", "knobs"),
+    [
+        (["--algo", "dapo"], {"eps_clip": 0.2, "eps_clip_higher": 0.28}),
+        (["--algo", "dapo", "--eps-clip-higher", "0.3", "--c-clip", "3"], {"eps_clip_higher": 0.3, "c_clip": 3.0}),
+        (["--algo", "cispo", "--eps-clip", "0.1"], {"use_cispo_loss": True, "eps_clip": 0.1, "eps_clip_higher": None}),
+        (["--algo", "SAPO", "--sapo-tau-neg", "2"], {"use_sapo_loss": True, "sapo_tau_neg": 2.0}),
+        (["--algo", "gmpo"], {"gmpo_clip_eps": 0.4}),
+        (["--algo", "gmpo", "--gmpo-clip-eps", "0.3"], {"gmpo_clip_eps": 0.3}),
+    ],
+)
+def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs):
+    options = parse_train([*GSPO, *argv, "--update-epochs", "2", "--advantage", "rloo"])
+    validate(options)
+    made = get_algorithm(options.algo).make_loss_fn(options).keywords["knobs"]
+    assert {name: getattr(made, name) for name in knobs} == knobs
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--algo", "cispo", "--c-clip", "3"], "c_clip bounds the clipped loss and has no effect on SAPO or CISPO"),
+        (["--algo", "dapo", "--sapo-tau-pos", "2"], "--sapo-tau-pos has no effect without SAPO"),
+        (["--algo", "dapo", "--use-decoupled-loss"], "--use-decoupled-loss: a rollout is sampled by the weights"),
+        (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
+        (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),
+    ],
+)
+def test_knobs_without_effect_are_refused(workspace, argv, expected):
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        validate(parse_train([*GSPO, *argv]))
 
 
 def test_sft_uses_its_default_loss():
@@ -141,7 +175,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
         ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
-        ("zzz", "registered: dpo, grpo, gspo, ppo, rm, sft"),
+        ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, ppo, rm, sapo, sft"),
     ],
 )
 def test_unusable_algorithms_say_why(algorithm_file, name, expected):

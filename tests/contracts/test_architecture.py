@@ -28,6 +28,7 @@ ROOMS = [
     "training",
     "engine",
     "observability",
+    "algorithms",  # one file each, found by name
     "loss_fns",
     "text",
     "types",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from areno.algorithms.gmpo import Knobs as GmpoKnobs
+from areno.algorithms.gmpo import gmpo_loss_fn
 from areno.config.experiment import GRPOConfig, config_from
-from areno.experiments.trainers.update import policy_loss_of, shaping_of
-from areno.loss_fns import PolicyLoss, RejectionSampling, policy_loss_fn
+from areno.errors import UsageError
+from areno.experiments.trainers.update import loss_of, policy_loss_of, shaping_of, with_version
+from areno.loss_fns import PolicyLoss, RejectionSampling, gspo_loss_fn, policy_loss_fn
 from areno.loss_fns.shaping import shape_advantages
 from areno.types import TrainSequence
 from tests.config.experiment.samples import RL, changed
@@ -93,6 +98,44 @@ def test_a_knob_of_the_loss_gives_its_formula(base, changes, by_hand):
 
     assert loss(base | changes) == pytest.approx(written_out_family.loss(rows, by_hand, VERSION), rel=1e-6, abs=1e-9)
     assert loss(base | changes) != pytest.approx(loss(base), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_hand"),
+    [
+        ({"actor.algorithm": "dapo"}, partial(policy_loss_fn, knobs=PolicyLoss(eps_clip_higher=0.28))),
+        ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, partial(policy_loss_fn, knobs=PolicyLoss())),
+        ({"actor.algorithm": "cispo"}, partial(policy_loss_fn, knobs=PolicyLoss(use_cispo_loss=True))),
+        ({"actor.algorithm": "sapo", "actor.sapo_tau_neg": 3.0},
+         partial(policy_loss_fn, knobs=PolicyLoss(use_sapo_loss=True, sapo_tau_neg=3.0))),
+        ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0.1}},
+         partial(gmpo_loss_fn, knobs=GmpoKnobs(0.1))),
+        ({"actor.algorithm": "gspo", "actor.algorithm_options": {"gspo_clip_eps": 0.1}},
+         partial(gspo_loss_fn, clip_eps=0.1)),
+    ],
+)  # fmt: skip
+def test_an_algorithm_by_name_gives_its_loss(changes, by_hand):
+    batch, made = make_batch([6, 5, 7, 4], seed=3, mask_share=1.0, shift=0.4), config(changes)
+    loss = with_version(loss_of(made.actor, made.teacher), VERSION)
+    assert loss(batch.pack, batch.logprobs)[0] == by_hand(batch.pack, batch.logprobs)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"actor.algorithm": "gmppo"}, "actor.algorithm 'gmppo' is unknown (did you mean gmpo?)"),
+        ({"actor.algorithm": "dpo"}, "actor.algorithm dpo brings its own rows and steps"),
+        ({"actor.algorithm_options": {"gmpo_clip_eps": 0.1}}, "has no effect without an algorithm"),
+        ({"actor.algorithm": "gmpo", "actor.eps_clip": 0.1}, "actor.eps_clip has no effect with actor.algorithm gmpo"),
+        ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip_eps": 0}},
+         "actor.algorithm_options.gmpo_clip_eps must be positive, got 0"),
+        ({"actor.algorithm": "gmpo", "actor.algorithm_options": {"gmpo_clip": 0.1}}, "did you mean gmpo_clip_eps?"),
+        ({"actor.algorithm": "cispo", "actor.algorithm_options": {"eps_clip": 0.1}}, "eps_clip is not an option"),
+    ],
+)  # fmt: skip
+def test_an_algorithm_that_cannot_be_used_says_why(changes, expected):
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        config(changes)
 
 
 # -- from rewards to advantages --------------------------------------------------------------------------------------

@@ -60,6 +60,21 @@ def gspo(rows, low, high, kl_coef=0.0, kind="k3"):
     return mean(losses)
 
 
+def gmpo(rows, eps):
+    """The product of clipped ratios under the root of the length, as the paper has it (arXiv:2507.20673, eq. 4)."""
+    losses = []
+    for row in rows:
+        advantage = mean([t["advantages"] for t in row])
+        sign = 1 if advantage > 0 else -1
+        product = 1.0
+        for t in row:
+            ratio = math.exp(t["x"] - t["logprobs"])
+            limited = min(max(ratio, math.exp(-eps)), math.exp(eps))
+            product *= min(ratio**sign, limited**sign) ** sign
+        losses.append(-advantage * product ** (1 / max(len(row), 1)))
+    return mean(losses)
+
+
 def ppo(rows, low, high, dual, kl_coef, kind, against):
     def token(t):
         policy = clipped(ratio_of(t["x"] - t["logprobs"]), t["advantages"], low, high, dual)

@@ -19,6 +19,7 @@ from areno.config.experiment.experiments import (
     RWConfig,
 )
 from areno.config.experiment.idle_checks import idle_settings
+from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
 from areno.config.experiment.settings import settings_of, walk
@@ -79,6 +80,7 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
         yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
     if isinstance(config, PPOConfig):
         yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
+        yield from check_algorithm(config.actor, config.teacher is not None)
         yield from _reference(config)
         yield from _sampling(config)
         yield from _groups(config)

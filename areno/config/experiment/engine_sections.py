@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from areno.config.experiment.foreign_sections import ArchonEngineConfig, MegatronEngineConfig
 from areno.config.experiment.generation_sections import ADMIN_KEY, InferenceEngineConfig
@@ -134,8 +135,14 @@ class TrainEngineConfig:
 
 @dataclass
 class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
-    """The policy: one loss, whose knobs give the algorithms."""
+    """The policy: one loss, whose knobs give the algorithms, or the loss of an algorithm by name."""
 
+    algorithm: str = setting(
+        "",
+        help="Algorithm of areno train --algo whose loss is taken, such as gmpo, or your own as file.py:NAME. One that is a "
+        "choice of the knobs below, such as cispo, sets those that are not given.",
+    )
+    algorithm_options: dict[str, Any] = setting({}, help="Options that algorithm declares, by name.")
     ppo_n_minibatches: int = setting(4, minimum=1, help="Optimizer steps that a batch is divided into.")
     reward_norm: NormConfig | None = section(None, help="Normalisation of rewards, before advantages.")
     reward_scaling: float = setting(1.0, help="Rewards are multiplied by it, after the bias.")

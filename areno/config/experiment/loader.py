@@ -18,6 +18,7 @@ from areno.config.experiment.build import build_config, real_path, unknown_key, 
 from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
 from areno.config.experiment.help import render_help
+from areno.config.experiment.named_algorithm import with_presets
 from areno.config.experiment.settings import paths_of, settings_of
 from areno.config.experiment.tree import Override, Tree, apply_override, copied, parse_override, read_yaml
 from areno.config.options import nearest
@@ -119,7 +120,7 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
         UsageError: what is wrong with it, all problems at once.
     """
     problems = Problems()
-    config = build_config(allocated(tree, config_cls), config_cls, problems)
+    config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
     if config is not None:
         for text in check_config(config):
             problems.add(text)

@@ -180,14 +180,10 @@ def check_actor(config: PPOActorConfig) -> Problems:
     """Knobs of the loss that exclude each other or do nothing."""
     if config.use_sapo_loss and config.use_cispo_loss:
         yield "use_sapo_loss", "and use_cispo_loss are two losses; leave one of the two out"
-    if config.use_sapo_loss:
-        if config.use_decoupled_loss:
-            yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
-        yield from idle(config, ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it")
-    else:
-        yield from idle(config, ("sapo_tau_pos", "sapo_tau_neg"), "without SAPO; set use_sapo_loss too")
-    if config.use_cispo_loss:
-        yield from idle(config, ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out")
+    if config.use_sapo_loss and config.use_decoupled_loss:
+        yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
+    for names, because in config.idle():
+        yield from idle(config, names, because)
     yield from _overlong(config)
     yield from _proximal(config)
     if config.kl_ctl == 0:
@@ -217,7 +213,7 @@ def _proximal(config: PPOActorConfig) -> Problems:
             because = f"with prox_logp_method {config.prox_logp_method}, which needs no forward pass; leave one out"
             yield "recompute_logprob", f"has no effect {because}"
     else:
-        yield from idle(config, ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too")
+        yield from idle(config, ("rejection_sampling",), "without use_decoupled_loss; set it too")
     if config.m2_threshold is not None and not (config.use_decoupled_loss and config.should_compute_prox_logp()):
         yield (
             "m2_threshold",

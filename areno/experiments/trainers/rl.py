@@ -40,14 +40,15 @@ from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
     CRITIC,
-    policy_loss_of,
+    loss_of,
     roles_of,
     settings_of,
     shaping_of,
     told_by_workflows,
     turns_of,
+    with_version,
 )
-from areno.loss_fns.family import policy_loss_fn
+from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.named import critic_loss_fn
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.observability import tracing
@@ -111,7 +112,7 @@ class PPOTrainer(ExperimentTrainer):
         super().__init__(config, train_dataset, valid_dataset)
         config = self.config
         try:
-            self.knobs = policy_loss_of(config.actor, config.teacher)
+            self.loss = loss_of(config.actor, config.teacher)
             self.shaping = shaping_of(config.actor)
             self.batching = micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
@@ -415,7 +416,10 @@ class PPOTrainer(ExperimentTrainer):
         prepared = self.objective.prepare(rows)
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
         masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
-        told = {**summaries(prepared.populations), **row_counts(rows), **self.knobs.scalars(), **masked}
+        knobs = self.loss.keywords.get("knobs")
+        if isinstance(knobs, PolicyLoss):
+            masked |= knobs.scalars()
+        told = {**summaries(prepared.populations), **row_counts(rows), **masked}
         numbers |= in_scope(self.section, told)
         numbers |= in_scope(section, version_statistics(rows, at.global_step + 1))
         if prepared.left_out is not None:
@@ -429,8 +433,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _train_actor(self, rows: list[TrainSequence]) -> dict[str, float]:
         step = self.state.step + 1
-        loss = functools.partial(policy_loss_fn, knobs=self.knobs, version=step)
-        return self.optimize(rows, loss, self.batching, self.schedule.at(step))
+        return self.optimize(rows, with_version(self.loss, step), self.batching, self.schedule.at(step))
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         critic: Any = self.config.critic

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -10,10 +12,11 @@ import torch
 
 from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfig
 from areno.config.experiment.experiments import PPOConfig
+from areno.config.experiment.named_algorithm import is_family, named_algorithm
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_per_pass
-from areno.loss_fns.family import PolicyLoss
+from areno.loss_fns.family import PolicyLoss, policy_loss_fn
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
@@ -54,6 +57,23 @@ def settings_of(config: PPOConfig, shaping: RewardShaping) -> PolicySettings:
         recomputes=actor.recompute_logprob and not actor.use_decoupled_loss,
         m2_threshold=actor.m2_threshold,
     )
+
+
+def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.partial[Any]:
+    """The loss of ``actor.algorithm``, else the policy loss; its parameters are bound, but for ``version`` if it has that."""
+    loss: Any = policy_loss_fn
+    if actor.algorithm:
+        spec, options = named_algorithm(actor)
+        if not is_family(spec):
+            own: Any = spec.make_loss_fn(options)
+            return functools.partial(own)
+        loss = spec.resolve_default_loss()
+    return functools.partial(loss, knobs=policy_loss_of(actor, teacher))
+
+
+def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:
+    """The loss of an update that makes ``version``."""
+    return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
 def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:

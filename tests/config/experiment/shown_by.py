@@ -98,6 +98,8 @@ EFFECTS: dict[str, str] = {
     "MicroBatchSpec.packing_algorithm": _ENGINES + "test_equal_weights_and_first_fit_are_different_packings",
     "DPOEngineConfig.beta": _ENGINES + "test_preference_losses_follow_their_formulas",
     "DPOEngineConfig.loss_type": _ENGINES + "test_preference_losses_follow_their_formulas",
+    "PPOActorConfig.algorithm": _UPDATE + "test_an_algorithm_by_name_gives_its_loss",
+    "PPOActorConfig.algorithm_options": _UPDATE + "test_an_algorithm_by_name_gives_its_loss",
     "PolicyLossOptions.eps_clip": _UPDATE + "test_a_knob_of_the_loss_gives_its_formula",
     "PolicyLossOptions.eps_clip_higher": _UPDATE + "test_a_knob_of_the_loss_gives_its_formula",
     "PolicyLossOptions.c_clip": _UPDATE + "test_a_knob_of_the_loss_gives_its_formula",

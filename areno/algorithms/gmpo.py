@@ -1,0 +1,51 @@
+"""GMPO: geometric-mean policy optimization (Zhao et al. 2025, arXiv:2507.20673)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.config import AlgorithmSpec, option
+from areno.loss_fns.pack import DataPack, reduces_over
+from areno.loss_fns.policy import (
+    advantages_of,
+    log_difference,
+    over_sequences,
+    policy_metrics,
+    ratio_of,
+    sequence_means,
+    with_kl,
+)
+from areno.loss_fns.stats import masked_mean
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
+
+    gmpo_clip_eps: float = option(0.4, above=0, help="Clip range of the logarithm of a token's importance ratio.")
+
+
+@reduces_over("sequence", entropy=True)
+def gmpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> tuple[Tensor, dict[str, Any]]:
+    """L = - mean_i A_i (prod_t c_t)^(1 / L_i), with log c_t = sgn(A_i) min(sgn(A_i) (log pi - log pi_rollout), eps).
+
+    The ratio of each of the L_i response tokens is clipped before the geometric mean, on the side where A_i would push it
+    further; A_i is the mean advantage of the sequence. A sequence without response tokens adds 0 and still counts.
+    """
+    ids, mask = data_pack["packed_seq_ids"], data_pack["packed_response_mask"]
+    advantage = sequence_means(advantages_of(data_pack), data_pack)
+    sign = torch.where(advantage > 0, 1.0, -1.0)[ids]
+    difference = log_difference(data_pack, logprobs)
+    clipped = sign * difference > knobs.gmpo_clip_eps
+    bounded = torch.where(clipped, sign * knobs.gmpo_clip_eps, difference)
+    ratio = ratio_of(sequence_means(bounded.to(difference.dtype), data_pack))
+    loss, metrics = with_kl(over_sequences(-advantage * ratio), None, 0.0)
+    metrics |= policy_metrics(data_pack, logprobs, ratio_of(difference))
+    return loss, metrics | {"clip_fraction": masked_mean(clipped.float(), mask)}
+
+
+SPEC = AlgorithmSpec("gmpo", default_loss=gmpo_loss_fn, options=Knobs, min_samples=2)

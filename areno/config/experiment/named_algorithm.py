@@ -1,0 +1,84 @@
+"""``actor.algorithm``: an algorithm by the name that ``areno train --algo`` knows it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from areno.config.algorithms import POLICY_TRAINER, AlgorithmSpec, get_algorithm
+from areno.config.experiment.engine_sections import PPOActorConfig
+from areno.config.parser import Problems, build_options, convert_values
+from areno.config.policy_loss_options import PolicyLossOptions
+from areno.config.train_options import TrainOptions
+from areno.config.validate import value_problem
+from areno.errors import UsageError
+
+
+def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]:
+    """The algorithm, and its options: ``actor.algorithm_options`` by name, defaults for the rest.
+
+    Raises:
+        UsageError: there is none of that name, it learns from other rows, or an option cannot be used.
+    """
+    spec = get_algorithm(actor.algorithm, option="actor.algorithm")
+    if spec.trainer != POLICY_TRAINER or not (spec.default_loss or spec.loss_fn_factory):
+        raise UsageError(
+            f"actor.algorithm {actor.algorithm} brings its own rows and steps; name one that only has a loss, such as gspo"
+        )
+    # Knobs of the policy loss are settings of their own, and the KL to a reference is kl_ctl, in the reward.
+    declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
+    entries = {entry.name: entry for entry in declared if not entry.name.startswith("kl_")}
+    problems = Problems()
+    values = convert_values(actor.algorithm_options, entries, "actor.algorithm_options.{}".format, problems)
+    for name, value in values.items():
+        problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
+    problems.raise_if_any()
+    options = build_options(values, spec, explicit=frozenset(values))
+    try:
+        spec.knobs(options)
+    except ValueError as error:
+        raise UsageError(f"actor.algorithm_options: {error}") from error
+    return spec, options
+
+
+def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
+    """The raw configuration with the knobs that ``actor.algorithm`` presets, where it does not give them.
+
+    Raises:
+        UsageError: there is no algorithm of that name.
+    """
+    actor = tree.get("actor")
+    name = actor.get("algorithm") if isinstance(actor, dict) else None
+    if not isinstance(actor, dict) or not name or not isinstance(name, str) or "${" in name:
+        return tree
+    spec = get_algorithm(name, option="actor.algorithm")
+    return {**tree, "actor": {**spec.presets, **actor}} if is_family(spec) else tree
+
+
+def check_algorithm(actor: PPOActorConfig, has_teacher: bool) -> Iterator[str]:
+    """Say what is wrong with ``actor.algorithm`` and its options, and which settings another loss makes idle."""
+    if not actor.algorithm:
+        if actor.algorithm_options:
+            yield "actor.algorithm_options has no effect without an algorithm; set actor.algorithm too"
+        return
+    try:
+        spec, _ = named_algorithm(actor)
+    except UsageError as error:
+        yield str(error)
+        return
+    if is_family(spec):
+        return
+    because = f"has no effect with actor.algorithm {actor.algorithm}, which has a loss of its own"
+    names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
+    plain = PPOActorConfig()
+    for name in names:
+        if getattr(actor, name) != getattr(plain, name):
+            yield f"actor.{name} {because}; leave it out"
+    if has_teacher:
+        yield f"teacher {because}; leave one of the two out"
+
+
+def is_family(spec: AlgorithmSpec) -> bool:
+    """Whether its knobs are those of the policy loss, which are settings of ``actor`` themselves."""
+    return spec.options is not None and issubclass(spec.options, PolicyLossOptions)
