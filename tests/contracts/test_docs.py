@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from areno.cli.main import COMMANDS, main
-from areno.config import TrainOptions, options_of
+from areno.config import TrainOptions, get_algorithm, list_algorithms, options_of
 from areno.config.eval_options import EvalOptions
 from areno.config.export_options import ExportOptions
 from areno.config.serve_options import ChatOptions, ServeOptions
 from areno.quickstart.run import RL_STEPS, SFT_STEPS
+from tests.experiments.trainer_stage import run_kind
 from tests.support.cli import python, task_arguments, write_task
 
 REPO = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ OTHER_FLAGS = {
     "--width": "examples/agentic/warm_start.py",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
-    "--positive-weight": "the algorithm in CONTRIBUTING.md",
+    "--positive-weight": "the algorithm in docs/algorithms.md",
     "--batchsize": "a typing error, in docs/troubleshooting.md",
 }
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
@@ -76,6 +77,7 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page):
 def test_options_that_a_page_names_exist(page):
     commands = (TrainOptions, EvalOptions, ExportOptions, ServeOptions, ChatOptions)
     entries = [entry for declaration in commands for entry in options_of(declaration)]
+    entries += [entry for name in list_algorithms() for entry in get_algorithm(name).own_options()]
     known = {entry.flag for entry in entries} | OTHER_FLAGS.keys()
     known |= {"--no-" + entry.flag.removeprefix("--") for entry in entries if entry.kind is bool}
     named = set(re.findall(r"(?<![\w-])--[a-z0-9-]*[a-z0-9](?![\w-])", page.read_text(encoding="utf-8")))
@@ -125,11 +127,14 @@ def test_sdk_program_runs_as_it_stands(tmp_path, tiny_checkpoint):
     assert (tmp_path / "own-checkpoint" / "model.safetensors").is_file()
 
 
-def test_the_algorithm_of_the_contributing_page_trains_with_its_own_option(tmp_path, tiny_checkpoint):
+def test_the_algorithm_of_the_page_trains_with_its_own_option_in_both_front_ends(tmp_path, tiny_checkpoint):
     file = tmp_path / "reinforce.py"
-    file.write_text(code_blocks(REPO / "CONTRIBUTING.md", "python")[0], encoding="utf-8")
+    file.write_text(code_blocks(REPO / "docs" / "algorithms.md", "python")[-1], encoding="utf-8")
+    own = {"actor.algorithm": f"{file}:SPEC", "actor.algorithm_options.positive_weight": 2, "total_train_steps": 1}
+    experiment = run_kind("rl", tiny_checkpoint, tmp_path / "experiment", own)
+    assert experiment.column("ppo_actor/update/policy_loss")
     run = tmp_path / "run"
-    arguments = task_arguments(f"{file}:REINFORCE", tiny_checkpoint, write_task(tmp_path / "task"), run)
+    arguments = task_arguments(f"{file}:SPEC", tiny_checkpoint, write_task(tmp_path / "task"), run)
     assert main([*map(str, arguments), "--positive-weight", "2", "--max-steps", "2"]) == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1]
