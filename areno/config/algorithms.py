@@ -54,6 +54,7 @@ class AlgorithmSpec:
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: least ``--n-samples`` from which it can learn; 2 if it compares the samples of a prompt.
         presets: defaults of ``options`` that are others than declared.
+        renamed: parameters of the loss whose built-in option has another name, with that name.
     """
 
     name: str
@@ -67,6 +68,7 @@ class AlgorithmSpec:
     min_samples: int = 1
     trains: Literal["policy", "reward"] = "policy"
     presets: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def resolve_trainer_cls(self) -> type:
         """Import and return the trainer class."""
@@ -112,8 +114,10 @@ class AlgorithmSpec:
         """Built-in options that the default loss takes, by the names of its parameters."""
         loss = self.resolve_default_loss()
         names = inspect.signature(loss).parameters if loss is not None else {}
-        read = (e for e in options_of(TrainOptions) if self.name in e.info.algorithms or e.name in self.uses)
+        declared = {entry.name: entry for entry in options_of(TrainOptions)}
+        read = (e for e in declared.values() if self.name in e.info.algorithms or e.name in self.uses)
         spelled = {entry.name.removeprefix(f"{self.name}_"): entry for entry in read}
+        spelled |= {name: declared[option] for name, option in self.renamed.items()}
         return {name: entry for name, entry in spelled.items() if name in names}
 
     @property
@@ -230,8 +234,15 @@ def _checked(found: Any, where: str) -> AlgorithmSpec:
 
 for _spec in (
     AlgorithmSpec("sft", "areno.api.trainers.sft:SFTTrainer", "areno.loss_fns:sft_loss_fn", False),
-    AlgorithmSpec("gspo", POLICY_TRAINER, "areno.loss_fns:gspo_loss_fn", min_samples=2),
-    AlgorithmSpec("grpo", POLICY_TRAINER, "areno.loss_fns:grpo_loss_fn", min_samples=2, uses=("max_new_tokens",)),
+    AlgorithmSpec(
+        "gspo", default_loss="areno.loss_fns:gspo_loss_fn", min_samples=2, renamed={"kl_type": "kl_loss_type"}
+    ),
+    AlgorithmSpec(
+        "grpo",
+        default_loss="areno.loss_fns:grpo_loss_fn",
+        min_samples=2,
+        renamed={"kl_type": "kl_loss_type", "max_tokens": "max_new_tokens"},
+    ),
     AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPOTrainer", "areno.loss_fns:ppo_loss_fn"),
     AlgorithmSpec("dpo", "areno.api.trainers.dpo:DPOTrainer", "areno.loss_fns:dpo_loss_fn", False),
     AlgorithmSpec(

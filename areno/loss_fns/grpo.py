@@ -36,9 +36,9 @@ def grpo_loss_fn(
     clip_eps_high: float | None = None,
     dual_clip: float | None = None,
     loss_mean: str = "token",
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     kl_coef: float = 0.0,
-    kl_loss_type: str = "low_var_kl",
+    kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t) + kl_coef KL_t, r_t = pi(t) / pi_rollout(t).
 
@@ -46,7 +46,7 @@ def grpo_loss_fn(
     the policy has moved. What the mean is depends on ``loss_mean``, for the KL term as for the rest: ``token`` divides the
     sum over all response tokens of the optimizer step by their number (DAPO, Yu et al. 2025, arXiv:2503.14476);
     ``sequence`` averages each sequence over its own tokens, then the sequences (Shao et al.); ``dr_grpo`` sums each
-    sequence, divides by the constant ``max_new_tokens`` and averages the sequences, so that neither a long nor a short answer
+    sequence, divides by the constant ``max_tokens`` and averages the sequences, so that neither a long nor a short answer
     is favoured (Liu et al. 2025, arXiv:2503.20783). A sequence without response tokens adds 0 and still counts as one.
 
     Args:
@@ -57,9 +57,9 @@ def grpo_loss_fn(
         clip_eps_high: width above 1; None takes ``clip_eps``.
         dual_clip: bound on a token's loss where its advantage is negative, as a multiple of the advantage.
         loss_mean: ``token``, ``sequence`` or ``dr_grpo``.
-        max_new_tokens: divisor of ``dr_grpo``; the most tokens that an answer may have.
+        max_tokens: divisor of ``dr_grpo``; the most tokens that an answer may have.
         kl_coef: weight of the KL term to the reference; 0 leaves it out.
-        kl_loss_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
         Loss and statistics.
@@ -70,16 +70,16 @@ def grpo_loss_fn(
     clip = Clip.open(clip_eps, clip_eps_high, dual_clip)
     advantage = advantages_of(data_pack)
     ratio = ratio_of(log_difference(data_pack, logprobs))
-    kl = reference_kl(data_pack, logprobs, kl_coef, kl_loss_type)
-    policy = _average(clip.objective(ratio, advantage), data_pack, loss_mean, max_new_tokens)
-    kl_mean = None if kl is None else _average(kl, data_pack, loss_mean, max_new_tokens)
+    kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
+    policy = _average(clip.objective(ratio, advantage), data_pack, loss_mean, max_tokens)
+    kl_mean = None if kl is None else _average(kl, data_pack, loss_mean, max_tokens)
     loss, metrics = with_kl(policy, kl_mean, kl_coef)
     metrics |= policy_metrics(data_pack, logprobs, ratio)
     metrics |= clip.fractions(ratio, advantage, data_pack["packed_response_mask"])
     return loss, metrics
 
 
-def _average(values: Tensor, pack: DataPack, loss_mean: str, max_new_tokens: int | None) -> Mean:
+def _average(values: Tensor, pack: DataPack, loss_mean: str, max_tokens: int | None) -> Mean:
     """The mean named ``loss_mean`` of values [A] that are 0 outside the response mask."""
     if loss_mean == "token":
         return over_tokens(values, pack)
@@ -87,6 +87,6 @@ def _average(values: Tensor, pack: DataPack, loss_mean: str, max_new_tokens: int
         return over_sequences(sequence_means(values, pack))
     if loss_mean != "dr_grpo":
         raise ValueError(f"loss_mean {loss_mean!r} is unknown; choose one of: token, sequence, dr_grpo")
-    if max_new_tokens is None or not max_new_tokens > 0:
-        raise ValueError(f"loss_mean='dr_grpo' divides by max_new_tokens, which must be above 0, got {max_new_tokens}")
-    return over_sequences(sequence_sums(values, pack) / max_new_tokens)
+    if max_tokens is None or not max_tokens > 0:
+        raise ValueError(f"loss_mean='dr_grpo' divides by max_tokens, which must be above 0, got {max_tokens}")
+    return over_sequences(sequence_sums(values, pack) / max_tokens)

@@ -29,7 +29,7 @@ def gspo_loss_fn(
     *,
     clip_eps_high: float | None = None,
     kl_coef: float = 0.0,
-    kl_loss_type: str = "low_var_kl",
+    kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
 
@@ -43,7 +43,7 @@ def gspo_loss_fn(
         clip_eps: width of the clip range below 1.
         clip_eps_high: width above 1; None takes ``clip_eps``.
         kl_coef: weight of the KL term to the reference; 0 leaves it out.
-        kl_loss_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
+        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
         Loss and statistics.
@@ -54,7 +54,7 @@ def gspo_loss_fn(
     clip = Clip.open(clip_eps, clip_eps_high)
     advantage = sequence_means(advantages_of(data_pack), data_pack)
     ratio = ratio_of(sequence_means(log_difference(data_pack, logprobs), data_pack))
-    kl = reference_kl(data_pack, logprobs, kl_coef, kl_loss_type)
+    kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
     kl_mean = None if kl is None else over_sequences(sequence_means(kl, data_pack))
     loss, metrics = with_kl(over_sequences(clip.objective(ratio, advantage)), kl_mean, kl_coef)
     metrics |= policy_metrics(data_pack, logprobs, ratio[data_pack["packed_seq_ids"]])

@@ -80,9 +80,9 @@ def test_clip_eps_of_the_options_is_bound_into_the_loss():
     ("algo", "given", "bound"),
     [
         ("gspo", {"gspo_clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"},
-         {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_loss_type": "k1"}),
+         {"clip_eps": 0.5, "clip_eps_high": 0.6, "kl_coef": 0.1, "kl_type": "k1"}),
         ("grpo", {"grpo_dual_clip": 2.0, "grpo_loss_mean": "dr_grpo", "max_new_tokens": 77},
-         {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_new_tokens": 77}),
+         {"dual_clip": 2.0, "loss_mean": "dr_grpo", "max_tokens": 77}),
         ("ppo", {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"},
          {"clip_eps": 0.1, "clip_ratio_c": 4.0, "use_kl_loss": False, "kl_loss_coef": 0.5, "kl_loss_type": "abs"}),
         ("dpo", {"dpo_beta": 0.3, "dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1, "dpo_length_normalised": True},

@@ -153,11 +153,9 @@ CASES = [
     Case("grpo", grpo_loss_fn),
     Case("grpo-asymmetric-dual", partial(grpo_loss_fn, clip_eps=0.1, clip_eps_high=0.3, dual_clip=1.5)),
     Case("grpo-sequence-kl", partial(grpo_loss_fn, loss_mean="sequence", kl_coef=0.2)),
-    Case("dr_grpo-kl", partial(grpo_loss_fn, loss_mean="dr_grpo", max_new_tokens=11, kl_coef=0.3, kl_loss_type="k2")),
+    Case("dr_grpo-kl", partial(grpo_loss_fn, loss_mean="dr_grpo", max_tokens=11, kl_coef=0.3, kl_type="k2")),
     Case("gspo", partial(gspo_loss_fn, clip_eps=0.05)),
-    Case(
-        "gspo-asymmetric-kl", partial(gspo_loss_fn, clip_eps=0.02, clip_eps_high=0.2, kl_coef=0.2, kl_loss_type="abs")
-    ),
+    Case("gspo-asymmetric-kl", partial(gspo_loss_fn, clip_eps=0.02, clip_eps_high=0.2, kl_coef=0.2, kl_type="abs")),
     Case("gmpo", partial(gmpo_loss_fn, knobs=GmpoKnobs(0.1))),
     Case("ppo", ppo_loss_fn),
     Case("ppo-kl", partial(ppo_loss_fn, clip_eps_high=0.4, clip_ratio_c=1.5, use_kl_loss=True, kl_loss_coef=0.1)),

@@ -33,9 +33,9 @@ def test_grpo_equals_its_formula(loss_mean, batch, clip, dual, kl):
         clip_eps_high=clip[1],
         dual_clip=dual,
         loss_mean=loss_mean,
-        max_new_tokens=13,
+        max_tokens=13,
         kl_coef=kl[0],
-        kl_loss_type=kl[1],
+        kl_type=kl[1],
     )
     formula = partial(
         written_out.grpo, batch.rows, clip[0], clip[1] or clip[0], dual or math.inf, loss_mean, 13, kind=kl[1]
@@ -51,7 +51,7 @@ def test_grpo_equals_its_formula(loss_mean, batch, clip, dual, kl):
 @given(batch=batches(), clip=clip_ranges, kl=kl_terms)
 def test_gspo_equals_its_formula(batch, clip, kl):
     loss, metrics = gspo_loss_fn(
-        batch.pack, batch.logprobs, clip[0], clip_eps_high=clip[1], kl_coef=kl[0], kl_loss_type=kl[1]
+        batch.pack, batch.logprobs, clip[0], clip_eps_high=clip[1], kl_coef=kl[0], kl_type=kl[1]
     )
     formula = partial(written_out.gspo, batch.rows, clip[0], clip[1] or clip[0], kind=kl[1])
     assert float(loss) == pytest.approx(formula(kl_coef=kl[0]), **EXACT)
@@ -188,7 +188,7 @@ def test_dr_grpo_weights_tokens_alike_and_the_sequence_mean_weights_answers_alik
     for loss_mean in ("token", "sequence", "dr_grpo"):
         batch.pack["packed_advantages"] = torch.ones(10)
         logprobs = batch.logprobs.clone().requires_grad_(True)
-        grpo_loss_fn(batch.pack, logprobs, loss_mean=loss_mean, max_new_tokens=16)[0].backward()
+        grpo_loss_fn(batch.pack, logprobs, loss_mean=loss_mean, max_tokens=16)[0].backward()
         gradients[loss_mean] = (float(logprobs.grad[0]), float(logprobs.grad[-1]))
     assert gradients["token"] == pytest.approx((-1 / 10, -1 / 10))
     assert gradients["sequence"] == pytest.approx((-1 / 4, -1 / 16))

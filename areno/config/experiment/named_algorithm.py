@@ -14,6 +14,8 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import value_problem
 from areno.errors import UsageError
 
+_LENGTH = "max_new_tokens"
+
 
 def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]:
     """The algorithm, and its options: ``actor.algorithm_options`` by name, defaults for the rest.
@@ -26,15 +28,15 @@ def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]
         raise UsageError(
             f"actor.algorithm {actor.algorithm} brings its own rows and steps; name one that only has a loss, such as gspo"
         )
-    # Knobs of the policy loss are settings of their own, and the KL to a reference is kl_ctl, in the reward.
+    # Knobs of the policy loss are settings of their own; so are the longest answer, and kl_ctl, a KL in the reward.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
-    entries = {entry.name: entry for entry in declared if not entry.name.startswith("kl_")}
+    entries = {entry.name: entry for entry in declared if entry.name not in ("kl_coef", "kl_loss_type", _LENGTH)}
     problems = Problems()
     values = convert_values(actor.algorithm_options, entries, "actor.algorithm_options.{}".format, problems)
     for name, value in values.items():
         problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
     problems.raise_if_any()
-    options = build_options(values, spec, explicit=frozenset(values))
+    options = build_options({**values, _LENGTH: actor.max_new_tokens}, spec, explicit=frozenset(values))
     try:
         spec.knobs(options)
     except ValueError as error:
