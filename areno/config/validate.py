@@ -173,8 +173,11 @@ def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         return
     if not isinstance(knobs, PolicyLossOptions):
         return
-    if knobs.use_decoupled_loss:
-        yield "--use-decoupled-loss: a rollout is sampled by the weights that its update starts from; leave it out"
+    if knobs.use_decoupled_loss and not knobs.needs_proximal:
+        yield (
+            f"--prox-logp-method {knobs.prox_logp_method} interpolates between versions of the weights, and a rollout has only "
+            "one here; use recompute"
+        )
     for names, because in knobs.idle():
         for name in options.explicit.intersection(names):
             yield f"{flag_of(name)} has no effect {because}"

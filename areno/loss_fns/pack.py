@@ -132,6 +132,11 @@ def reads_bounds(loss_fn: LossFn) -> bool:
     return bool(getattr(_unwrapped(loss_fn)[0], "reads_bounds", False))
 
 
+def knobs_of(loss_fn: LossFn) -> Any:
+    """What ``functools.partial`` binds as the ``knobs`` of a loss; None if it does not."""
+    return _unwrapped(loss_fn)[1].get("knobs")
+
+
 def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
     """The function inside nested partials, and the keywords that they bind."""
     bound: dict[str, Any] = {}

@@ -117,7 +117,11 @@ def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs)
     [
         (["--algo", "cispo", "--c-clip", "3"], "c_clip bounds the clipped loss and has no effect on SAPO or CISPO"),
         (["--algo", "dapo", "--sapo-tau-pos", "2"], "--sapo-tau-pos has no effect without SAPO"),
-        (["--algo", "dapo", "--use-decoupled-loss"], "--use-decoupled-loss: a rollout is sampled by the weights"),
+        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold has an effect only with use_decoupled_loss=true"),
+        (
+            ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
+            "--prox-logp-method linear interpolates between versions",
+        ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),
     ],

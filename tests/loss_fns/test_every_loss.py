@@ -194,5 +194,5 @@ def test_the_unit_of_grpo_follows_its_mean_through_nested_partials():
 
 def test_policy_losses_ask_for_the_entropy_and_the_others_do_not():
     asking = {case.name.split("-")[0] for case in CASES if reads_entropy(case.loss_fn)}
-    assert asking == {"grpo", "dr_grpo", "gspo", "ppo", "family"}
+    assert asking == {"grpo", "dr_grpo", "gspo", "gmpo", "ppo", "family"}
     assert {case.name.split("-")[0] for case in CASES if reads_bounds(case.loss_fn)} == {"family"}

@@ -31,8 +31,10 @@ from areno.api.evaluation import (
 from areno.api.records import reward_record
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
+from areno.engine.backend import ACTOR
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
+from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import lifecycle
 from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
@@ -152,9 +154,13 @@ class RolloutTrainer(DataTrainer):
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._said_fewer_minibatches = False
         roles = {role.name for role in self.roles()}
+        knobs = knobs_of(self.loss_fn)
+        scores = {("ref", "ref_logprobs"): "ref" in roles}
+        scores |= {(ACTOR, "prox_logprobs"): getattr(knobs, "needs_proximal", False)}
         settings = PolicySettings(
             shaping=self.shaping(),
-            scores=[("ref", "ref_logprobs")] if "ref" in roles else [],
+            scores=[score for score, wanted in scores.items() if wanted],
+            m2_threshold=getattr(knobs, "m2_threshold", None),
             critic="critic" if "critic" in roles else None,
             rows_at_once=lambda *_: config.score_micro_bs,
         )
@@ -428,6 +434,8 @@ class RolloutTrainer(DataTrainer):
             values = trained_values(own, "advantages")
             sample.advantage = values[0] if min(values) == max(values) else float(np.mean(values))
         stats = self.row_statistics(prepared)
+        if prepared.left_out is not None:
+            stats["m2_filtered_fraction"] = prepared.left_out
         if "ref" in self._seconds:
             stats |= spread("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
             stats["ref_logprob_forward_time_s"] = self._seconds["ref"]

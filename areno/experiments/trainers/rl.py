@@ -50,6 +50,7 @@ from areno.experiments.trainers.update import (
 )
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.named import critic_loss_fn
+from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
@@ -404,7 +405,7 @@ class PPOTrainer(ExperimentTrainer):
             self.critic_schedule = schedule_of(critic.optimizer, self._total_steps)
             learners.append(Learner(CRITIC, self._train_critic, minibatches=critic.ppo_n_minibatches))
         self.objective = PolicyObjective(
-            *(self.engine, settings_of(self.config, self.shaping), learners),
+            *(self.engine, settings_of(self.config, self.shaping, self.loss), learners),
             seed=self.config.seed,
             order="rows",
             around=lambda stage, role, _: self.timed(_TIMED.get((stage, role), f"{role}_logp")),
@@ -416,7 +417,7 @@ class PPOTrainer(ExperimentTrainer):
         prepared = self.objective.prepare(rows)
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
         masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
-        knobs = self.loss.keywords.get("knobs")
+        knobs = knobs_of(self.loss)
         if isinstance(knobs, PolicyLoss):
             masked |= knobs.scalars()
         told = {**summaries(prepared.populations), **row_counts(rows), **masked}

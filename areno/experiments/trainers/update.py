@@ -18,6 +18,7 @@ from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_per_pass
 from areno.loss_fns.family import PolicyLoss, policy_loss_fn
 from areno.loss_fns.norm import Norm
+from areno.loss_fns.pack import LossFn, knobs_of
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
 from areno.rollouts.trajectory import Trajectory
@@ -40,21 +41,21 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
     return roles
 
 
-def settings_of(config: PPOConfig, shaping: RewardShaping) -> PolicySettings:
+def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
     """What becomes of rows before the optimizer steps: by which models they are scored, and how they are shaped."""
     ref, actor, critic = config.ref, config.actor, config.critic
     specs = {CRITIC: critic and critic.mb_spec, REF: ref and ref.mb_spec}
     scores = {
         (REF, "ref_logprobs"): ref is not None and actor.kl_ctl > 0,
         (TEACHER, "teacher_logprobs"): config.teacher is not None,
-        (ACTOR, "prox_logprobs"): actor.should_compute_prox_logp(),
+        (ACTOR, "prox_logprobs"): actor.recompute_logprob or getattr(knobs_of(loss), "needs_proximal", False),
     }
     return PolicySettings(
         shaping=shaping,
         rows_at_once=lambda role, rows: rows_per_pass(specs.get(role) or actor.mb_spec, rows),
         scores=[score for score, wanted in scores.items() if wanted],
         critic=None if critic is None else CRITIC,
-        recomputes=actor.recompute_logprob and not actor.use_decoupled_loss,
+        recomputes=actor.recompute_logprob and not getattr(knobs_of(loss), "needs_proximal", False),
         m2_threshold=actor.m2_threshold,
     )
 
