@@ -61,7 +61,7 @@ FEATURES = (
     Feature("weights sharded over replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
     Feature("algorithm by name, or from your own file", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ()),
-    Feature("KL in the reward", (), ("actor.kl_ctl",)),
+    Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("reward model", ("--reward-ckpt",), ()),
     Feature("what a failing reward does", ("--on-reward-error",), ("reward.max_retries",)),

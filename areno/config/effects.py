@@ -109,10 +109,15 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
     """Without a KL term no reference is loaded."""
     ppo = spec.name == "ppo" or "use_kl_loss" in spec.uses
+    if options.kl_reward_coef == 0:
+        yield "kl_reward_type", "has no effect without a KL penalty; give --kl-reward-coef too"
     if options.use_kl_loss if ppo else options.kl_coef > 0:
         return
     because = "has no effect with --no-use-kl-loss" if ppo else "has no effect without a KL term; give --kl-coef too"
-    for name in ("ref_ckpt", "kl_loss_type", "kl_loss_coef"):
+    for name in ("kl_loss_type", "kl_loss_coef"):
         yield name, because
+    if options.takes_reference(ppo):
+        return
+    yield "ref_ckpt", because
     if not ppo and not options.reward_ckpt and not options.train_tool_results:
         yield "score_micro_bs", "has no effect without a model that scores (--kl-coef or --reward-ckpt); leave it out"

@@ -128,6 +128,12 @@ class UpdateOptions:
     kl_loss_type: str = _policy(
         "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), help="Estimator of the KL term."
     )
+    kl_reward_coef: float = _policy(
+        0.0,
+        minimum=0,
+        help="Weight of a KL penalty to the reference in the reward of each token; 0 leaves rewards alone.",
+    )
+    kl_reward_type: str = _policy("k1", choices=("k1", "k2", "k3"), help="Estimator of that penalty.")
     clip_eps: float = _ppo(0.2, above=0, help="Clip range of the policy ratio.")
     clip_ratio_c: float = _ppo(3.0, above=1, help="Bound on the loss of samples with negative advantage.")
     value_clip_eps: float = _ppo(0.5, above=0, help="Clip range of the value prediction.")
@@ -140,3 +146,7 @@ class UpdateOptions:
     whiten_advantages: bool = _ppo(True, help="Standardise the advantages of all tokens of a step.")
     gamma: float = _ppo(1.0, minimum=0, maximum=1, help="Discount of later rewards.")
     lam: float = _ppo(0.95, minimum=0, maximum=1, help="Bias against variance in advantage estimation (GAE lambda).")
+
+    def takes_reference(self, ppo: bool) -> bool:
+        """Whether rows need the log-probs of a reference; ``ppo`` says whose switch of the KL term counts."""
+        return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)

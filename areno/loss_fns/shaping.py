@@ -169,28 +169,33 @@ def shape_advantages(
     return _populations(rows, kl_sums, finals) | {"gae_advantages": torch.tensor(before, dtype=torch.float64)}
 
 
-def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> None:
+def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
     """Give each trained token the shaped reward of its part as its advantage, with what KL rewards add to it by GAE.
 
     Args:
         rows: as in :func:`shape_advantages`; their own ``reward`` is not looked at.
         shaping: the knobs.
         credits: the rewards in their place.
+
+    Returns:
+        ``kl_rewards``, as :func:`shape_advantages` has them.
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):
         for owner, counts in zip(owners, row.trainable(), strict=True):
             lengths[owner] += counts and owner >= 0
     shaped = shaping.rewards(credits.rewards, lengths, credits.groups).tolist()
+    kl_sums = []
     for row, owners in zip(rows, credits.owners, strict=True):
-        kl = [0.0] * len(row.tokens)
+        rewards, kl = _kl_rewards(row, shaping), [0.0] * len(row.tokens)
+        kl_sums.append(sum(rewards))
         if shaping.kl_ctl > 0:
-            gamma, lam = shaping.discount, shaping.gae_lambda
-            fill_gae(row, _kl_rewards(row, shaping), kl, gamma=gamma, lam=lam, bootstrap=False)
+            fill_gae(row, rewards, kl, gamma=shaping.discount, lam=shaping.gae_lambda, bootstrap=False)
             kl, row.values, row.returns = row.advantages, [], []
         parts = zip(owners, row.trainable(), kl, strict=True)
         row.advantages = [shaped[owner] + more if counts and owner >= 0 else more for owner, counts, more in parts]
     _normalise(rows, shaping)
+    return {"kl_rewards": torch.tensor(kl_sums, dtype=torch.float64)}
 
 
 def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:

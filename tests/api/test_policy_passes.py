@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areno.errors import EngineError, RewardError, UsageError
+from areno.loss_fns.advantages import group_advantages
 from areno.training.objectives.passes import merge_stats, plan_passes
 from tests.support.loops import equal, open_loop, open_trainer, save_classifier, step, weights_of
 from tests.support.tiny import save_tiny_checkpoint
@@ -306,12 +307,24 @@ def test_reference_log_probs_are_those_of_the_starting_policy_at_the_sampling_te
 
 def test_a_reference_of_its_own_is_the_one_that_is_compared_with(tmp_path, tiny_checkpoint):
     other = save_tiny_checkpoint(tmp_path / "other", seed=9, sharpen=2.0)
-    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", kl_coef=0.1, ref_ckpt=str(other)) as loop:
+    weight = {"kl_coef": 0.1, "kl_reward_coef": 0.5, "kl_reward_type": "k2"}
+    with open_loop("grpo", tiny_checkpoint, tmp_path / "run", ref_ckpt=str(other), **weight) as loop:
         outcome = step(loop)
     for row in outcome.rows[:3]:
         expected = transformers_logprobs(other, row, 1.0)
         assert torch.allclose(torch.tensor(row.ref_logprobs[1:]).double(), expected, atol=1e-4)
     assert outcome.stats["kl_loss"] > 0.01
+    # In the reward, each token pays for itself; its advantage has what all later tokens of the answer pay as well.
+    plain = group_advantages([row.reward for row in outcome.rows], [row.group for row in outcome.rows])
+    paid = []
+    for row, wanted in zip(outcome.rows, plain, strict=True):
+        gaps = zip(row.logprobs, row.ref_logprobs, row.prompt_mask, strict=True)
+        kl = [-0.5 * (0.5 * (x - y) ** 2) for x, y, prompt in gaps if not prompt]
+        found = [a for a, prompt in zip(row.advantages, row.prompt_mask, strict=True) if not prompt]
+        assert found == pytest.approx([wanted + sum(kl[place:]) for place in range(len(kl))], abs=1e-6)
+        paid.append(sum(kl))
+    assert outcome.stats["kl_reward_min"] == pytest.approx(min(paid))
+    assert outcome.stats["kl_reward_mean"] < -0.001
 
 
 def test_without_a_kl_term_no_reference_is_loaded(tmp_path, tiny_checkpoint):

@@ -174,6 +174,10 @@ DPO = [*BASE, "--algo", "dpo"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            [*GSPO, "--kl-reward-type", "k3"],
+            r"--kl-reward-type k3 has no effect without a KL penalty; give --kl-reward-coef",
+        ),
         ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; give --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (
@@ -231,6 +235,7 @@ def test_combinations_that_cannot_work_or_have_no_effect_are_named(workspace, ar
     [
         [*GSPO, "--kl-coef", "0.01", "--kl-loss-type", "k1", "--ref-ckpt", "model", "--score-micro-bs", "4"],
         [*BASE, "--reward-ckpt", "model", "--score-micro-bs", "4"],
+        [*PPO, "--no-use-kl-loss", "--kl-reward-coef", "0.1", "--kl-reward-type", "k3", "--ref-ckpt", "model"],
         [*PPO, "--critic-lr-decay-style", "cosine", "--critic-min-lr", "0"],
         [*DPO, "--dpo-loss-type", "ipo", "--dpo-length-normalised"],
         [*GSPO, "--eval-dataset-path", "data.jsonl", "--eval-interval", "5", "--keep-best", "--eval-n-samples", "4"],

@@ -178,7 +178,7 @@ def test_roles_are_counted_where_a_run_holds_them(tiny_checkpoint):
     assert roles(algo="ppo") == weights + value
     assert roles(algo="ppo", use_kl_loss=False) == value
     assert roles(algo="ppo", use_kl_loss=False, reward_ckpt=str(tiny_checkpoint)) == 2 * value
-    assert (roles(), roles(kl_coef=0.1), roles(algo="dpo")) == (0, weights, 0)
+    assert (roles(), roles(kl_coef=0.1), roles(kl_reward_coef=0.1), roles(algo="dpo")) == (0, weights, weights, 0)
     other = {"algo": "dpo", "ref_ckpt": f"{tiny_checkpoint}/"}
     assert (roles(**other), roles("score", **other)) == (0, weights), "DPO's reference is gone before the first step"
     own = {"kl_coef": 0.1, "lora_rank": 4}

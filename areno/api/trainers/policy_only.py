@@ -33,7 +33,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
 
     def roles(self) -> list[ModelRole]:
         """The reference, with a KL term."""
-        return [self.reference_role()] if self.config.kl_coef > 0 else []
+        return [self.reference_role()] if self.config.takes_reference(ppo=False) else []
 
     def shaping(self) -> RewardShaping:
         """Rewards become advantages by the estimator of ``--advantage``."""
@@ -42,7 +42,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:
             return torch.tensor(estimate(rewards.tolist(), groups), dtype=torch.float64)
 
-        return RewardShaping(reward_clip=math.inf, reward_norm=norm)
+        return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.kl_reward)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
         """The response tokens of all rows of a sample carry the advantage of the response, or of their turn."""

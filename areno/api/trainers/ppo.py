@@ -36,7 +36,7 @@ class PPOTrainer(RolloutTrainer):
 
     def roles(self) -> list[ModelRole]:
         """The critic, and the reference if there is a KL term."""
-        return [*([self.reference_role()] if self.config.use_kl_loss else []), self._critic_role()]
+        return [*([self.reference_role()] if self.config.takes_reference(ppo=True) else []), self._critic_role()]
 
     def _critic_role(self) -> ModelRole:
         config = self.config
@@ -64,6 +64,7 @@ class PPOTrainer(RolloutTrainer):
             gae_lambda=config.lam,
             bootstrap_truncated=config.bootstrap_truncated,
             adv_norm=_whitened if config.whiten_advantages else None,
+            **self.kl_reward,
         )
 
     def learners(self) -> list[Learner]:
@@ -72,7 +73,7 @@ class PPOTrainer(RolloutTrainer):
         return [Learner("critic", self._train_critic, **self.passes), *policy]
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
-        """Statistics over all tokens of a step; the explained variance only where the returns vary at all."""
+        """Also those over all tokens of a step; the explained variance only where the returns vary at all."""
         rows = prepared.rows
         values, returns = trained_values(rows, "values"), trained_values(rows, "returns")
         stats = {
@@ -85,7 +86,11 @@ class PPOTrainer(RolloutTrainer):
         variance = float(np.var(returns))
         if variance > 0:
             stats["critic_explained_variance"] = 1.0 - float(np.var(np.subtract(returns, values))) / variance
-        return stats | spread("normalized_advantage", trained_values(rows, "advantages"))
+        return (
+            super().row_statistics(prepared)
+            | stats
+            | spread("normalized_advantage", trained_values(rows, "advantages"))
+        )
 
     # -- updates ---------------------------------------------------------------------------------------------------
 

@@ -117,11 +117,18 @@ class RolloutTrainer(DataTrainer):
 
     def row_statistics(self, prepared: Prepared) -> dict[str, float]:
         """Statistics of the rows of a step."""
-        return {}
+        if self.config.kl_reward_coef == 0:
+            return {}
+        return spread("kl_reward", prepared.populations["kl_rewards"].tolist())
 
     def update_statistics(self, updates: Iterator[tuple[str, dict[str, float] | None]]) -> dict[str, float]:
         """The statistics of a step's updates, from :meth:`PolicyObjective.updates`."""
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
+
+    @property
+    def kl_reward(self) -> dict[str, Any]:
+        """The KL penalty of :meth:`shaping`."""
+        return {"kl_ctl": self.config.kl_reward_coef, "kl_estimator": self.config.kl_reward_type}
 
     @property
     def passes(self) -> dict[str, int]:

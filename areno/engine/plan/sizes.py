@@ -117,8 +117,11 @@ class RunSizes:
             held.append(HeldRole("ref", ref, "policy", only_scores=True))
         if self.spec.name == "ppo":
             held.append(HeldRole("critic", str(run.critic_ckpt or ckpt), "value", trained=True))
-        kl = run.use_kl_loss if self.spec.name == "ppo" else self.spec.name in ("gspo", "grpo") and run.kl_coef > 0
-        if kl and not (run.uses_lora and ref == ckpt):  # with its adapter off, the actor is its own reference
+        ppo = self.spec.name == "ppo"
+        takes_reference = run.takes_reference(ppo) and (ppo or self.spec.name in ("gspo", "grpo"))
+        if takes_reference and not (
+            run.uses_lora and ref == ckpt
+        ):  # with its adapter off, the actor is its own reference
             held.append(HeldRole("ref", ref, "policy"))
         if run.reward_ckpt is not None:
             held.append(HeldRole("reward", run.reward_ckpt, "reward"))

@@ -75,7 +75,7 @@ class Prepared:
 
     Attributes:
         rows: those to train on.
-        populations: statistics as :func:`~areno.loss_fns.shaping.shape_advantages` returns them; empty with ``credits``.
+        populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
         unnormalised: advantages before ``adv_norm``, per trained token.
         divergences: how far the policy before the update is from the one that sampled, as means over the trained tokens.
         left_out: share of the trained tokens that M2PO leaves out.
@@ -134,12 +134,11 @@ class PolicyObjective:
             with self._around("values", settings.critic, len(rows)):
                 size = settings.rows_at_once(settings.critic, tokens)
                 values = self.models.score_values(settings.critic, tokens, size)
-        populations: dict[str, Tensor] = {}
         with self._around("advantages", "", len(rows)):
             if credits is None:
                 populations = shape_advantages(rows, settings.shaping, values)
             else:
-                credit_advantages(rows, settings.shaping, credits)
+                populations = credit_advantages(rows, settings.shaping, credits)
         bound = settings.m2_threshold
         left_out = None if bound is None else choose_by_second_moment(rows, bound)
         trained = finished(rows) if settings.shaping.mask_no_eos_with_zero else rows
