@@ -49,7 +49,7 @@ FEATURES = (
     Feature("rows of a step", ("--batch-size",), ("train_dataset.batch_size",)),
     Feature("rows of one pass", ("--mini-bs",), ("actor.mb_spec.max_tokens_per_mb",)),
     Feature("optimizer steps per rollout", ("--update-minibatches",), ("actor.ppo_n_minibatches",)),
-    Feature("passes over a rollout", ("--update-epochs",), ()),
+    Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
     Feature("prompts shared in training", ("--tree-training",), ("actor.enable_tree_training",)),
     Feature("8-bit Adam", ("--adam-8bit",), ("actor.optimizer.type",)),
     Feature("LoRA", ("--lora-rank",), ("actor.use_lora", "actor.lora_rank")),

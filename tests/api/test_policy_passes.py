@@ -67,6 +67,16 @@ def test_more_minibatches_than_prompts_make_one_each():
     assert plan([3, 3, 3], minibatches=8) == [[0, 1, 2]]
 
 
+def test_the_first_pass_takes_rows_as_they_come_where_they_are_in_a_random_order_already():
+    def by_rows(passes):
+        return plan_passes(range(10), passes=passes, minibatches=4, seed=0, step=0, order="rows")
+
+    assert by_rows(1) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
+    assert by_rows(2)[:4] == by_rows(1)
+    assert sorted(row for call in by_rows(2)[4:] for row in call) == list(range(10))
+    assert by_rows(2)[4:] != by_rows(1)
+
+
 def test_statistics_of_several_calls_become_one_set():
     first = {"loss": 1.0, "logp_diff_mean": 0.25, "step_rollout_time_s": 2.0, "clip_fraction": 0.0, "lr": 2e-3}
     second = {

@@ -278,9 +278,10 @@ def steps_of(trainer: Any, role: str) -> int:
 
 def test_an_update_has_so_many_optimizer_steps(tiny_checkpoint, tmp_path):
     given = {**CRITIC, "actor.ppo_n_minibatches": 2, "critic.ppo_n_minibatches": 4, "total_train_steps": 2}
+    given |= {"actor.ppo_n_epochs": 3, "critic.ppo_n_epochs": 2}
     with trainer_of(settings_of_kind("rl", tiny_checkpoint, tmp_path, given)) as trainer:
         trainer.train()
-        assert (steps_of(trainer, "actor"), steps_of(trainer, "critic")) == (4, 8)
+        assert (steps_of(trainer, "actor"), steps_of(trainer, "critic")) == (12, 16)
 
 
 def test_the_critic_moves_less_when_it_is_clipped(rl):

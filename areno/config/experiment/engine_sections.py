@@ -144,6 +144,7 @@ class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
     )
     algorithm_options: dict[str, Any] = setting({}, help="Options that algorithm declares, by name.")
     ppo_n_minibatches: int = setting(4, minimum=1, help="Optimizer steps that a batch is divided into.")
+    ppo_n_epochs: int = setting(1, minimum=1, help="Training passes over a batch, each of ppo_n_minibatches steps.")
     reward_norm: NormConfig | None = section(None, help="Normalisation of rewards, before advantages.")
     reward_scaling: float = setting(1.0, help="Rewards are multiplied by it, after the bias.")
     reward_bias: float = setting(0.0, help="Added to rewards.")
@@ -186,6 +187,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
     is_critic: bool = setting(True, help="A critic gives one number per token.")
     ppo_n_minibatches: int = setting(4, minimum=1, help="Optimizer steps that a batch is divided into.")
+    ppo_n_epochs: int = setting(1, minimum=1, help="Training passes over a batch, each of ppo_n_minibatches steps.")
     eps_clip: float = setting(0.5, above=0, help="Values move at most this far from the old ones in the clipped loss.")
     mask_no_eos_with_zero: bool = setting(
         False,

@@ -400,10 +400,10 @@ class PPOTrainer(ExperimentTrainer):
         """Also make the objective, whose rates depend on the number of steps."""
         super().plan_steps(total_epochs)
         actor, critic = self.config.actor, self.config.critic
-        learners = [Learner(ACTOR, self._train_actor, minibatches=actor.ppo_n_minibatches)]
+        learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
         if critic is not None and critic.optimizer is not None:
             self.critic_schedule = schedule_of(critic.optimizer, self._total_steps)
-            learners.append(Learner(CRITIC, self._train_critic, minibatches=critic.ppo_n_minibatches))
+            learners.append(Learner(CRITIC, self._train_critic, critic.ppo_n_epochs, critic.ppo_n_minibatches))
         self.objective = PolicyObjective(
             *(self.engine, settings_of(self.config, self.shaping, self.loss), learners),
             seed=self.config.seed,

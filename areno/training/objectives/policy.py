@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from areno.engine.backend import Backend
 from areno.loss_fns.proximal import divergences
 from areno.loss_fns.shaping import (
     Credits,
@@ -34,18 +35,6 @@ TokenRows = Sequence[Sequence[int]]
 Stage = Literal["logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
 """Makes a block around a stage, from its name, the role that works and the number of rows."""
-
-
-class ScoringModels(Protocol):
-    """What scores rows by role: an engine, several ranks of one, or a backend of the SDK."""
-
-    def score_logprobs(
-        self, role: str, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int
-    ) -> list[list[float]]:
-        """Log-prob of each token of each row; entry 0 is 0.0."""
-
-    def score_values(self, role: str, rows: TokenRows, micro_bs: int) -> list[list[float]]:
-        """Value after each token of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +91,7 @@ class PolicyObjective:
 
     def __init__(
         self,
-        models: ScoringModels,
+        models: Backend,
         settings: PolicySettings,
         learners: Sequence[Learner],
         *,
