@@ -30,7 +30,10 @@ POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
 """Samples, rewards, advantages by comparison, policy steps."""
 
 _READ_BY_TRAINER = {
-    POLICY_TRAINER: ("advantage", "update_epochs", "update_minibatches", "tree_training", "score_micro_bs"),
+    POLICY_TRAINER: (
+        *("advantage", "update_epochs", "update_minibatches", "tree_training", "score_micro_bs"),
+        *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
+    ),
 }
 """Options that a trainer reads whatever its loss is."""
 

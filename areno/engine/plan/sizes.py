@@ -118,7 +118,7 @@ class RunSizes:
         if self.spec.name == "ppo":
             held.append(HeldRole("critic", str(run.critic_ckpt or ckpt), "value", trained=True))
         ppo = self.spec.name == "ppo"
-        takes_reference = run.takes_reference(ppo) and (ppo or self.spec.name in ("gspo", "grpo"))
+        takes_reference = self.spec.requires_rollout and run.takes_reference(ppo)
         if takes_reference and not (
             run.uses_lora and ref == ckpt
         ):  # with its adapter off, the actor is its own reference
