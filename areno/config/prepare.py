@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.config.hooks import check_hook, load_hook
-from areno.config.machine import with_layout
+from areno.config.machine import resolved_device, with_layout
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
@@ -31,8 +31,7 @@ def prepare_run(argv: Sequence[str]) -> PreparedRun:
     Raises:
         UsageError: the input cannot work; the message names options, values and remedies.
     """
-    options = with_layout(apply_resume(parse_train(argv)), visible_gpus())
-    validate(options)
+    options = _checked(argv)
     return PreparedRun(options, load_hooks(options))
 
 
@@ -42,8 +41,14 @@ def prepare_plan(argv: Sequence[str]) -> TrainOptions:
     Raises:
         UsageError: the input cannot work; the message names options, values and remedies.
     """
-    options = with_layout(apply_resume(parse_train(argv)), visible_gpus())
-    validate(options, needs_data=False)
+    return _checked(argv, needs_data=False)
+
+
+def _checked(argv: Sequence[str], *, needs_data: bool = True) -> TrainOptions:
+    """Options that can work on this machine; ``auto`` is checked as what it stands for, and kept."""
+    gpus = visible_gpus()
+    options = with_layout(apply_resume(parse_train(argv)), gpus)
+    validate(replace(options, device=resolved_device(options.device, gpus)), needs_data=needs_data)
     return options
 
 

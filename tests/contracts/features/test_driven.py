@@ -75,22 +75,36 @@ DRIVES: dict[str, tuple[str, str]] = {
     "flags clock": (SFT + " --save-interval-minutes 0.15", "checkpoints by the clock"),
     "yaml adapter": (
         RUN_SFT + " total_train_epochs=2 actor.mb_spec.max_tokens_per_mb=96 actor.use_lora=true actor.lora_rank=4"
+        " actor.load_in_4bit=true"
         " actor.gradient_checkpointing=true evaluator.keep_best=true recover.mode=auto recover.freq_steps=1" + HELD_OUT,
-        "passes over the data, rows of one pass, LoRA, recomputed activations, evaluation, best checkpoint, "
-        "checkpoints to resume from",
+        "passes over the data, rows of one pass, LoRA, LoRA on a base in 4 bits, recomputed activations, evaluation, "
+        "best checkpoint, checkpoints to resume from",
     ),
     "yaml stopped": (
         RUN_SFT + " total_train_epochs=9 train_dataset.batch_size=4 actor.optimizer.lr=1e-30"
         " actor.optimizer.type=adam_8bit evaluator.eval_before_train=true evaluator.early_stop_patience=2" + HELD_OUT,
         "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
     ),
-    "yaml ranks": (RUN_SFT + " total_train_steps=1 actor.backend=fsdp:d2", "most steps, several devices"),
+    "yaml ranks": (
+        RUN_SFT + " total_train_steps=1 actor.backend=fsdp:d2",
+        "most steps, several devices, weights sharded over replicas (FSDP2)",
+    ),
     "yaml clock": (RUN_SFT + " recover.mode=auto recover.freq_secs=9", "checkpoints by the clock"),
 }
 ENDS_AND_GOES_ON = {
     "flags": (POLICY + " --max-steps 3 --save-interval 1", "train --resume {run}"),
     "yaml": (RUN_POLICY + " total_train_steps=3 recover.mode=auto recover.freq_steps=1", ""),
 }
+
+
+ON_A_GPU = {
+    "flags": (SFT + " --offload-optimizer --offload-activations", ("--offload-optimizer", "--offload-activations")),
+    "yaml": (
+        RUN_SFT + " actor.optimizer.offload=true actor.offload_activations=true actor.gradient_checkpointing=true",
+        ("actor.optimizer.offload", "actor.offload_activations"),
+    ),
+}
+"""Offloading has nothing to do on a CPU, and says so before a model is loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +178,14 @@ def test_features(name, run, files, tmp_path, capsys, monkeypatch):
     drive(run, command, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
     assert [feature for feature in features.split(", ") if not shows(run, feature)] == []
+
+
+@pytest.mark.parametrize("side", ON_A_GPU)
+def test_features_of_gpus_are_refused_by_name(side, run, files, tmp_path, capsys):
+    command, names = ON_A_GPU[side]
+    drive(run, command, files, tmp_path / "run", capsys)
+    assert (run.code, run.engines) == (2, [])
+    assert [name for name in names if f"{name} " not in run.output] == []
 
 
 @pytest.mark.parametrize("side", ENDS_AND_GOES_ON)
