@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from areno.config import Option, TrainOptions, get_algorithm, list_algorithms, options_of
-from areno.config.options import GROUPS, flag_of
+from areno.config import AlgorithmSpec, Option, TrainOptions, get_algorithm, list_algorithms, options_of
+from areno.config.options import GROUPS
 
 PAGE = Path(__file__).with_name("options.md")
 
@@ -40,10 +40,13 @@ def _of_algorithms() -> Iterator[str]:
     specs = [get_algorithm(name) for name in list_algorithms()]
     for declaration in dict.fromkeys(spec.options for spec in specs if spec.options is not None):
         own = [spec for spec in specs if spec.options is declaration]
-        yield _section("Only " + ", ".join(spec.name for spec in own), options_of(declaration))
+        yield _section(
+            "Only " + ", ".join(spec.name for spec in own), AlgorithmSpec("", options=declaration).own_options()
+        )
         for spec in own:
-            for name, value in spec.presets.items():
-                yield f"`--algo {spec.name}` has `{flag_of(name)}` at {str(value).lower()}.\n"
+            plain = AlgorithmSpec("", options=declaration).own_options()
+            for entry in (each for each in spec.own_options() if each not in plain):
+                yield f"`--algo {spec.name}` has `{entry.flag}` at {str(entry.default).lower()}.\n"
 
 
 def _section(title: str, entries: Iterable[Option]) -> str:

@@ -11,8 +11,9 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,8 @@ class AlgorithmSpec:
         requires_rollout: generates completions and needs a reward.
         loss_fn_factory: makes the loss function from the run's options, likewise; for what names cannot say.
         experimental: left out of `list_algorithms` on request.
-        options: dataclass of further options (declared with ``areno.config.option``); they become flags of the run.
+        options: dataclass of further options (declared with ``areno.config.option``); they become flags of the run. Those of a
+            dataclass in a field that may be None have the field's name in front, and make it as soon as one is given.
         uses: options of built-in algorithms that this one reads as well, such as ``grpo_clip_eps``.
         trains: ``policy``, or ``reward`` for a sequence classifier with one score per sequence.
         min_samples: least ``--n-samples`` from which it can learn; 2 if it compares the samples of a prompt.
@@ -88,8 +90,15 @@ class AlgorithmSpec:
 
     def own_options(self) -> tuple[Option, ...]:
         """The options that it declares, with its presets as defaults."""
-        declared = options_of(self.options) if self.options is not None else ()
-        return tuple(replace(entry, default=self.presets.get(entry.name, entry.default)) for entry in declared)
+        if self.options is None:
+            return ()
+        own = [replace(e, default=self.presets.get(e.name, e.default)) for e in options_of(self.options)]
+        for name, section in _sections(self.options).items():
+            presets = self.presets.get(name, {})
+            for entry in options_of(section):
+                info = replace(entry.info, unset=entry.default_text)
+                own.append(Option(f"{name}_{entry.name}", entry.kind, entry.many, presets.get(entry.name), info))
+        return tuple(own)
 
     def knobs(self, options: TrainOptions) -> Any:
         """Its ``options`` with the values of a run; None if it declares none.
@@ -97,8 +106,14 @@ class AlgorithmSpec:
         Raises:
             ValueError: the dataclass refuses them.
         """
+        if self.options is None:
+            return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
-        return None if self.options is None else self.options(**values)
+        for name, section in _sections(self.options).items():
+            found = {entry.name: values.pop(f"{name}_{entry.name}") for entry in options_of(section)}
+            chosen = {key: value for key, value in found.items() if value is not None}
+            values[name] = section(**chosen) if chosen else None
+        return self.options(**values)
 
     def make_loss_fn(self, options: TrainOptions) -> LossFn | None:
         """Return the loss function of a run, its parameters bound as the class says; None if the trainer has its own."""
@@ -132,6 +147,15 @@ class AlgorithmSpec:
         if isinstance(source, str):
             return source.rpartition(":")[2]
         return getattr(source, "__name__", type(source).__name__)
+
+
+def _sections(declaration: type) -> dict[str, type]:
+    """Fields that hold a dataclass of further options, or None, with its class."""
+    hints = typing.get_type_hints(declaration)
+    classes = {
+        e.name: [one for one in typing.get_args(hints[e.name]) if is_dataclass(one)] for e in fields(declaration)
+    }
+    return {name: typing.cast(type, found[0]) for name, found in classes.items() if found}
 
 
 def resolve_reference(reference: Any) -> Any:

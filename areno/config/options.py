@@ -161,8 +161,12 @@ def options_of(declaration: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
-def check_options(values: Any) -> None:
+def check_options(values: Any, prefix: str = "") -> None:
     """Check a dataclass instance against the bounds and choices of its options; None is always allowed.
+
+    Args:
+        values: the instance.
+        prefix: put in front of names in messages.
 
     Raises:
         ValueError: a value lies outside, with the option's name and what is allowed.
@@ -173,9 +177,11 @@ def check_options(values: Any) -> None:
         if value is None:
             continue
         if entry.info.choices and value not in entry.info.choices:
-            raise ValueError(f"{entry.name} {value!r} is unknown; choose one of: {', '.join(entry.info.choices)}")
+            raise ValueError(
+                f"{prefix}{entry.name} {value!r} is unknown; choose one of: {', '.join(entry.info.choices)}"
+            )
         if entry.kind in (int, float) and (problem := entry.bounds_problem(value)):
-            raise ValueError(f"{entry.name} {problem}, got {value}; {entry.bounds_remedy}")
+            raise ValueError(f"{prefix}{entry.name} {problem}, got {value}; {entry.bounds_remedy}")
 
 
 def _take_apart(hint: Any, where: str) -> tuple[type, bool]:

@@ -84,7 +84,7 @@ class PolicyLoss(PolicyLossOptions):
             found["c_clip"] = self.c_clip
         if self.rejection_sampling is not None:
             found["rs_upper"] = self.rejection_sampling.upper
-            if self.rejection_sampling.lower is not None:
+            if self.rejection_sampling.lower is not None and self.rejection_sampling.action == "mask":
                 found["rs_lower"] = self.rejection_sampling.lower
         return found
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from areno.config.experiment.update_sections import RejectionSamplingConfig
+from areno.config.options import check_options
 from areno.loss_fns.pack import DataPack, in_float
 from areno.loss_fns.policy import MAX_LOG_RATIO, ratio_of, sequence_means
 
@@ -22,39 +23,23 @@ from areno.loss_fns.policy import MAX_LOG_RATIO, ratio_of, sequence_means
 LEAST_PROBABILITY = 1e-8
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionSampling:
+@dataclass
+class RejectionSampling(RejectionSamplingConfig):
     """Bounds on the divergence between the proximal and the behaviour policy.
 
-    Attributes:
-        level: judge each ``token``, or each ``sequence`` as one.
-        action: ``mask`` leaves out what lies outside the bounds; ``clamp`` limits its weight to them.
-        metric: with d = log r: ``ratio`` r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
-            larger of the two divergences between the token's probabilities, each read as a coin.
-        agg: how a sequence's tokens become one number: ``mean``, ``sum`` or ``max``; of ratios in log space.
-        upper: greatest value that is let through.
-        lower: least value; None has none, and with ``clamp`` stands for 0.
+    With d = log r the metric ``ratio`` is r; ``kl_k1`` d; ``kl_k2`` d^2 / 2; ``kl_k3`` r - log r - 1; ``binary_kl`` (KPop) the
+    larger of the two divergences between the token's probabilities, each read as a coin.
 
     Raises:
         ValueError: a name is unknown, or a bound cannot be met.
     """
 
-    level: Literal["token", "sequence"] = "token"
-    action: Literal["mask", "clamp"] = "mask"
-    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = "ratio"
-    agg: Literal["sum", "mean", "max"] = "mean"
-    upper: float = 5.0
-    lower: float | None = None
-
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"rejection_sampling.{name} {getattr(self, name)!r} is unknown; choose one of: {', '.join(choices)}"
-                )
+        check_options(self, "rejection_sampling.")
+        super().__post_init__()
         if self.metric == "ratio" and not self.upper > 1:
             raise ValueError(f"rejection_sampling.upper must be above 1 for a ratio, got {self.upper}")
-        if self.metric == "ratio" and self.lower is not None and not self.lower > 0:
+        if self.metric == "ratio" and self.action == "mask" and self.lower is not None and not self.lower > 0:
             raise ValueError(
                 f"rejection_sampling.lower must be above 0 for a ratio, got {self.lower}; null has no bound"
             )
@@ -68,14 +53,6 @@ class RejectionSampling:
             )
         if self.level == "token" and self.agg != "mean":
             warnings.warn(f"rejection_sampling.agg {self.agg} has no effect on single tokens", stacklevel=3)
-
-
-_CHOICES = {
-    "level": ("token", "sequence"),
-    "action": ("mask", "clamp"),
-    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-    "agg": ("sum", "mean", "max"),
-}
 
 
 @dataclass(frozen=True, slots=True)

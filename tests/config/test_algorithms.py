@@ -11,6 +11,7 @@ from areno.config.parser import parse_train, train_help
 from areno.config.validate import validate
 from areno.config.yaml_io import dump_config, load_config
 from areno.errors import UsageError
+from areno.loss_fns import RejectionSampling
 from tests.config.workspace import GSPO
 
 ALGORITHM = """
@@ -48,7 +49,20 @@ def algorithm_file(workspace):
 
 
 def test_algorithms_are_listed_sorted():
-    assert list_algorithms() == ["cispo", "dapo", "dpo", "gmpo", "grpo", "gspo", "ppo", "rm", "sapo", "sft"]
+    assert list_algorithms() == [
+        "cispo",
+        "dapo",
+        "dpo",
+        "gmpo",
+        "grpo",
+        "gspo",
+        "icepop",
+        "m2po",
+        "ppo",
+        "rm",
+        "sapo",
+        "sft",
+    ]
 
 
 def test_names_are_found_in_any_case():
@@ -101,6 +115,12 @@ def test_the_options_of_an_algorithm_reach_its_loss(algo, given, bound):
         (["--algo", "dapo", "--eps-clip-higher", "0.3", "--c-clip", "3"], {"eps_clip_higher": 0.3, "c_clip": 3.0}),
         (["--algo", "cispo", "--eps-clip", "0.1"], {"use_cispo_loss": True, "eps_clip": 0.1, "eps_clip_higher": None}),
         (["--algo", "SAPO", "--sapo-tau-neg", "2"], {"use_sapo_loss": True, "sapo_tau_neg": 2.0}),
+        (["--algo", "m2po"], {"use_decoupled_loss": True, "m2_threshold": 0.04, "eps_clip": 0.0}),
+        (["--algo", "icepop"], {"rejection_sampling": RejectionSampling(lower=0.5, upper=5.0)}),
+        (
+            ["--algo", "icepop", "--rejection-sampling-upper", "4", "--rejection-sampling-level", "sequence"],
+            {"rejection_sampling": RejectionSampling(lower=0.5, upper=4.0, level="sequence")},
+        ),
         (["--algo", "gmpo"], {"gmpo_clip_eps": 0.4}),
         (["--algo", "gmpo", "--gmpo-clip-eps", "0.3"], {"gmpo_clip_eps": 0.3}),
     ],
@@ -121,6 +141,11 @@ def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs)
         (
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
             "--prox-logp-method linear interpolates between versions",
+        ),
+        (["--algo", "dapo", "--rejection-sampling-upper", "5"], "rejection_sampling has an effect only with"),
+        (
+            ["--algo", "icepop", "--rejection-sampling-upper", "1"],
+            "rejection_sampling.upper must be above 1 for a ratio",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),
@@ -179,7 +204,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
         ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
-        ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, ppo, rm, sapo, sft"),
+        ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft"),
     ],
 )
 def test_unusable_algorithms_say_why(algorithm_file, name, expected):

@@ -105,6 +105,7 @@ def test_a_knob_of_the_loss_gives_its_formula(base, changes, by_hand):
     [
         ({"actor.algorithm": "dapo"}, partial(policy_loss_fn, knobs=PolicyLoss(eps_clip_higher=0.28))),
         ({"actor.algorithm": "dapo", "actor.eps_clip_higher": None}, partial(policy_loss_fn, knobs=PolicyLoss())),
+        ({"actor.algorithm": "icepop"}, partial(policy_loss_fn, knobs=rejecting(lower=0.5))),
         ({"actor.algorithm": "cispo"}, partial(policy_loss_fn, knobs=PolicyLoss(use_cispo_loss=True))),
         ({"actor.algorithm": "sapo", "actor.sapo_tau_neg": 3.0},
          partial(policy_loss_fn, knobs=PolicyLoss(use_sapo_loss=True, sapo_tau_neg=3.0))),

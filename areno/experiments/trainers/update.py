@@ -79,16 +79,9 @@ def with_version(loss: functools.partial[Any], version: int) -> functools.partia
 
 def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:
     """The knobs of the loss."""
-    return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=_rejection(actor))
-
-
-def _rejection(actor: PPOActorConfig) -> RejectionSampling | None:
     bounds = actor.rejection_sampling
-    if bounds is None:
-        return None
-    # A clamp without a lower bound has 0 in the configuration, where no ratio lies below; a k1 of 0 is a bound.
-    unbounded = bounds.metric == "ratio" and bounds.lower == 0
-    return made_of(RejectionSampling, bounds, lower=None if unbounded else bounds.lower)
+    rejection = bounds and made_of(RejectionSampling, bounds)
+    return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
 
 
 def shaping_of(actor: PPOActorConfig) -> RewardShaping:
