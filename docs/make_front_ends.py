@@ -59,7 +59,7 @@ FEATURES = (
     Feature("recomputed activations", ("--activation-checkpointing",), ("actor.gradient_checkpointing",)),
     Feature("several devices", ("--world-size", "--tp-size"), ("actor.backend",)),
     Feature("weights sharded over replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
-    Feature("algorithm by name, or from your own file", ("--algo",), ("actor.algorithm",)),
+    Feature("algorithm by name or from your own file", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ()),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),

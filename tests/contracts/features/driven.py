@@ -26,6 +26,8 @@ class Driven:
         loops: of each attempt; the last one counts.
         engines: configuration and layout of each engine that the process made.
         calls: rows and micro-batching of each optimizer step of the actor.
+        losses: names of the losses of these steps.
+        rows: how many were trained on, step by step.
         scored: roles that scored rows.
         code: exit status of the last command.
         output: what the commands printed.
@@ -34,6 +36,8 @@ class Driven:
     loops: list[TrainingLoop] = field(default_factory=list)
     engines: list[tuple[EngineConfig, Layout]] = field(default_factory=list)
     calls: list[tuple[int, Any]] = field(default_factory=list)
+    losses: set[str] = field(default_factory=set)
+    rows: list[int] = field(default_factory=list)
     scored: set[str] = field(default_factory=set)
     code: int = 0
     output: str = ""
@@ -88,7 +92,12 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "rows of a step": lambda run: run.calls[0][0] == 4,
     "rows of one pass": lambda run: run.calls[0][1] == 3 or run.calls[0][1].max_tokens_per_mb == 96,
     "optimizer steps per rollout": lambda run: len({rows for rows, _ in run.calls}) == 1 and run.calls[0][0] == 4,
-    "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * len(run.column("rewards", "n_seqs")),
+    "passes over a rollout": lambda run: sum(rows for rows, _ in run.calls) == 2 * sum(run.rows),
+    "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},
+    "KL in the loss": lambda run: "ref" in run.scored and any(run.column("kl_loss", "kl_loss/avg")),
+    "KL in the reward": lambda run: "ref" in run.scored and run.column("kl_reward_mean", "kl_rewards/avg") != [],
+    "reward function": lambda run: run.column("reward_mean", "task_reward/avg") != [] and "reward" not in run.scored,
+    "reward model": lambda run: run.column("reward_mean", "task_reward/avg") != [] and "reward" in run.scored,
     "prompts shared in training": lambda run: run.engine.tree_training or getattr(run.calls[0][1], "tree", False),
     "8-bit Adam": lambda run: run.engine.optimizer.adam_8bit,
     "LoRA": lambda run: run.engine.adapter is not None and run.engine.adapter.rank == 4,

@@ -21,6 +21,7 @@ from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.training.frequency import FrequencyControl
 from areno.training.loop import TrainingLoop
+from areno.training.report import Reporter, StepOutcome
 from tests.contracts.features.driven import EVIDENCE, ROWS, Driven, shows
 
 DATA = [
@@ -53,7 +54,12 @@ RUN_POLICY = (
     " rollout.scheduling_strategy.target=actor rollout.scheduling_strategy.fork=false reward.fn={functions}:letters"
     " actor.reward_norm.mean_level=group"
 )
-PLAIN = {"flags": SFT, "yaml": RUN_SFT}
+PLAIN = {
+    "flags": (SFT, []),
+    "yaml": (RUN_SFT, []),
+    "flags policy": (POLICY + " --epochs 1", ["reward function"]),
+    "yaml policy": (RUN_POLICY, ["reward function"]),
+}
 HELD_OUT = " valid_dataset.path={held_out} valid_dataset.type=sft evaluator.freq_steps=1"
 DRIVES: dict[str, tuple[str, str]] = {
     "flags adapter": (
@@ -73,6 +79,26 @@ DRIVES: dict[str, tuple[str, str]] = {
         "most steps, several devices, weights sharded over replicas (FSDP2)",
     ),
     "flags clock": (SFT + " --save-interval-minutes 0.15", "checkpoints by the clock"),
+    "flags update": (
+        POLICY + " --max-steps 1 --batch-size 4 --n-samples 2 --update-epochs 2 --update-minibatches 2 --kl-coef 0.1"
+        " --tree-training --speculate 2",
+        "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
+        "KL in the loss, reward function",
+    ),
+    "flags named": (
+        POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
+        "algorithm by name or from your own file, KL in the reward",
+    ),
+    "yaml update": (
+        RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
+        " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2",
+        "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
+        "reward function",
+    ),
+    "yaml named": (
+        RUN_POLICY + " total_train_steps=1 actor.algorithm=gmpo actor.kl_ctl=0.1 ref.path={ckpt}",
+        "algorithm by name or from your own file, KL in the reward",
+    ),
     "yaml adapter": (
         RUN_SFT + " total_train_epochs=2 actor.mb_spec.max_tokens_per_mb=96 actor.use_lora=true actor.lora_rank=4"
         " actor.load_in_4bit=true"
@@ -144,10 +170,26 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
         ) -> Any:
             if role == "actor":
                 seen.calls.append((len(rows), batching))
+                seen.losses.add(getattr(loss, "func", loss).__name__)
             return step(engine, rows, loss, batching, accumulation, role)
 
         return call
 
+    def scored(score: Callable[..., Any]) -> Callable[..., Any]:
+        def call(engine: Any, role: str, *more: Any, **options: Any) -> Any:
+            seen.scored.add(role)
+            return score(engine, role, *more, **options)
+
+        return call
+
+    def observed(report: Reporter, step: int, outcome: StepOutcome) -> bool:
+        seen.rows.append(len(outcome.rows))
+        return observe(report, step, outcome)
+
+    observe = Reporter.observe
+    monkeypatch.setattr(Reporter, "observe", observed)
+    for name in ("score_logprobs", "score_rewards"):
+        monkeypatch.setattr(Engine, name, scored(getattr(Engine, name)))
     monkeypatch.setattr(TrainingLoop, "set_up", loop_made)
     monkeypatch.setattr(Engine, "__init__", engine_made)
     monkeypatch.setattr(EngineGroup, "__init__", group_made)
@@ -162,11 +204,12 @@ def drive(run: Driven, command: str, files: dict[str, Path], folder: Path, capsy
     run.output += "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("side", PLAIN)
-def test_a_plain_run_shows_none(side, run, files, tmp_path, capsys):
-    drive(run, PLAIN[side], files, tmp_path / "run", capsys)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_run_shows_none(name, run, files, tmp_path, capsys):
+    command, features = PLAIN[name]
+    drive(run, command, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
-    assert [feature for feature in EVIDENCE if shows(run, feature)] == []
+    assert [feature for feature in EVIDENCE if shows(run, feature)] == features
 
 
 @pytest.mark.parametrize("name", DRIVES)
