@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areno.cli.resume import OPTION, experiment_to_resume
+from areno.storage.layout import CONFIG
+
 USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
+       areno run --resume RUN [key=value ...]
        areno run FILE.yaml --help        all settings of the experiment
        areno run FILE.yaml --dry-run     check everything and show what would be done
 
 Any setting can be given: areno run examples/experiments/grpo.yaml actor.optimizer.lr=1e-3 seed=42
-What the file says in train_dataset.type decides what is run: rl, sft, rw or dpo.
+What the file says in train_dataset.type decides what is run: rl, sft, rw or dpo. --resume continues the run in a
+directory, also one of areno train, which then takes the options of areno train.
 """
 
 
@@ -30,9 +35,16 @@ def run(argv: Sequence[str]) -> int:
     if not words or words in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
-    if not words[0].startswith("-") and "=" not in words[0]:
+    resumed = experiment_to_resume(words)
+    if resumed is not None:
+        words = ["--config", str(resumed[0] / CONFIG), *resumed[1]]
+    elif any(word.partition("=")[0] == OPTION for word in words):
+        from areno.cli.train import run as train
+
+        return train(argv)
+    elif not words[0].startswith("-") and "=" not in words[0]:
         words.insert(0, "--config")
     from areno.experiments.run import main
 
-    main(words)
+    main(words, resumed and resumed[0])
     return 0

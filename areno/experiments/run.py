@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from areno.config.experiment.experiments import (
@@ -16,9 +17,9 @@ from areno.config.experiment.experiments import (
 )
 from areno.config.experiment.legacy import load_legacy_config
 from areno.config.experiment.loader import experiment_class, load_expr_config
-from areno.errors import ArenoError, EngineError, exit_code
+from areno.errors import ArenoError, EngineError, UsageError, exit_code
 from areno.experiments.checks import check_inputs
-from areno.experiments.folders import open_log
+from areno.experiments.folders import ExperimentFolders, open_log
 from areno.training.stopping import StopRequested
 
 _log = logging.getLogger(__name__)
@@ -94,14 +95,36 @@ def guarded(run: Callable[[], None]) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> None:
+def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
+    """Refuse a run that cannot be continued.
+
+    Raises:
+        UsageError: it keeps no recovery points, or it lies elsewhere than its configuration says.
+    """
+    logs = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name).logs
+    if not (logs.is_dir() and logs.samefile(run)):
+        raise UsageError(f"--resume {run}: its configuration says that it is in {logs}; move it there")
+    if not config.recover.enabled:
+        raise UsageError(
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery points; to do it again from "
+            "its first step, add recover.mode=auto"
+        )
+
+
+def main(argv: Sequence[str], resumed: Path | None = None) -> None:
     """``areno run``: the kind of experiment is what ``train_dataset.type`` says; ``--dry-run`` shows what it would do.
+
+    Args:
+        argv: arguments, the configuration among them.
+        resumed: run directory that must be continued; None begins or continues as ``recover.mode`` says.
 
     Raises:
         ArenoError: the configuration is wrong, or the experiment failed.
     """
     words = [word for word in argv if word != DRY_RUN]
     config, _ = load_expr_config(words, experiment_class(words))
+    if resumed is not None:
+        _check_resumed(config, resumed)
     if DRY_RUN in argv:
         from areno.experiments.dry_run import dry_run
 

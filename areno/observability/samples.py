@@ -6,13 +6,16 @@ a step it keeps the best, the worst and the first sample (at most 24 records, te
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from logging import Logger
 from typing import Any, Protocol
 
 from areno.errors import UsageError
-from areno.types import RewardRecord
+from areno.types import RewardRecord, TrainSequence
 
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
@@ -79,6 +82,88 @@ def sample_records(
     ]
     _add_rows(found, [trajectories[i] for i in sorted(picked)] if trajectories is not None else [])
     return found
+
+
+def row_records(
+    step: int,
+    prompts: Sequence[int],
+    rows: Sequence[TrainSequence],
+    tokenizer: Any,
+    texts: Callable[[int], tuple[str, list[int]]],
+) -> list[dict[str, Any]]:
+    """:func:`sample_records` of a batch of which there is nothing but the rows: each of them is one sample.
+
+    Args:
+        step: step index.
+        prompts: number of the prompt of each group.
+        rows: group by group, with their rewards and advantages.
+        tokenizer: decodes them.
+        texts: looks the text of a token up.
+    """
+    counts: Counter[int] = Counter()
+    records, advantages = [], []
+    for row in rows:
+        begin = row.prompt_mask.index(False) if False in row.prompt_mask else len(row.tokens)
+        trained = row.trainable()[begin:]
+        metadata = {
+            "prompt_index": prompts[row.group],
+            "sample_index": counts[row.group],
+            "finish_reason": "length" if row.truncated else "stop",
+        }
+        counts[row.group] += 1
+        records.append(
+            RewardRecord(
+                prompt=tokenizer.decode(row.tokens[:begin]),
+                completion=tokenizer.decode(row.tokens[begin:]),
+                tokens=row.tokens[begin:],
+                logprobs=row.logprobs[begin:],
+                loss_mask=trained,
+                metadata=metadata,
+            )
+        )
+        used = [a for a, counted in zip(row.advantages[begin:], trained, strict=False) if counted]
+        advantages.append(sum(used) / len(used) if used else 0.0)
+    shown = [partial(lambda row: [row_segments(row, texts)], row) for row in rows]
+    return sample_records(step, records, [row.reward for row in rows], advantages, trajectories=shown)
+
+
+def row_segments(
+    row: TrainSequence,
+    texts: Callable[[int], tuple[str, list[int]]],
+    roles: Sequence[str] | None = None,
+    turns: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """A row as runs of like tokens, as ``rows`` of a sample holds them.
+
+    Args:
+        row: as it was trained on.
+        texts: looks the text of a token up.
+        roles: of each token; None tells only ``text``, which was sampled, from ``given``.
+        turns: which turn of the sample each token belongs to; None counts the sampled parts.
+
+    Returns:
+        Segments: ``role, turn, trained, version`` that all of their tokens share, and the lists ``tokens, texts, logprobs,
+        advantages``.
+    """
+    versions, advantages = row.versions or [-1] * len(row.tokens), row.advantages or [0.0] * len(row.tokens)
+    sampled = [version >= 0 for version in versions]
+    roles = ["text" if own else "given" for own in sampled] if roles is None else roles
+    if turns is None:
+        ends = [before and not own for before, own in zip([False, *sampled], sampled, strict=False)]
+        turns = list(itertools.accumulate(map(int, ends)))
+    kinds = zip(roles, turns, row.trainable(), versions, strict=True)
+    segments: list[dict[str, Any]] = []
+    last: tuple[Any, ...] | None = None
+    for kind, token, logprob, advantage in zip(kinds, row.tokens, row.logprobs, advantages, strict=True):
+        if kind != last:
+            segments.append(dict(zip(("role", "turn", "trained", "version"), kind, strict=True)))
+            segments[-1] |= {"tokens": [], "texts": [], "logprobs": [], "advantages": []}
+            last = kind
+        segments[-1]["tokens"].append(token)
+        segments[-1]["texts"].append(texts(token)[0])
+        segments[-1]["logprobs"].append(round(logprob, 6))
+        segments[-1]["advantages"].append(round(advantage, 6))
+    return segments
 
 
 def _add_rows(

@@ -198,7 +198,10 @@ def test_two_steps_report_and_change_the_weights(
     if kind == "rl":
         capsys.readouterr()
         assert main(["inspect", str(ran.folder)]) == 0
-        assert "reward" in capsys.readouterr().out
+        listed = capsys.readouterr().out
+        assert "reward" in listed
+        assert main(["inspect", str(ran.folder), "--sample", listed.splitlines()[1].split()[0]]) == 0
+        assert "trained on" in capsys.readouterr().out
 
 
 def test_the_real_task_runs_with_what_the_command_line_names(gsm8k: Path, tmp_path: Path) -> None:

@@ -37,10 +37,16 @@ from areno.errors import EngineError, RewardError
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import Credits, RewardShaping, trained_values
 from areno.observability import lifecycle
-from areno.observability.samples import completions_to_log, log_completions, log_trajectory, sample_records
+from areno.observability.samples import (
+    completions_to_log,
+    log_completions,
+    log_trajectory,
+    row_segments,
+    sample_records,
+)
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError, place_of
-from areno.rollouts.conversation.rows import TrajectoryRow, completion_row, row_segments
+from areno.rollouts.conversation.rows import TrajectoryRow, completion_row, known_roles
 from areno.serving.text import TokenTexts
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
@@ -251,7 +257,7 @@ class RolloutTrainer(DataTrainer):
         shown = None
         if sum(map(len, owned)) == len(rows):  # a trainer of the user's own may make rows of another kind
             found = iter(rows)
-            shown = [partial(row_segments, [(row, next(found)) for row in own], self._texts) for own in owned]
+            shown = [partial(self._segments, [(row, next(found)) for row in own]) for own in owned]
         self.run_dir.append_samples(
             sample_records(
                 self.state.step,
@@ -261,6 +267,9 @@ class RolloutTrainer(DataTrainer):
                 trajectories=shown,
             )
         )
+
+    def _segments(self, rows: Sequence[tuple[TrajectoryRow, TrainSequence]]) -> list[list[dict[str, Any]]]:
+        return [row_segments(trained_as, self._texts, known_roles(row), row.turns) for row, trained_as in rows]
 
     def _rollout(self, batch: PromptBatch) -> list[Sample]:
         epoch, step, config = self.state.epoch, self.state.step, self.config

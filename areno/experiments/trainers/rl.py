@@ -37,7 +37,6 @@ from areno.experiments.trainers.engines import (
 )
 from areno.experiments.trainers.experiment import DEFAULT, ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
-from areno.experiments.trainers.samples import batch_samples
 from areno.experiments.trainers.update import (
     CRITIC,
     loss_of,
@@ -54,6 +53,7 @@ from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
+from areno.observability.samples import row_records
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
@@ -67,6 +67,7 @@ from areno.rollouts.workflows.multi_turn import MultiTurnWorkflow
 from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
+from areno.serving.text import TokenTexts
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
@@ -126,6 +127,7 @@ class PPOTrainer(ExperimentTrainer):
                 enable_rollout_tracing=config.rollout.enable_rollout_tracing,
             )
             self.dispatcher = self._dispatcher()
+            self._texts = TokenTexts(self.engine.tokenizer)
         except BaseException:
             self.close()
             raise
@@ -367,7 +369,8 @@ class PPOTrainer(ExperimentTrainer):
         if rows:
             self.display.phase("train")
             numbers |= self._update(rows, at)
-            self.run_dir.append_samples(batch_samples(at.global_step, batch, rows, self.engine.tokenizer))
+            tokenizer = self.engine.tokenizer
+            self.run_dir.append_samples(row_records(at.global_step, batch.task_ids, rows, tokenizer, self._texts))
         with self.timed("update_weights"):
             report = self.fleet.update_weights(self.engine, at.global_step + 1)
         numbers["timeperf/rollout_pause"] = max(report.pauses_s.values(), default=0.0)

@@ -171,41 +171,9 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
     )
 
 
-def row_segments(
-    rows: Sequence[tuple[TrajectoryRow, TrainSequence]], texts: Callable[[int], tuple[str, list[int]]]
-) -> list[list[dict[str, Any]]]:
-    """Rows as runs of like tokens, for ``samples.jsonl`` and ``areno inspect``.
-
-    Args:
-        rows: each row with what it was trained as.
-        texts: looks the text of a token up.
-
-    Returns:
-        Per row its segments: ``role, turn, trained, version`` that all of their tokens share, and the lists ``tokens,
-        texts, logprobs, advantages``.
-    """
-    found = []
-    for row, trained_as in rows:
-        advantages = trained_as.advantages or [0.0] * len(row.tokens)
-        kinds = zip(_known_roles(row), row.turns, row.trained, row.versions, strict=True)
-        segments: list[dict[str, Any]] = []
-        last: tuple[Any, ...] | None = None
-        for kind, token, logprob, advantage in zip(kinds, row.tokens, row.logprobs, advantages, strict=True):
-            if kind != last:
-                role, turn, trained, version = kind
-                segments.append({"role": role, "turn": turn, "trained": trained, "version": version})
-                segments[-1] |= {"tokens": [], "texts": [], "logprobs": [], "advantages": []}
-                last = kind
-            segments[-1]["tokens"].append(token)
-            segments[-1]["texts"].append(texts(token)[0])
-            segments[-1]["logprobs"].append(round(logprob, 6))
-            segments[-1]["advantages"].append(round(advantage, 6))
-        found.append(segments)
-    return found
-
-
-def _known_roles(row: TrajectoryRow) -> Sequence[str]:
+def known_roles(row: TrajectoryRow) -> Sequence[str] | None:
+    """The role of each token; None where the tokenizer cannot tell the parts of a prompt apart."""
     try:
         return row.roles()
-    except UsageError:  # a tokenizer that cannot tell the parts of a prompt apart
-        return ["text" if said else "given" for said in row.sampled]
+    except UsageError:
+        return None

@@ -1,0 +1,49 @@
+"""``--resume RUN`` goes to the front end that wrote the run, from either command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areno.cli.main import main
+from areno.config.experiment.experiments import SFTConfig
+from areno.config.experiment.saving import config_text
+from areno.experiments.folders import ExperimentFolders
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """The run directory of an experiment."""
+    config = SFTConfig(experiment_name="e", trial_name="t")
+    config.cluster.fileroot = str(tmp_path)
+    config.actor.path = config.train_dataset.path = "somewhere"
+    config.train_dataset.type = "sft"
+    config.actor.backend = "fsdp:d1"
+    run = ExperimentFolders(str(tmp_path), "e", "t").create()
+    run.write_config(config_text(config))
+    return run.path
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+@pytest.mark.parametrize("form", ["--resume {}", "--resume={}"])
+def test_an_experiment_without_recovery_points_is_refused(experiment, capsys, command, form):
+    assert main([command, *form.format(experiment).split()]) == 2
+    assert "recover.mode is disabled, so the run has no recovery points" in capsys.readouterr().err
+
+
+def test_an_experiment_that_has_been_moved_is_refused(experiment, capsys):
+    moved = experiment.rename(experiment.with_name("moved"))
+    assert main(["run", "--resume", str(moved)]) == 2
+    assert f"its configuration says that it is in {experiment}; move it there" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_none_is_refused(experiment, capsys):
+    assert main(["train", "--resume", str(experiment), "recover.mdoe=auto"]) == 2
+    assert "recover.mode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_what_is_no_run_is_refused(tmp_path, capsys, command):
+    assert main([command, "--resume", str(tmp_path)]) == 2
+    assert "is not a run directory; give the directory that holds config.yaml" in capsys.readouterr().err
