@@ -8,19 +8,18 @@ import pytest
 
 from areno.cli.main import main
 from areno.config.experiment.experiments import SFTConfig
+from areno.config.experiment.loader import load_expr_config
 from areno.config.experiment.saving import config_text
 from areno.experiments.folders import ExperimentFolders
+
+SFT = Path(__file__).parents[2] / "examples/experiments/sft.yaml"
 
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
     """The run directory of an experiment."""
-    config = SFTConfig(experiment_name="e", trial_name="t")
-    config.cluster.fileroot = str(tmp_path)
-    config.actor.path = config.train_dataset.path = "somewhere"
-    config.train_dataset.type = "sft"
-    config.actor.backend = "fsdp:d1"
-    run = ExperimentFolders(str(tmp_path), "e", "t").create()
+    config, _ = load_expr_config(["--config", str(SFT), f"cluster.fileroot={tmp_path}"], SFTConfig)
+    run = ExperimentFolders(str(tmp_path), "toy", "sft").create()
     run.write_config(config_text(config))
     return run.path
 

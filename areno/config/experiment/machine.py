@@ -23,11 +23,13 @@ class Machine:
         gpus: CUDA devices; 0 computes on the CPU.
         cores: CPU cores that the run may use.
         flash_attention: the package flash-attn is installed.
+        threads: most of a process, as ``OMP_NUM_THREADS`` asks for; None asks for nothing.
     """
 
     gpus: int = 0
     cores: int = 1
     flash_attention: bool = False
+    threads: int | None = None
 
     @property
     def name(self) -> str:
@@ -154,6 +156,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
     if _is_open(cluster, "n_gpus_per_node") and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices
     on_gpu = {"dtype": "bfloat16", "attn_impl": "flash_attention_2" if machine.flash_attention else "sdpa"}
+    share = max(machine.cores // max(needed, 1), 1)
     chosen = on_gpu if machine.gpus else {"dtype": "float32", "attn_impl": "sdpa"}
     for path, entry, value in walk(config):
         if entry.shape == "section" and isinstance(value, TrainEngineConfig):
@@ -164,7 +167,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Ite
         if entry.shape == "sections" and value and path in ("rollout.scheduling_spec", "actor.scheduling_spec"):
             for index, spec in enumerate(value):
                 if spec.cpu is None:
-                    yield f"{path}.{index}", spec, "cpu", max(machine.cores // max(needed, 1), 1)
+                    yield f"{path}.{index}", spec, "cpu", min(share, machine.threads or share)
     if isinstance(config, PPOConfig):
         apart = config.rollout.scheduling_strategy.type == config.actor.scheduling_strategy.type == "separation"
         mode = config.actor.weight_update_mode

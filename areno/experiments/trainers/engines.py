@@ -16,7 +16,7 @@ from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.lora_options import ALL_LINEAR
-from areno.cores import usable_cores
+from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
@@ -46,7 +46,8 @@ def layout_of(backend: str, section: str, fsdp: bool = False) -> Layout:
 
 def this_machine() -> Machine:
     """What this process may use."""
-    return Machine(visible_gpus(), usable_cores(), importlib.util.find_spec("flash_attn") is not None)
+    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
+    return Machine(visible_gpus(), usable_cores(), has_flash_attention, openmp_threads())
 
 
 def device_of() -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,9 @@ def test_cores_are_shared_by_the_processes():
     config = rl()
     resolve_for_machine(config, CPU)
     assert config.actor.scheduling_spec[0].cpu == config.rollout.scheduling_spec[0].cpu == 2
+    config = rl()
+    resolve_for_machine(config, replace(CPU, threads=1))  # OMP_NUM_THREADS=1
+    assert config.actor.scheduling_spec[0].cpu == 1
     given = rl(actor__scheduling_spec=[{"cpu": 3}])
     resolve_for_machine(given, CPU)
     assert given.actor.scheduling_spec[0].cpu == 3
