@@ -64,8 +64,17 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         raise UsageError(f"{argv[0]!r} is not a command{_nearest(argv[0])}; see areno --help")
-    module = importlib.import_module(f"areno.cli.{argv[0]}")
+    module = importlib.import_module(f"areno.cli.{_command(argv[0], argv[1:])}")
     return int(module.run(argv[1:]))
+
+
+def _command(name: str, argv: list[str]) -> str:
+    """``train`` and ``run`` alike continue a run of either."""
+    if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
+        return name
+    from areno.cli.resume import experiment_to_resume
+
+    return "train" if experiment_to_resume(argv) is None else "run"
 
 
 def _nearest(word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areno.cli.resume import OPTION, experiment_to_resume
+from areno.cli.resume import experiment_to_resume
 from areno.storage.layout import CONFIG
 
 USAGE = """\
@@ -38,10 +38,6 @@ def run(argv: Sequence[str]) -> int:
     resumed = experiment_to_resume(words)
     if resumed is not None:
         words = ["--config", str(resumed[0] / CONFIG), *resumed[1]]
-    elif any(word.partition("=")[0] == OPTION for word in words):
-        from areno.cli.train import run as train
-
-        return train(argv)
     elif not words[0].startswith("-") and "=" not in words[0]:
         words.insert(0, "--config")
     from areno.experiments.run import main

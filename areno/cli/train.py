@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areno.cli.resume import experiment_to_resume
 from areno.config.algorithms import get_algorithm
 from areno.config.parser import train_help
 from areno.config.prepare import prepare_run
@@ -30,10 +29,6 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(train_help(argv), end="")
         return 0
-    if experiment_to_resume(argv) is not None:
-        from areno.cli.run import run as run_experiment
-
-        return run_experiment(argv)
     prepared = prepare_run(argv)
     options = prepared.options if prepared.options.dry_run else claim_run_dir(prepared.options)
     print(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()), flush=True)
