@@ -62,6 +62,8 @@ FEATURES = (
     Feature("algorithm by name or from your own file", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ()),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),
+    Feature("reference of DPO, scored once and kept on disk", ("--ref-ckpt",), ("ref.path",)),
+    Feature("swapped labels of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
     Feature("reward model", ("--reward-ckpt",), ()),
     Feature("what a failing reward does", ("--on-reward-error",), ("reward.max_retries",)),

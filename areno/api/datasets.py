@@ -1,7 +1,6 @@
-"""Data sets for training: from a path or a hub reference to rows, and from rows to prompts or training sequences.
+"""Data sets for training: from a path or a hub reference to rows, and from rows to prompts.
 
-Local data goes through :mod:`areno.api.dataset_files`; what looks like a path is never looked up on the hub. Every
-complaint about a row names the source, the row number (from 1) and the key.
+Local data goes through :mod:`areno.api.dataset_files`; what looks like a path is never looked up on the hub.
 """
 
 from __future__ import annotations
@@ -12,21 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.api.dataset_files import read_file, read_folder
-from areno.api.row_formats import sft_row
 from areno.config.paths import looks_like_path
 from areno.config.splits import TRAIN
-from areno.errors import ArenoError, DataError, UsageError
+from areno.errors import ArenoError, UsageError
 from areno.rewards.worker import describe_error, source_file
-from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
-from areno.text.markers import warn_of_markers
-from areno.types import PromptBatch, PromptItem, TrainSequence
+from areno.text.chat import encode_rendered
+from areno.text.data_rows import named_row, render_prompt, text_or_messages
+from areno.types import PromptBatch, PromptItem
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-_ENCODE_ROWS = 1024
-LOADER_OPTION = "--dataset-loader-fn"
-"""The option of ``areno train`` that names a loader."""
 
 
 def load_rows(dataset_path: str, *, option: str = "--dataset-path", split: str = TRAIN) -> Dataset:
@@ -179,154 +173,6 @@ def prompt_limit(max_prompt_tokens: int, context_limit: int | None) -> tuple[int
     )
 
 
-def build_sft_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    eos_token_ids: frozenset[int],
-    context_limit: int | None = None,
-    source: str = "",
-    disable_thinking: bool = False,
-    loader: str = LOADER_OPTION,
-    limits: str = "",
-) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows for supervised training: ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``.
-
-    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
-    response, and rows that are too long, are dropped.
-
-    Args:
-        rows: anything with ``len()`` and integer indexing.
-        tokenizer: a ``transformers`` tokenizer.
-        max_prompt_tokens: longest accepted prompt, in tokens.
-        max_new_tokens: longest accepted response, in tokens, EOS included.
-        eos_token_ids: ids that end a response; the tokenizer's own one, if any, is appended.
-        context_limit: most tokens of prompt and response together.
-        source: what error messages call the data.
-        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
-        loader: setting that names a loader, for error messages.
-        limits: settings that bound a row, for error messages; empty names the options of ``areno train``.
-
-    Returns:
-        The sequences in row order, and how many rows were dropped.
-
-    Raises:
-        DataError: a row has no usable ``prompt`` or ``response`` key, or every row was dropped.
-    """
-    kept: list[tuple[RenderedPrompt, str]] = []
-    for index in range(len(rows)):
-        row = sft_row(rows[index])
-        prompt = text_or_messages(row, "prompt", source, index, loader)
-        if response := response_of(row, source, index, loader):
-            kept.append((render_prompt(tokenizer, prompt, disable_thinking, source, index), response))
-    sequences: list[TrainSequence] = []
-    lengths: list[tuple[int, int]] = []
-    for prompt_ids, response_ids in encode_examples(tokenizer, kept, eos_token_ids):
-        lengths.append((len(prompt_ids), len(response_ids)))
-        fits = context_limit is None or len(prompt_ids) + len(response_ids) <= context_limit
-        if fits and len(prompt_ids) <= max_prompt_tokens and 0 < len(response_ids) <= max_new_tokens:
-            mask = [True] * len(prompt_ids) + [False] * len(response_ids)
-            eos = ending_token(tokenizer, eos_token_ids)
-            sequences.append(TrainSequence(mask, prompt_ids + response_ids, eos_token_id=0 if eos is None else eos))
-    if not sequences:
-        shortest = "every response is empty"
-        if lengths:
-            prompt_length, response_length = min(lengths, key=sum)
-            shortest = f"the shortest row has {prompt_length} prompt and {response_length} response tokens"
-        raise DataError(
-            f"{named_row(source)}none of {len(rows)} rows can be used with "
-            f"{limits or flags_of(max_prompt_tokens, max_new_tokens) + within(context_limit)}: {shortest}"
-        )
-    return sequences, len(rows) - len(sequences)
-
-
-def flags_of(max_prompt_tokens: int, max_new_tokens: int) -> str:
-    """Names the bounds of ``areno train`` in an error message."""
-    return f"--max-prompt-tokens {max_prompt_tokens} and --max-new-tokens {max_new_tokens}"
-
-
-def within(context_limit: int | None) -> str:
-    """Names a bound in an error message."""
-    return (
-        "" if context_limit is None else f" in a context of {context_limit} tokens (the model's, or --max-context-len)"
-    )
-
-
-def text_or_messages(
-    row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
-) -> str | list[dict[str, Any]]:
-    """The text or the chat messages under a key of a row; messages without the keys that Arrow filled with None.
-
-    Raises:
-        DataError: there is no such key, or another type of value; the message names source, row and key.
-    """
-    value = row.get(key)
-    if value is None:
-        raise DataError(
-            f"{named_row(source, index)}dataset row must contain `{key}`; it "
-            f"{'is null' if key in row else 'has ' + (', '.join(map(str, row)) or 'no keys')}. "
-            f"Use {loader} to bring rows into shape"
-        )
-    if isinstance(value, str):
-        return value
-    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
-    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
-        messages = [{name: part for name, part in message.items() if part is not None} for message in value]
-        if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
-            return messages
-    raise DataError(
-        f"{named_row(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
-    )
-
-
-def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set; warns of markers that it has already.
-
-    Raises:
-        DataError: the chat template refuses the prompt; the message names source and row.
-    """
-    warn_of_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
-    try:
-        return render_generation_prompt(tokenizer, prompt, disable_thinking)
-    except UsageError as error:
-        raise DataError(f"{named_row(source, index)}{error}") from error
-
-
-def encode_examples(
-    tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-        examples: rendered prompt and response text.
-        eos_token_ids: ids that end a response.
-    """
-    eos = ending_token(tokenizer, eos_token_ids)
-    for begin in range(0, len(examples), _ENCODE_ROWS):
-        prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
-        encoded = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
-        for prompt_ids, response_ids in zip(encode_rendered(tokenizer, prompts), encoded, strict=True):
-            if eos is not None and not (eos_token_ids | {eos}).intersection(response_ids[-1:]):
-                response_ids.append(eos)
-            yield prompt_ids, response_ids
-
-
-def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
-    """The id that is appended to a response: the tokenizer's EOS, else the least id that ends one; None without any."""
-    own = tokenizer.eos_token_id
-    return own if own is not None else min(eos_token_ids, default=None)
-
-
-def named_row(source: str, index: int | None = None) -> str:
-    """``source, row N: `` as the beginning of a message; rows count from 1."""
-    row = "" if index is None else f"row {index + 1}"
-    name = ", ".join(part for part in (source, row) if part)
-    return f"{name}: " if name else ""
-
-
 def _can_only_be_a_path(reference: str) -> bool:
     folder, slash, _ = reference.partition("/")
     # `data/typo` beside an existing folder `data` is a typo; with a `:config` it can only be the hub.
@@ -369,19 +215,6 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loade
         raise UsageError(
             f"--dataset-loader-fn: the loader failed on {dataset_path}: {describe_error(error, source_file(loader_fn))}"
         ) from error
-
-
-def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
-    """The response text; empty where the row is to be dropped."""
-    if "response" not in row:
-        raise DataError(
-            f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
-            f"Use {loader} to bring rows into shape"
-        )
-    response = row["response"]
-    if response is not None and not isinstance(response, str):
-        raise DataError(f"{named_row(source, index)}`response` must be a text, got {response!r:.80}")
-    return response or ""
 
 
 class SkippedPrompts:

@@ -18,7 +18,6 @@ import torch
 from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
 from areno.api.evaluation import OnScored
-from areno.api.row_checks import Needs, row_problem
 from areno.api.trainer import Trainer
 from areno.api.trainers.base import DataTrainer, spec_of
 from areno.api.trainers.rollout import RolloutTrainer
@@ -38,6 +37,7 @@ from areno.storage.layout import is_run
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_lock import run_lock
 from areno.training.checkpoints import Checkpoints
+from areno.training.row_checks import Needs, row_problem
 from areno.training.stopping import StopRequested
 
 logger = logging.getLogger(__name__)
@@ -113,16 +113,15 @@ def _locked(options: TrainOptions) -> Iterator[None]:
         yield
 
 
-_NEEDS: dict[str, Needs] = {"sft": "response", "dpo": "pair", "rm": "pair"}
-
-
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
     """Look at the first row of the data, before a model is loaded.
 
     Raises:
         DataError: it lacks what the algorithm needs.
     """
-    needs = "prompt" if get_algorithm(options.algo).requires_rollout else _NEEDS.get(options.algo)
+    algorithm = get_algorithm(options.algo)
+    objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
+    needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
     for source, rows in ((options.dataset_path, dataset), (options.eval_dataset_path, held_out)):
         if needs is not None and rows and (problem := row_problem(needs, rows[0], str(source))):
             raise DataError(problem)

@@ -260,7 +260,7 @@ def _checked(found: Any, where: str) -> AlgorithmSpec:
 
 
 for _spec in (
-    AlgorithmSpec("sft", "areno.api.trainers.sft:SFTTrainer", "areno.loss_fns:sft_loss_fn", False),
+    AlgorithmSpec("sft", "areno.api.trainers.supervised:SFTTrainer", "areno.loss_fns:sft_loss_fn", False),
     AlgorithmSpec(
         "gspo", default_loss="areno.loss_fns:gspo_loss_fn", min_samples=2, renamed={"kl_type": "kl_loss_type"}
     ),
@@ -271,10 +271,10 @@ for _spec in (
         renamed={"kl_type": "kl_loss_type", "max_tokens": "max_new_tokens"},
     ),
     AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPOTrainer", "areno.loss_fns:ppo_loss_fn"),
-    AlgorithmSpec("dpo", "areno.api.trainers.dpo:DPOTrainer", "areno.loss_fns:dpo_loss_fn", False),
+    AlgorithmSpec("dpo", "areno.api.trainers.supervised:DPOTrainer", "areno.loss_fns:dpo_loss_fn", False),
     AlgorithmSpec(
         "rm",
-        "areno.api.trainers.reward_model:RewardModelTrainer",
+        "areno.api.trainers.supervised:RewardModelTrainer",
         "areno.loss_fns:reward_model_loss_fn",
         False,
         trains="reward",

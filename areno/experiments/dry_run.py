@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from areno.api.row_checks import Needs
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
@@ -13,6 +12,7 @@ from areno.experiments.checks import check_inputs
 from areno.experiments.folders import ExperimentFolders
 from areno.experiments.trainers.engines import this_machine
 from areno.experiments.trainers.rows import RowSource, check_first_row, load_dataset
+from areno.training.row_checks import Needs
 
 
 def dry_run(config: BaseExperimentConfig, needs: Needs | None) -> str:

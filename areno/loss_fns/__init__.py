@@ -7,7 +7,6 @@ from areno.loss_fns.gae import compute_gae, whiten
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.kl import kl_penalty
-from areno.loss_fns.named import critic_loss_fn, language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.pack import DataPack, LossFn, reduces_over, reduction_of, sequence_sums
 from areno.loss_fns.ppo import ppo_loss_fn
@@ -31,19 +30,15 @@ __all__ = [
     "Spread",
     "compute_gae",
     "compute_group_advantages",
-    "critic_loss_fn",
     "dpo_loss_fn",
     "grpo_loss_fn",
     "gspo_loss_fn",
     "kl_penalty",
-    "language_model_loss_fn",
     "masked_mean",
     "masked_range",
     "masked_spread",
-    "pair_score_loss_fn",
     "policy_loss_fn",
     "ppo_loss_fn",
-    "preference_loss_fn",
     "reduces_over",
     "reduction_of",
     "reward_model_loss_fn",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.loss_fns.pack import DataPack, in_float, reduces_over, required, sequence_sums, split_pairs
+from areno.loss_fns.pack import DataPack, in_float, required, sequence_sums, split_pairs
 from areno.loss_fns.policy import sequence_means
-from areno.loss_fns.stats import Mean
+from areno.loss_fns.units import Names, Quantity, mean_loss, means, of_all
 
 
 def _sigmoid(delta: Tensor, beta: float) -> Tensor:
@@ -29,7 +28,14 @@ def _hinge(delta: Tensor, beta: float) -> Tensor:
 _SHAPES: dict[str, Callable[[Tensor, float], Tensor]] = {"sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge}
 
 
-@reduces_over("pair")
+_NAMES: Names = {
+    **means("dpo_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"),
+    **{"dpo_margin": ("reward_margin", "mean"), "total_loss": ("loss", "mean")},
+    "dpo_response_len": ("response_len", "mean"),
+}
+
+
+@mean_loss("pair", _NAMES)
 def dpo_loss_fn(
     data_pack: DataPack,
     logprobs: Tensor,
@@ -38,7 +44,7 @@ def dpo_loss_fn(
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
     length_normalised: bool = False,
-) -> tuple[Tensor, dict[str, Any]]:
+) -> dict[str, Quantity]:
     """L = mean over pairs of (1 - eps) l(D) + eps l(-D), D = log-ratio of the chosen answer - log-ratio of the rejected one.
 
     The log-ratio of an answer is sum_t m_t (log pi - log pi_ref), or its mean with ``length_normalised``; eps is
@@ -58,40 +64,10 @@ def dpo_loss_fn(
     Returns:
         Loss and the statistics dpo_loss, total_loss, dpo_accuracy (share of D > 0), dpo_margin (beta D), dpo_chosen_reward
         and dpo_rejected_reward (beta times a log-ratio), dpo_reward_margin (their difference), dpo_response_len.
+        Quantities: response_len of each sequence, the others of each pair.
 
     Raises:
         ValueError: an argument is out of its range, the pack lacks the reference, or a sequence has no partner.
-    """
-    pairs = dpo_pairs(
-        data_pack,
-        logprobs,
-        beta,
-        label_smoothing=label_smoothing,
-        loss_type=loss_type,
-        length_normalised=length_normalised,
-    )
-    losses, count = pairs["loss"], torch.tensor(len(pairs["loss"]))
-    pairs |= {"margin": pairs["reward_margin"]}
-    metrics = {f"dpo_{name}": Mean(values.detach().sum(), count) for name, values in pairs.items()}
-    metrics["total_loss"] = metrics["dpo_loss"]
-    metrics["dpo_response_len"] = Mean(
-        data_pack["packed_response_mask"].sum(), torch.tensor(data_pack["packed_num_sequences"])
-    )
-    return losses.sum() / max(len(losses), 1), metrics
-
-
-def dpo_pairs(
-    data_pack: DataPack,
-    logprobs: Tensor,
-    beta: float,
-    *,
-    label_smoothing: float = 0.0,
-    loss_type: str = "sigmoid",
-    length_normalised: bool = False,
-) -> dict[str, Tensor]:
-    """What :func:`dpo_loss_fn` is made of, pair by pair [pairs]: loss, accuracy, chosen_reward, rejected_reward, reward_margin.
-
-    Arguments and errors are those of :func:`dpo_loss_fn`.
     """
     _check(beta, label_smoothing, loss_type)
     mask = data_pack["packed_response_mask"]
@@ -101,14 +77,14 @@ def dpo_pairs(
     per_sequence = (sequence_means if length_normalised else sequence_sums)(ratios.double(), data_pack).to(ratios.dtype)
     chosen, rejected = split_pairs(per_sequence, "dpo_loss_fn")
     delta, shape = chosen - rejected, _SHAPES[loss_type]
-    rewards = beta * chosen, beta * rejected
-    margin = rewards[0] - rewards[1]
+    margin = beta * chosen - beta * rejected
     return {
-        "loss": (1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta),
-        "accuracy": (margin > 0).float(),
-        "chosen_reward": rewards[0],
-        "rejected_reward": rewards[1],
-        "reward_margin": margin,
+        "loss": of_all((1.0 - label_smoothing) * shape(delta, beta) + label_smoothing * shape(-delta, beta)),
+        "accuracy": of_all((margin > 0).float()),
+        "chosen_reward": of_all(beta * chosen),
+        "rejected_reward": of_all(beta * rejected),
+        "reward_margin": of_all(margin),
+        "response_len": of_all(sequence_sums(mask.float(), data_pack)),
     }
 
 

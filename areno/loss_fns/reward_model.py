@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.loss_fns.pack import DataPack, in_float, reduces_over, split_pairs
-from areno.loss_fns.stats import Mean
+from areno.loss_fns.pack import DataPack, in_float, split_pairs
+from areno.loss_fns.units import Quantity, mean_loss, means, of_all
 
 
-@reduces_over("pair")
-def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> tuple[Tensor, dict[str, Any]]:
+@mean_loss("pair", means("rm_", "loss", "accuracy", "margin", "chosen_score", "rejected_score"))
+def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> dict[str, Quantity]:
     """L = -mean over pairs of log sigmoid(s_chosen - s_rejected).
 
     Args:
@@ -22,21 +19,10 @@ def reward_model_loss_fn(data_pack: DataPack, scores: Tensor) -> tuple[Tensor, d
 
     Returns:
         Loss and the statistics rm_loss, rm_accuracy (share of pairs with the chosen answer ahead), rm_margin,
-        rm_chosen_score, rm_rejected_score.
+        rm_chosen_score, rm_rejected_score. Quantities: the same of each pair, without the prefix.
 
     Raises:
         ValueError: there is not one score per sequence, or a sequence has no partner.
-    """
-    pairs = score_pairs(data_pack, scores)
-    losses, count = pairs["loss"], torch.tensor(len(pairs["loss"]))
-    metrics = {f"rm_{name}": Mean(values.detach().sum(), count) for name, values in pairs.items()}
-    return losses.sum() / max(len(losses), 1), metrics
-
-
-def score_pairs(data_pack: DataPack, scores: Tensor) -> dict[str, Tensor]:
-    """What :func:`reward_model_loss_fn` is made of, pair by pair [pairs]: loss, accuracy, margin, chosen_score, rejected_score.
-
-    Arguments and errors are those of :func:`reward_model_loss_fn`.
     """
     sequences = data_pack["packed_num_sequences"]
     if scores.shape != (sequences,):
@@ -47,9 +33,9 @@ def score_pairs(data_pack: DataPack, scores: Tensor) -> dict[str, Tensor]:
     chosen, rejected = split_pairs(in_float(scores), "reward_model_loss_fn")
     margin = chosen - rejected
     return {
-        "loss": -F.logsigmoid(margin),
-        "accuracy": (margin > 0).float(),
-        "margin": margin,
-        "chosen_score": chosen,
-        "rejected_score": rejected,
+        "loss": of_all(-F.logsigmoid(margin)),
+        "accuracy": of_all((margin > 0).float()),
+        "margin": of_all(margin),
+        "chosen_score": of_all(chosen),
+        "rejected_score": of_all(rejected),
     }

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, reduces_over
-from areno.loss_fns.stats import Count, masked_mean
+from areno.loss_fns.pack import DataPack, in_float, sequence_sums
+from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.units import Names, Quantity, mean_loss
+
+# exp(100) only means that a sequence is impossible; larger ones would not add up.
+MAX_LOG_PPL = 100.0
+
+_NAMES: Names = {
+    "sft_loss": ("loss", "mean"),
+    "sft_logprob_mean": ("logprob", "mean"),
+    "sft_target_tokens": ("loss", "count"),
+}
 
 
-@reduces_over("token")
-def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+@mean_loss("token", _NAMES)
+def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
     """L = -(sum_t m_t log pi(t)) / (sum_t m_t), over all target tokens of the optimizer step.
 
     Args:
@@ -20,12 +28,14 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str
         logprobs: current log-probs [A].
 
     Returns:
-        Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens.
+        Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens. Quantities: loss and logprob of each token,
+        ppl, the perplexity of each sequence that has response tokens.
     """
     mask = data_pack["packed_response_mask"]
-    loss = -torch.where(mask, in_float(logprobs), 0.0).sum() / mask.sum().clamp(min=1)
-    return loss, {
-        "sft_loss": masked_mean(-logprobs, mask),
-        "sft_logprob_mean": masked_mean(logprobs, mask),
-        "sft_target_tokens": Count(mask.sum()),
+    kept = torch.where(mask, in_float(logprobs), 0.0)
+    means = sequence_means(kept.detach().double(), data_pack)
+    return {
+        "loss": Quantity(-kept, mask),
+        "logprob": Quantity(kept, mask),
+        "ppl": Quantity((-means).clamp(max=MAX_LOG_PPL).exp(), sequence_sums(mask.double(), data_pack) > 0),
     }

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
-from areno.loss_fns.stats import masked_mean
+from areno.loss_fns.pack import DataPack, in_float, required
+from areno.loss_fns.units import Names, Quantity, mean_loss, means
 
 _REMEDY = "give every row values and returns, see compute_gae"
 
 
-@reduces_over("token")
+_NAMES: Names = {
+    "value_loss": ("loss", "mean"),
+    **means(
+        "",
+        "value_clipfrac",
+        "value_mse",
+        "value_pred_mean",
+        "value_target_mean",
+        "old_value_mean",
+        "value_abs_error_mean",
+    ),
+}
+CRITIC_NAMES: Names = {
+    "critic_loss": ("loss", "range"),
+    "clip_ratio": ("value_clipfrac", "range"),
+    "new_value": ("value_pred_mean", "range"),
+    "old_value": ("old_value_mean", "range"),
+    "target_value": ("value_target_mean", "range"),
+}
+"""The statistics of a critic in an experiment."""
+
+
+@mean_loss("token", _NAMES)
 def value_loss_fn(
     data_pack: DataPack, values: Tensor, cliprange_value: float = 0.5, value_loss_coef: float = 0.5
-) -> tuple[Tensor, dict[str, Any]]:
+) -> dict[str, Quantity]:
     """L = coef / 2 * mean over tokens of max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, -eta, eta).
 
     Taking the worse of the two removes the gradient of a prediction that has already moved by eta towards its target.
@@ -29,22 +49,11 @@ def value_loss_fn(
 
     Returns:
         Loss and the statistics value_loss (the loss), value_clipfrac, value_mse, value_pred_mean, value_target_mean,
-        old_value_mean, value_abs_error_mean.
+        old_value_mean, value_abs_error_mean. Quantities: of each token, loss and the others under these names.
 
     Raises:
         ValueError: ``cliprange_value`` is not above 0, or the pack lacks values or returns.
     """
-    tokens = value_tokens(data_pack, values, cliprange_value, value_loss_coef)
-    mask = data_pack["packed_response_mask"]
-    return tokens["value_loss"].sum() / mask.sum().clamp(min=1), {
-        name: masked_mean(each, mask) for name, each in tokens.items()
-    }
-
-
-def value_tokens(
-    data_pack: DataPack, values: Tensor, cliprange_value: float, value_loss_coef: float
-) -> dict[str, Tensor]:
-    """What :func:`value_loss_fn` is made of, token by token [A], under the names of its statistics; arguments likewise."""
     if not cliprange_value > 0:
         raise ValueError(f"cliprange_value must be above 0, got {cliprange_value}")
     mask = data_pack["packed_response_mask"]
@@ -55,8 +64,8 @@ def value_tokens(
     clipped_error = (old + (values - old).clamp(-cliprange_value, cliprange_value) - target).square()
     losses = 0.5 * value_loss_coef * torch.maximum(error, clipped_error)
     moved = (values - old).abs() > cliprange_value
-    return {
-        "value_loss": losses,
+    quantities = {
+        "loss": losses,
         "value_clipfrac": (moved & (clipped_error > error)).float(),
         "value_mse": error,
         "value_pred_mean": values,
@@ -64,3 +73,4 @@ def value_tokens(
         "old_value_mean": old,
         "value_abs_error_mean": (values - target).abs(),
     }
+    return {name: Quantity(each, mask) for name, each in quantities.items()}

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from areno.api.datasets import build_sft_rows, iter_prompt_batches, load_rows
-from areno.api.row_checks import row_problem
+from areno.api.datasets import iter_prompt_batches, load_rows
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
+from areno.training.objectives.sft import build_sft_rows
+from areno.training.row_checks import row_problem
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('unknown role') }}{% endif %}"

@@ -393,7 +393,7 @@ def test_a_live_display_shows_the_last_evaluation_below_the_numbers_of_the_step(
 OWN = """
 import random
 import torch
-from areno.api.trainers.sft import SFTTrainer
+from areno.api.trainers.supervised import SFTTrainer
 from areno.api.trainers.base import DataTrainer
 from areno.config import AlgorithmSpec
 from areno.loss_fns import sft_loss_fn

@@ -9,10 +9,11 @@ import pytest
 import transformers as tf
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer, TrainSequence
-from areno.api.datasets import build_sft_rows, iter_prompt_batches
-from areno.api.preferences import build_preference_rows
+from areno.api.datasets import iter_prompt_batches
 from areno.engine.limits import check_checkpoint, context_length
 from areno.errors import DataError, EngineError, UsageError
+from areno.training.objectives.pairs import build_preference_rows
+from areno.training.objectives.sft import build_sft_rows
 from areno.types import Request
 from tests.support.loops import open_loop, step
 from tests.support.tiny import bpe_tokenizer, save_tiny_checkpoint, tiny_module

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areno.api.datasets import load_rows
-from areno.api.preferences import build_preference_rows
 from areno.errors import DataError
+from areno.training.objectives.pairs import build_preference_rows
 from tests.support.tiny import bpe_tokenizer
 
 WORDS = ["user", "assistant", *(f"w{index}" for index in range(20))]

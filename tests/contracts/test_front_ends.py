@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from areno.config import TrainOptions
-from areno.config.experiment import PPOConfig
+from areno.config.experiment import DPOConfig, PPOConfig
 from areno.config.experiment.settings import paths_of
 from areno.config.options import options_of
 from areno.experiments.run import DRY_RUN
 from docs.make_front_ends import ALWAYS, FEATURES, PAGE, render
 
 FLAGS = {entry.flag for entry in options_of(TrainOptions)}
-SETTINGS = set(paths_of(PPOConfig)) | {DRY_RUN}
+SETTINGS = {*paths_of(PPOConfig), *paths_of(DPOConfig), DRY_RUN}
 
 
 def test_the_page_is_what_is_rendered():

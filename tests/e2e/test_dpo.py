@@ -11,11 +11,11 @@ from functools import partial
 import pytest
 
 from areno import ArenoConfig, ModelRole, Trainer, dpo_loss_fn
-from areno.api.preferences import build_preference_rows
-from areno.api.trainers.dpo import DPOTrainer
+from areno.api.trainers.supervised import DPOTrainer
 from areno.cli.main import main
 from areno.config.train_options import TrainOptions
 from areno.errors import EngineError
+from areno.training.objectives.pairs import build_preference_rows
 from tests.support.cli import areno, kill, start, wait_for_text
 from tests.support.preferences import (
     SUMS,

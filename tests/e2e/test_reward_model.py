@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from areno import ArenoConfig, Trainer, reward_model_loss_fn
-from areno.api.preferences import build_preference_rows
+from areno.training.objectives.pairs import build_preference_rows
 from tests.support.cli import areno, kill, start, wait_for_text
 from tests.support.preferences import (
     SUMS,

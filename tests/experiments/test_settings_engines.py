@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areno.config.experiment import DPOEngineConfig
 from areno.engine.engine import Engine
 from areno.errors import DataError, UsageError
 from areno.experiments.run import run_experiment
 from areno.experiments.trainers import PPOTrainer
 from areno.experiments.trainers.engines import engine_config, micro_batching
+from areno.experiments.trainers.supervised import preference_loss
 from areno.types import TrainSequence
 from tests.config.experiment.samples import rl
-from tests.experiments.trainer_stage import Run, run_kind, settings_of_kind, trainer_of
+from tests.experiments.trainer_stage import PAIRS, Run, differ, run_kind, settings_of_kind, trainer_of
+from tests.support.preferences import answer_logprobs
 from tests.support.tiny import save_tiny_checkpoint
 
 
@@ -75,6 +78,13 @@ def moments(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     return [found for key, value in items for found in moments(value, f"{name}/{key}")]
 
 
+def rows_of_steps(trainer: Any) -> list[list[TrainSequence]]:
+    """Gets the rows of each optimizer step of a run that begins afterwards."""
+    steps, optimize = [], trainer.optimize
+    trainer.optimize = lambda rows, *rest: steps.append(rows) or optimize(rows, *rest)
+    return steps
+
+
 def gradients(checkpoint, rows: list[TrainSequence], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of the mean negative log-prob of the response tokens, by stock transformers in float64."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float64)
@@ -110,8 +120,7 @@ def test_two_steps_are_those_of_the_rule_written_out(tiny_checkpoint, tmp_path, 
     given = {f"actor.optimizer.{name}": value for name, value in changes.items()}
     config = settings_of_kind("sft", tiny_checkpoint, tmp_path, {"actor.dtype": "float32", **given})
     with trainer_of(config) as trainer:
-        batches, take = [], trainer.rows.batch
-        trainer.rows.batch = lambda: batches.append(take()) or batches[-1]
+        batches = rows_of_steps(trainer)
         model = trainer.engine.actor.model.module
         weights = {name: value.detach().double().clone() for name, value in model.named_parameters()}
         trainer.train()
@@ -198,13 +207,12 @@ def test_training_never_drops(tmp_path, off):
     file.write_text(json.dumps(json.loads(file.read_text()) | drops))
     config = settings_of_kind("sft", checkpoint, tmp_path, {"actor.disable_dropout": off, "total_train_steps": 1})
     with trainer_of(config) as trainer:
-        rows, take = [], trainer.rows.batch
-        trainer.rows.batch = lambda: rows.extend(take()) or rows
+        steps = rows_of_steps(trainer)
         trainer.train()
         told = Run(trainer).column("sft/loss")[0]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
     said = []
-    for row in rows:
+    for row in steps[0]:
         tokens = torch.tensor(row.tokens)
         table = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
         said += [
@@ -299,14 +307,13 @@ def passes_of(checkpoint, root, rows: int = 4, **mb_spec: Any) -> tuple[list[lis
     given |= {"actor.enable_tree_training": tree, "total_train_steps": 1, "train_dataset.batch_size": rows}
     root.mkdir(parents=True, exist_ok=True)
     with trainer_of(settings_of_kind("sft", checkpoint, root, given)) as trainer:
-        kept, take = [], trainer.rows.batch
-        trainer.rows.batch = lambda: kept.extend(take()) or kept
+        steps = rows_of_steps(trainer)
         tokens = []
         module = trainer.engine.actor.model.module.model
         module.embed_tokens.register_forward_hook(lambda _, given, __: tokens.append(int(given[0].numel())))
         trainer.train()
-        lengths = [len(row.tokens) for row in kept]
-        bins = micro_batching(trainer.config.actor.mb_spec, tree=tree).bins([row.tokens for row in kept])
+        lengths = [len(row.tokens) for row in steps[0]]
+        bins = micro_batching(trainer.config.actor.mb_spec, tree=tree).bins([row.tokens for row in steps[0]])
         if not tree:
             assert tokens == [sum(lengths[i] for i in found) for found in bins]
         run = Run(trainer)
@@ -368,3 +375,38 @@ def test_preference_losses_follow_their_formulas(tiny_checkpoint, tmp_path):
         given = {"actor.beta": beta, "actor.loss_type": "ipo"}
         ipo = run_kind("dpo", tiny_checkpoint, tmp_path / f"i{beta}", given)
         assert ipo.column("dpo/loss")[0] == pytest.approx((0 - 1 / (2 * beta)) ** 2, rel=1e-4)
+
+
+def test_a_preference_loss_is_that_of_its_section():
+    given = {"beta": 0.3, "label_smoothing": 0.2}
+    for kind, normalised in {"sigmoid": False, "ipo": True, "hinge": False}.items():
+        bound = preference_loss(DPOEngineConfig(path="x", loss_type=kind, **given)).keywords
+        assert {name: bound[name] for name in given} == given
+        assert (bound["loss_type"], bound["length_normalised"]) == (kind, normalised)
+
+
+def test_the_reference_scores_once_and_its_logprobs_are_kept_on_disk(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path / "cache"))
+    reference = save_tiny_checkpoint(tmp_path / "reference", seed=7)
+    given = {
+        "ref.path": str(reference),
+        "total_train_steps": 4,
+        "total_train_epochs": 2,
+        "train_dataset.batch_size": 12,
+    }
+    given |= {
+        "valid_dataset.path": "${train_dataset.path}",
+        "valid_dataset.type": "dpo",
+        "valid_dataset.split": "train",
+    }
+    given |= {"evaluator.eval_before_train": True, "actor.mb_spec.max_tokens_per_mb": 200}
+    runs = [run_kind("dpo", tiny_checkpoint, tmp_path / name, given) for name in ("first", "second")]
+    logs = [(run.folder / "main.log").read_text(encoding="utf-8") for run in runs]
+    assert [log.count("stage=logprob_score_start rows=24") for log in logs] == [1, 0]
+    assert [log.count("are read from") for log in logs] == [1, 2]  # held out are the rows of training, scored already
+    assert "ref" not in runs[0].trainer.engine.roles
+    assert not differ(*runs)
+    policy, frozen = (answer_logprobs(path, PAIRS) for path in (tiny_checkpoint, reference))
+    expected = [0.1 * (p[0] - f[0]) for p, f in zip(policy, frozen, strict=True)]
+    assert runs[0].column("dpo/chosen_reward/avg")[0] == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+    assert runs[0].column("dpo/eval/chosen_reward/max")[0] == pytest.approx(max(expected), abs=1e-4)

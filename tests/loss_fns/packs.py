@@ -17,19 +17,19 @@ from areno.loss_fns import (
     Count,
     PolicyLoss,
     RejectionSampling,
-    critic_loss_fn,
     dpo_loss_fn,
     grpo_loss_fn,
     gspo_loss_fn,
-    language_model_loss_fn,
-    pair_score_loss_fn,
     policy_loss_fn,
     ppo_loss_fn,
-    preference_loss_fn,
     reward_model_loss_fn,
     sft_loss_fn,
     value_loss_fn,
 )
+from areno.loss_fns.units import with_names
+from areno.loss_fns.value import CRITIC_NAMES
+from areno.training.objectives.pairs import DPO, REWARD_MODEL
+from areno.training.objectives.sft import SFT
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 STREAMS = (
@@ -165,11 +165,10 @@ CASES = [
     Case("dpo-ipo-normalised", partial(dpo_loss_fn, loss_type="ipo", length_normalised=True)),
     Case("dpo-hinge", partial(dpo_loss_fn, beta=0.5, loss_type="hinge")),
     Case("reward-model", reward_model_loss_fn, per_sequence=True),
-    Case("critic", critic_loss_fn),
-    Case("language-model", language_model_loss_fn),
-    Case("preference", preference_loss_fn),
-    Case("preference-ipo", partial(preference_loss_fn, loss_type="ipo")),
-    Case("pair-score", pair_score_loss_fn, per_sequence=True),
+    Case("critic", with_names(value_loss_fn, CRITIC_NAMES, value_loss_coef=1.0)),
+    Case("language-model", SFT.experiment_loss()),
+    Case("preference-ipo", DPO.experiment_loss(loss_type="ipo", length_normalised=True)),
+    Case("pair-score", REWARD_MODEL.experiment_loss(), per_sequence=True),
     family("ppo"),
     family("dapo-dual", eps_clip=0.1, eps_clip_higher=0.3, c_clip=1.5),
     family("gspo", importance_sampling_level="sequence", eps_clip=0.05),

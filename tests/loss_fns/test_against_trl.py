@@ -16,13 +16,13 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areno.api.datasets import build_sft_rows
-from areno.api.preferences import build_preference_rows
 from areno.engine.model.loading import prepare
 from areno.engine.scoring import score_logprobs
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
+from areno.training.objectives.pairs import build_preference_rows
+from areno.training.objectives.sft import build_sft_rows
 from tests.support.tiny import save_tiny_checkpoint
 
 trl = pytest.importorskip("trl")

@@ -9,7 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areno.loss_fns import critic_loss_fn, language_model_loss_fn, pair_score_loss_fn, preference_loss_fn
+from areno.loss_fns import value_loss_fn
+from areno.loss_fns.units import with_names
+from areno.loss_fns.value import CRITIC_NAMES
+from areno.training.objectives.pairs import DPO, REWARD_MODEL
+from areno.training.objectives.sft import SFT
 from tests.loss_fns import written_out
 from tests.loss_fns.packs import QUICK, batches, make_batch, value_of
 from tests.loss_fns.written_out import mean
@@ -24,7 +28,9 @@ def bounds(metric):
 @QUICK
 @given(batch=batches(), eps=st.sampled_from([0.1, 0.5]))
 def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
-    loss, metrics = critic_loss_fn(batch.pack, batch.logprobs, eps)
+    loss, metrics = with_names(value_loss_fn, CRITIC_NAMES, cliprange_value=eps, value_loss_coef=1.0)(
+        batch.pack, batch.logprobs
+    )
     assert float(loss) == pytest.approx(written_out.value(batch.rows, eps, 1.0), **EXACT)
     assert value_of(metrics["critic_loss"]) == pytest.approx(float(loss), **EXACT)
     tokens = [t for row in batch.rows for t in row]
@@ -37,7 +43,7 @@ def test_the_critic_loss_is_half_the_worse_of_two_squares(batch, eps):
 @QUICK
 @given(batch=batches())
 def test_sft_reports_the_perplexity_of_each_sequence(batch):
-    loss, metrics = language_model_loss_fn(batch.pack, batch.logprobs)
+    loss, metrics = SFT.experiment_loss()(batch.pack, batch.logprobs)
     tokens = [t["x"] for row in batch.rows for t in row]
     assert float(loss) == pytest.approx(-mean(tokens), **EXACT)
     assert value_of(metrics["loss"]) == pytest.approx(-mean(tokens), **EXACT)
@@ -50,7 +56,7 @@ def test_sft_reports_the_perplexity_of_each_sequence(batch):
 @QUICK
 @given(batch=batches())
 def test_a_reward_model_learns_the_probability_that_the_better_answer_wins(batch):
-    loss, metrics = pair_score_loss_fn(batch.pack, batch.scores)
+    loss, metrics = REWARD_MODEL.experiment_loss()(batch.pack, batch.scores)
     chosen, rejected = batch.scores[0::2].tolist(), batch.scores[1::2].tolist()
     losses = [math.log(1 + math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert float(loss) == pytest.approx(mean(losses), **EXACT)
@@ -70,8 +76,9 @@ def test_a_reward_model_learns_the_probability_that_the_better_answer_wins(batch
 @QUICK
 @given(batch=batches(), beta=st.sampled_from([0.1, 0.7]), kind=st.sampled_from(["sigmoid", "ipo"]))
 def test_dpo_compares_sums_and_ipo_means_per_token(batch, beta, kind):
-    loss, metrics = preference_loss_fn(batch.pack, batch.logprobs, beta, loss_type=kind)
     per_token = kind == "ipo"
+    loss_fn = DPO.experiment_loss(beta=beta, loss_type=kind, length_normalised=per_token)
+    loss, metrics = loss_fn(batch.pack, batch.logprobs)
     assert float(loss) == pytest.approx(written_out.dpo(batch.rows, beta, shape=kind, normalised=per_token), **EXACT)
     pairs = written_out.dpo_deltas(batch.rows, per_token)
     expected = {
@@ -98,5 +105,5 @@ def test_long_answers_are_summed_without_losing_the_difference_of_their_sums():
     batch.logprobs = reference + 1e-4 * torch.randn(2 * tokens, generator=generator)
     differences = (batch.logprobs - reference).tolist()
     delta = math.fsum(differences[:tokens]) - math.fsum(differences[tokens:])
-    _, metrics = preference_loss_fn(batch.pack, batch.logprobs, 1.0)
+    _, metrics = DPO.experiment_loss(beta=1.0)(batch.pack, batch.logprobs)
     assert value_of(metrics["reward_margin"]) == pytest.approx(delta, rel=1e-6)

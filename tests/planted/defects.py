@@ -152,7 +152,7 @@ DEFECTS = (
     ),
     Defect(
         "reference log-probs of other masks reused",
-        "areno/api/ref_cache.py",
+        "areno/training/objectives/ref_cache.py",
         "        key.update(bytes(row.trainable()))",
         "        pass",
         ("tests/api/test_ref_cache.py",),

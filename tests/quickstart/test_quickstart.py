@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areno.api.trainers.sft import SFTTrainer
+from areno.api.trainers.supervised import SFTTrainer
 from areno.cli.main import main
 from areno.config.prepare import prepare_run
 from areno.quickstart import run as quickstart_run

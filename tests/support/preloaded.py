@@ -38,7 +38,7 @@ _IMPORTS = (
     "areno.cli.main",
     "areno.api.run",
     "areno.api.backend.local",
-    "areno.api.trainers.dpo",
+    "areno.api.trainers.supervised",
     "areno.api.trainers.ppo",
     "areno.engine.engine",
     "areno.engine.parallel.server",

@@ -7,8 +7,9 @@ import logging
 
 import pytest
 
-from areno.api.datasets import build_sft_rows, iter_prompt_batches
+from areno.api.datasets import iter_prompt_batches
 from areno.text.markers import marker_in, warn_of_markers
+from areno.training.objectives.sft import build_sft_rows
 from tests.support.tiny import bpe_tokenizer
 
 

@@ -203,8 +203,11 @@ class DPOEngineConfig(TrainEngineConfig):
 
     beta: float = setting(0.1, above=0, help="Strength of the pull to the reference.")
     loss_type: str = setting(
-        "sigmoid", choices=("sigmoid", "ipo"), help="sigmoid is DPO; ipo is IPO, with log-probs averaged per token."
+        "sigmoid",
+        choices=("sigmoid", "ipo", "hinge"),
+        help="sigmoid is DPO; ipo is IPO, with log-probs averaged per token; hinge is SLiC.",
     )
+    label_smoothing: float = setting(0.0, minimum=0, below=0.5, help="Assumed share of swapped preferences.")
 
 
 @dataclass

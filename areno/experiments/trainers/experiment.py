@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from areno.api.row_checks import Needs
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
@@ -28,7 +27,6 @@ from areno.config.experiment.notices import notice
 from areno.config.experiment.places import DATASETS, data_problems, held_out_is_trained
 from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
-from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.parser import Problems
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.engine import Engine
@@ -39,7 +37,6 @@ from areno.experiments.trainers.engines import (
     engine_config,
     layout_of,
     make_engine,
-    rows_per_pass,
     schedule_of,
     this_machine,
 )
@@ -54,8 +51,8 @@ from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
+from areno.training.row_checks import Needs
 from areno.training.saving import DISK_REMEDY, Saver
-from areno.types import TrainSequence
 
 _log = logging.getLogger(__name__)
 
@@ -341,24 +338,6 @@ class ExperimentTrainer(TrainingLoop):
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
 
-    def score(
-        self, rows: Sequence[TrainSequence], role: str, column: str, spec: MicroBatchSpec, key: str | None = None
-    ) -> None:
-        """Give each row the log-probs of a role.
-
-        Args:
-            rows: scored at their own temperatures.
-            role: scores.
-            column: of the rows.
-            spec: how many rows the model takes at once.
-            key: of the time that it takes; None is ``{role}_logp``.
-        """
-        tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
-        with self.timed(key or f"{role}_logp"):
-            found = self.engine.score_logprobs(role, tokens, warmth, rows_per_pass(spec, tokens))
-        for row, logprobs in zip(rows, found, strict=True):
-            setattr(row, column, logprobs)
-
     # -- keeping ---------------------------------------------------------------------------------------------------
 
     def save_models(self, at: StepInfo) -> None:
@@ -417,9 +396,6 @@ class ExperimentTrainer(TrainingLoop):
         saves = self.config.saver.mode != SAVES_NOTHING
         if state.step and saves and not self.saver.path(DEFAULT, at).exists():
             self.save_models(at)
-
-    def ensure_roles(self) -> None:
-        """Load the models that score besides the actor."""
 
     # -- ending ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ The next batches are generated meanwhile, as far ahead as ``rollout.max_head_off
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -48,9 +47,10 @@ from areno.experiments.trainers.update import (
     with_version,
 )
 from areno.loss_fns.family import PolicyLoss
-from areno.loss_fns.named import critic_loss_fn
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
+from areno.loss_fns.units import with_names
+from areno.loss_fns.value import CRITIC_NAMES, value_loss_fn
 from areno.observability import tracing
 from areno.observability.perf_tracer import Category
 from areno.observability.samples import row_records
@@ -441,8 +441,9 @@ class PPOTrainer(ExperimentTrainer):
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         critic: Any = self.config.critic
-        loss, rate = functools.partial(critic_loss_fn, eps_clip=critic.eps_clip), self.critic_schedule
-        return self.optimize(rows, loss, micro_batching(critic.mb_spec), rate.at(self.state.step + 1), CRITIC)
+        loss = with_names(value_loss_fn, CRITIC_NAMES, cliprange_value=critic.eps_clip, value_loss_coef=1.0)
+        rate = self.critic_schedule.at(self.state.step + 1)
+        return self.optimize(rows, loss, micro_batching(critic.mb_spec), rate, CRITIC)
 
     def measure(self) -> dict[str, float]:
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""

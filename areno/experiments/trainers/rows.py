@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.api.datasets import load_training_dataset
-from areno.api.row_checks import Needs, row_problem
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.config.hooks import named_object
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
+from areno.training.row_checks import Needs, row_problem
 
 
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:

@@ -97,6 +97,7 @@ EFFECTS: dict[str, str] = {
     "MicroBatchSpec.n_mbs_divisor": _ENGINES + "test_micro_batches_are_cut_as_asked_and_the_loss_stays",
     "MicroBatchSpec.packing_algorithm": _ENGINES + "test_equal_weights_and_first_fit_are_different_packings",
     "DPOEngineConfig.beta": _ENGINES + "test_preference_losses_follow_their_formulas",
+    "DPOEngineConfig.label_smoothing": _ENGINES + "test_a_preference_loss_is_that_of_its_section",
     "DPOEngineConfig.loss_type": _ENGINES + "test_preference_losses_follow_their_formulas",
     "PPOActorConfig.algorithm": _UPDATE + "test_an_algorithm_by_name_gives_its_loss",
     "PPOActorConfig.algorithm_options": _UPDATE + "test_an_algorithm_by_name_gives_its_loss",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from areno.api.datasets import LOADER_OPTION, response_of, text_or_messages
-from areno.api.preferences import answer_of
-from areno.api.row_formats import pair_row, sft_row
 from areno.errors import DataError
+from areno.text.data_rows import LOADER_OPTION, answer_of, response_of, text_or_messages
+from areno.text.row_formats import pair_row, sft_row
 
 Needs = Literal["prompt", "response", "pair"]
 

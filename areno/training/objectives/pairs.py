@@ -2,7 +2,7 @@
 
 A row holds ``prompt``, ``chosen`` and ``rejected``. Two texts answer the prompt; two message lists are conversations,
 whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn. Transcripts as
-in hh-rlhf are conversations too (see `areno.api.row_formats`).
+in hh-rlhf are conversations too (see `areno.text.row_formats`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areno.api.datasets import (
+from areno.errors import DataError
+from areno.loss_fns.dpo import dpo_loss_fn
+from areno.loss_fns.reward_model import reward_model_loss_fn
+from areno.text.chat import RenderedPrompt
+from areno.text.data_rows import (
     LOADER_OPTION,
+    Messages,
+    answer_of,
     encode_examples,
     ending_token,
     flags_of,
@@ -20,14 +26,12 @@ from areno.api.datasets import (
     text_or_messages,
     within,
 )
-from areno.api.row_formats import pair_row
-from areno.errors import DataError
-from areno.text.chat import RenderedPrompt
+from areno.text.row_formats import pair_row
+from areno.training.objectives.base import Objective
 from areno.types import TrainSequence
 
 Pair = tuple[TrainSequence, TrainSequence]
 Tokens = tuple[list[int], list[int]]
-Messages = list[dict[str, Any]]
 _SUM = ", whose sum bounds a prompt with its answer"
 
 
@@ -94,11 +98,6 @@ def build_preference_rows(
             f"{_shortest(candidates)}"
         )
     return pairs, len(rows) - len(pairs)
-
-
-def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
-    """Text or messages; empty where the row is to be dropped."""
-    return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
 
 
 def _conversations(
@@ -179,3 +178,30 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
         f"the shortest pair has {chosen} tokens chosen and {rejected} tokens rejected, and pairs with equal answers "
         "are not used"
     )
+
+
+DPO = Objective(
+    needs="pair",
+    build=build_preference_rows,
+    loss_fn=dpo_loss_fn,
+    names={
+        "reward_accuracy": ("accuracy", "range"),
+        **{name: (name, "range") for name in ("loss", "reward_margin", "chosen_reward", "rejected_reward")},
+    },
+    held_out={name: f"dpo_{name}" for name in ("accuracy", "margin", "chosen_reward", "rejected_reward")},
+    sequences=2,
+)
+REWARD_MODEL = Objective(
+    needs="pair",
+    build=build_preference_rows,
+    loss_fn=reward_model_loss_fn,
+    names={
+        "loss": ("loss", "range"),
+        "correct_ratio": ("accuracy", "range"),
+        "pos_score": ("chosen_score", "range"),
+        "neg_score": ("rejected_score", "range"),
+        "n_pairs": ("loss", "count"),
+    },
+    held_out={name: f"rm_{name}" for name in ("accuracy", "margin", "chosen_score", "rejected_score")},
+    sequences=2,
+)

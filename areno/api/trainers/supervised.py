@@ -1,0 +1,171 @@
+"""SFT, DPO and reward models in ``areno train``: rows are tokenized once, then taken ``--batch-size`` at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from areno.api.trainers.base import DataTrainer
+from areno.errors import DataError, EngineError
+from areno.loss_fns.pack import LossFn
+from areno.observability import lifecycle
+from areno.training.objectives.base import Examples, Objective
+from areno.training.objectives.pairs import DPO, REWARD_MODEL
+from areno.training.objectives.reference import Reference
+from areno.training.objectives.sft import SFT
+from areno.training.report import StepOutcome
+from areno.types import TrainSequence
+
+_LARGEST_EXPONENT = 700.0
+
+
+class SupervisedTrainer(DataTrainer):
+    """Steps over the examples of an objective: rows, or pairs, of which ``--mini-bs`` counts both sides."""
+
+    objective: ClassVar[Objective]
+    unit: ClassVar[str] = "pairs"
+    """What log lines call an example."""
+    measured_at_once: ClassVar[str] = "score_micro_bs"
+    """The option that says how many held-out rows share a pass."""
+
+    def prepare(self) -> None:
+        """Tokenize the training and the held-out rows once."""
+        self.display.phase("tokenize")
+        self.examples, dropped = self._encoded(self.dataset, self.config.dataset_path)
+        self.report_dropped(dropped)
+        self.held_out = Examples([], self.objective.sequences)
+        if self.eval_rows is not None:
+            self.held_out, dropped = self._encoded(self.eval_rows, self.config.eval_dataset_path)
+            self.logger.info("held-out %s: %d are used, %d are dropped", self.unit, len(self.held_out), dropped)
+
+    def _encoded(self, rows: Sequence[dict[str, Any]], source: str | None) -> tuple[Examples, int]:
+        return self.objective.encode(
+            rows,
+            self.instance.get_tokenizer(),
+            self.instance.backend.eos_ids,
+            max_prompt_tokens=self.config.max_prompt_tokens,
+            max_new_tokens=self.config.max_new_tokens,
+            context_limit=self.context_limit,
+            source=str(source),
+            disable_thinking=self.config.disable_thinking,
+        )
+
+    def report_dropped(self, dropped: int) -> None:
+        """The documented log line about training rows that cannot be used."""
+        lifecycle.pair_dataset_filter(self.logger, "dpo", dropped)
+
+    def row_count(self) -> int:
+        """Examples of an epoch."""
+        return len(self.examples)
+
+    def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[list[TrainSequence], int]]:
+        """The sequences of slices of the epoch's order."""
+        for begin in range(start, len(order), self.config.batch_size):
+            chosen = order[begin : begin + self.config.batch_size]
+            yield [row for index in chosen for row in self.examples[index]], begin + len(chosen)
+
+    def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
+        """One step on some examples."""
+        epoch, step = self.state.epoch, self.state.step
+        counted: Any = {self.unit: len(batch) // self.objective.sequences}
+        self.display.phase("train")
+        lifecycle.train_start(self.logger, epoch, step, **counted)
+        stats = self.train(batch)
+        lifecycle.train_end(self.logger, epoch, step, **counted)
+        stats["tokens_per_second"] = sum(len(row.tokens) for row in batch) / max(stats["step_train_time_s"], 1e-9)
+        return StepOutcome(rows=batch, stats=stats, timings={"train": stats["step_train_time_s"]})
+
+    def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Loss and statistics of the held-out examples.
+
+        Args:
+            rows: the run's own held-out rows, which :meth:`prepare` has tokenized.
+
+        Raises:
+            EngineError: they are others.
+        """
+        if rows is not self.eval_rows:
+            raise EngineError("evaluate() takes the held-out rows of the run, eval_rows: they were prepared beforehand")
+        size = getattr(self.config, self.measured_at_once)
+        stats = self.instance.backend.measure(list(self.held_out.rows), self.judging_loss(), size)
+        names = {"loss": "loss", **self.objective.held_out}
+        return {name: stats[known] for name, known in names.items() if known in stats}
+
+    def judging_loss(self) -> LossFn:
+        """The loss that judges held-out examples."""
+        return self.loss_fn
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Trains on the response tokens of each row."""
+
+    logger = logging.getLogger("areno.api.trainers.supervised.SFTTrainer")
+    objective = SFT
+    unit = "rows"
+    measured_at_once = "mini_bs"
+
+    def report_dropped(self, dropped: int) -> None:
+        """Rows without a response are dropped, too."""
+        lifecycle.sft_dataset_filter(self.logger, dropped)
+
+    def judging_loss(self) -> LossFn:
+        """Per response token, whatever is trained with."""
+        return self.objective.loss_fn
+
+    def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Loss per response token of the held-out rows, and the perplexity exp(loss).
+
+        Raises:
+            DataError: they have no such token.
+        """
+        metrics = super().evaluate(rows)
+        if not metrics["target_tokens"]:
+            raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token that another one precedes")
+        metrics["perplexity"] = math.inf if metrics["loss"] > _LARGEST_EXPONENT else math.exp(metrics["loss"])
+        counts = {"num_sequences": len(self.held_out), "skipped_long_or_empty": len(rows) - len(self.held_out)}
+        return {**metrics, **counts}
+
+
+class DPOTrainer(SupervisedTrainer):
+    """Raises the margin of chosen over rejected answers, against a reference that scores once."""
+
+    logger = logging.getLogger("areno.api.trainers.supervised.DPOTrainer")
+    objective = DPO
+    best_metric = "accuracy"
+    best_is_higher = True
+
+    def prepare(self) -> None:
+        """Tokenize the pairs, and give every row the log-probs of the reference."""
+        super().prepare()
+        self.display.phase("reference")
+        began, config = time.perf_counter(), self.config
+        paths = str(config.ref_ckpt or config.ckpt), str(config.ckpt)
+        trained, size = self.state.step > 0, config.score_micro_bs
+        reference = Reference(self.instance.backend, *paths, trained, size, self.logger)
+        with self.stop.interruptible():
+            sets = [self.examples, self.held_out] if self.held_out else [self.examples]
+            self.examples, *held_out = reference.score(*sets)
+            self.held_out = held_out[0] if held_out else self.held_out
+        self._reference_s = time.perf_counter() - began
+
+    def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
+        """One step; the first one carries the time that the reference took."""
+        outcome = super().run_step(batch)
+        outcome.stats["ref_logprob_forward_time_s"], self._reference_s = self._reference_s, 0.0
+        return outcome
+
+
+class RewardModelTrainer(SupervisedTrainer):
+    """A sequence classifier with one score learns to put the chosen answer above the rejected one."""
+
+    logger = logging.getLogger("areno.api.trainers.supervised.RewardModelTrainer")
+    objective = REWARD_MODEL
+    best_metric = "accuracy"
+    best_is_higher = True
+
+    def report_dropped(self, dropped: int) -> None:
+        """Under this algorithm's name."""
+        lifecycle.pair_dataset_filter(self.logger, "rm", dropped)

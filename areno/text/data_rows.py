@@ -1,0 +1,121 @@
+"""The parts of a row of a data set as text, and as tokens: prompts, responses, and what is wrong with them.
+
+Every complaint about a row names the source, the row number (from 1) and the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areno.errors import DataError, UsageError
+from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
+from areno.text.markers import warn_of_markers
+
+_ENCODE_ROWS = 1024
+LOADER_OPTION = "--dataset-loader-fn"
+"""The option of ``areno train`` that names a loader."""
+Messages = list[dict[str, Any]]
+
+
+def text_or_messages(
+    row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
+) -> str | Messages:
+    """The text or the chat messages under a key of a row; messages without the keys that Arrow filled with None.
+
+    Raises:
+        DataError: there is no such key, or another type of value; the message names source, row and key.
+    """
+    value = row.get(key)
+    if value is None:
+        raise DataError(
+            f"{named_row(source, index)}dataset row must contain `{key}`; it "
+            f"{'is null' if key in row else 'has ' + (', '.join(map(str, row)) or 'no keys')}. "
+            f"Use {loader} to bring rows into shape"
+        )
+    if isinstance(value, str):
+        return value
+    # Arrow gives all messages of a column the same keys; those that a message did not have are None.
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        messages = [{name: part for name, part in message.items() if part is not None} for message in value]
+        if all(isinstance(message.get("role"), str) and len(message) > 1 for message in messages):
+            return messages
+    raise DataError(
+        f"{named_row(source, index)}`{key}` must be a text or a list of messages with role and content, got {value!r:.80}"
+    )
+
+
+def response_of(row: Mapping[str, Any], source: str, index: int, loader: str) -> str:
+    """The response text; empty where the row is to be dropped."""
+    if "response" not in row:
+        raise DataError(
+            f"{named_row(source, index)}dataset row must contain `response`; it has {', '.join(map(str, row))}. "
+            f"Use {loader} to bring rows into shape"
+        )
+    response = row["response"]
+    if response is not None and not isinstance(response, str):
+        raise DataError(f"{named_row(source, index)}`response` must be a text, got {response!r:.80}")
+    return response or ""
+
+
+def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader: str) -> str | Messages:
+    """Text or messages; empty where the row is to be dropped."""
+    return [] if row.get(key) == [] else text_or_messages(row, key, source, index, loader)
+
+
+def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
+    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set; warns of markers that it has already.
+
+    Raises:
+        DataError: the chat template refuses the prompt; the message names source and row.
+    """
+    warn_of_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
+    try:
+        return render_generation_prompt(tokenizer, prompt, disable_thinking)
+    except UsageError as error:
+        raise DataError(f"{named_row(source, index)}{error}") from error
+
+
+def encode_examples(
+    tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        examples: rendered prompt and response text.
+        eos_token_ids: ids that end a response.
+    """
+    eos = ending_token(tokenizer, eos_token_ids)
+    for begin in range(0, len(examples), _ENCODE_ROWS):
+        prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)
+        encoded = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+        for prompt_ids, response_ids in zip(encode_rendered(tokenizer, prompts), encoded, strict=True):
+            if eos is not None and not (eos_token_ids | {eos}).intersection(response_ids[-1:]):
+                response_ids.append(eos)
+            yield prompt_ids, response_ids
+
+
+def ending_token(tokenizer: Any, eos_token_ids: frozenset[int]) -> int | None:
+    """The id that is appended to a response: the tokenizer's EOS, else the least id that ends one; None without any."""
+    own = tokenizer.eos_token_id
+    return own if own is not None else min(eos_token_ids, default=None)
+
+
+def named_row(source: str, index: int | None = None) -> str:
+    """``source, row N: `` as the beginning of a message; rows count from 1."""
+    row = "" if index is None else f"row {index + 1}"
+    name = ", ".join(part for part in (source, row) if part)
+    return f"{name}: " if name else ""
+
+
+def flags_of(max_prompt_tokens: int, max_new_tokens: int) -> str:
+    """Names the bounds of ``areno train`` in an error message."""
+    return f"--max-prompt-tokens {max_prompt_tokens} and --max-new-tokens {max_new_tokens}"
+
+
+def within(context_limit: int | None) -> str:
+    """Names a bound in an error message."""
+    return (
+        "" if context_limit is None else f" in a context of {context_limit} tokens (the model's, or --max-context-len)"
+    )
