@@ -46,7 +46,28 @@ class PolicyLossOptions:
         """Whether rows must bring ``prox_logprobs``, which cost a forward pass before the update."""
         return self.use_decoupled_loss and self.prox_logp_method in _FORWARD_PASS
 
-    def idle(self) -> Iterator[tuple[tuple[str, ...], str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Knobs that exclude each other or do nothing: the name, and what is wrong with the remedy."""
+        if self.use_sapo_loss and self.use_cispo_loss:
+            yield "use_sapo_loss", "and use_cispo_loss are two losses; leave one of the two out"
+        if self.use_sapo_loss and self.use_decoupled_loss:
+            yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
+        for names, because in self._idle():
+            for name in names:
+                value = getattr(self, name, None)
+                if value != getattr(PolicyLossOptions, name, None):
+                    yield (
+                        name,
+                        f"{value if isinstance(value, int | float | str) else ''} has no effect {because}".lstrip(),
+                    )
+        if self.m2_threshold is not None and not self.needs_proximal:
+            yield (
+                "m2_threshold",
+                "compares log-probs before the update with those of rollout; set use_decoupled_loss too, with "
+                f"prox_logp_method {' or '.join(_FORWARD_PASS)}",
+            )
+
+    def _idle(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Knobs that others make idle, with the reason and the remedy."""
         if self.use_sapo_loss:
             yield ("eps_clip_higher", "c_clip"), "with use_sapo_loss, which does not clip; remove it"
@@ -55,4 +76,4 @@ class PolicyLossOptions:
         if self.use_cispo_loss:
             yield ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out"
         if not self.use_decoupled_loss:
-            yield ("prox_logp_method",), "without use_decoupled_loss; set it too"
+            yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too"

@@ -163,7 +163,7 @@ def _useless(options: TrainOptions, spec: AlgorithmSpec, entries: tuple[Option, 
 
 
 def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    """What the dataclass of the algorithm's own options refuses, and those of the policy loss that others make idle."""
+    """What the dataclass of the algorithm's own options refuses."""
     if any(value_problem(entry, value_of(options, entry.name)) for entry in spec.own_options()):
         return
     try:
@@ -171,16 +171,11 @@ def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     except ValueError as error:
         yield f"--algo {spec.name}: {error}"
         return
-    if not isinstance(knobs, PolicyLossOptions):
-        return
-    if knobs.use_decoupled_loss and not knobs.needs_proximal:
+    if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and not knobs.needs_proximal:
         yield (
             f"--prox-logp-method {knobs.prox_logp_method} interpolates between versions of the weights, and a rollout has only "
             "one here; use recompute"
         )
-    for names, because in knobs.idle():
-        for name in options.explicit.intersection(names):
-            yield f"{flag_of(name)} has no effect {because}"
 
 
 def _spelled(entry: Option, value: Any) -> str:

@@ -49,28 +49,8 @@ class PolicyLoss(PolicyLossOptions):
             raise ValueError(
                 "rl_loss_weight and distill_loss_weight are both 0, so nothing would be learned; raise one"
             )
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        if self.use_sapo_loss and self.use_cispo_loss:
-            raise ValueError("use_sapo_loss and use_cispo_loss exclude each other; switch one off")
-        if self.use_sapo_loss and self.use_decoupled_loss:
-            raise ValueError("use_sapo_loss has no ratio to decouple; set use_decoupled_loss=false")
-        if self.c_clip is not None and (self.use_sapo_loss or self.use_cispo_loss):
-            raise ValueError("c_clip bounds the clipped loss and has no effect on SAPO or CISPO; set it to null")
-        if not self.use_decoupled_loss:
-            without = "has an effect only with use_decoupled_loss=true"
-            if self.rejection_sampling is not None:
-                raise ValueError(f"rejection_sampling {without}")
-            if self.m2_threshold is not None:
-                raise ValueError(f"m2_threshold {without}")
-            if self.prox_logp_method != "recompute":
-                raise ValueError(f"prox_logp_method={self.prox_logp_method} {without}")
-        elif self.m2_threshold is not None and not self.needs_proximal:
-            raise ValueError(
-                "m2_threshold chooses tokens before the update and needs the proximal log-probs by then; "
-                f"set prox_logp_method=recompute instead of {self.prox_logp_method}"
-            )
+        for name, text in self.problems():
+            raise ValueError(f"{name} {text}")
 
     @property
     def clip(self) -> Clip:

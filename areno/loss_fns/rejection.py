@@ -7,13 +7,13 @@ loss, or its weight is clamped. With a lower and an upper bound on the ratio tha
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from areno.config.experiment.section_checks import check_rejection
 from areno.config.experiment.update_sections import RejectionSamplingConfig
 from areno.config.options import check_options
 from areno.loss_fns.pack import DataPack, in_float
@@ -37,22 +37,8 @@ class RejectionSampling(RejectionSamplingConfig):
     def __post_init__(self) -> None:
         check_options(self, "rejection_sampling.")
         super().__post_init__()
-        if self.metric == "ratio" and not self.upper > 1:
-            raise ValueError(f"rejection_sampling.upper must be above 1 for a ratio, got {self.upper}")
-        if self.metric == "ratio" and self.action == "mask" and self.lower is not None and not self.lower > 0:
-            raise ValueError(
-                f"rejection_sampling.lower must be above 0 for a ratio, got {self.lower}; null has no bound"
-            )
-        if self.metric not in ("ratio", "kl_k1") and not self.upper > 0:
-            raise ValueError(f"rejection_sampling.upper must be above 0 for {self.metric}, got {self.upper}")
-        if self.lower is not None and self.lower > self.upper:
-            raise ValueError(f"rejection_sampling.lower {self.lower} is above upper {self.upper}")
-        if self.action == "clamp" and self.metric != "ratio":
-            raise ValueError(
-                f"rejection_sampling.action clamp limits a ratio and cannot act on {self.metric}; use mask"
-            )
-        if self.level == "token" and self.agg != "mean":
-            warnings.warn(f"rejection_sampling.agg {self.agg} has no effect on single tokens", stacklevel=3)
+        for name, text in check_rejection(self):
+            raise ValueError(f"rejection_sampling.{name} {text}")
 
 
 @dataclass(frozen=True, slots=True)

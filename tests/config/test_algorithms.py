@@ -135,17 +135,20 @@ def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs)
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--algo", "cispo", "--c-clip", "3"], "c_clip bounds the clipped loss and has no effect on SAPO or CISPO"),
-        (["--algo", "dapo", "--sapo-tau-pos", "2"], "--sapo-tau-pos has no effect without SAPO"),
-        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold has an effect only with use_decoupled_loss=true"),
+        (["--algo", "cispo", "--c-clip", "3"], "c_clip 3.0 has no effect with use_cispo_loss"),
+        (["--algo", "dapo", "--sapo-tau-pos", "2"], "sapo_tau_pos 2.0 has no effect without SAPO"),
+        (["--algo", "dapo", "--m2-threshold", "0.1"], "m2_threshold compares log-probs before the update"),
         (
             ["--algo", "dapo", "--use-decoupled-loss", "--prox-logp-method", "linear"],
             "--prox-logp-method linear interpolates between versions",
         ),
-        (["--algo", "dapo", "--rejection-sampling-upper", "5"], "rejection_sampling has an effect only with"),
+        (
+            ["--algo", "dapo", "--rejection-sampling-upper", "5"],
+            "rejection_sampling has no effect without use_decoupled_loss",
+        ),
         (
             ["--algo", "icepop", "--rejection-sampling-upper", "1"],
-            "rejection_sampling.upper must be above 1 for a ratio",
+            "rejection_sampling.upper 1.0 would leave out an unchanged policy",
         ),
         (["--algo", "dapo", "--eps-clip=-1"], "--eps-clip must be non-negative"),
         (["--algo", "gmpo", "--kl-coef", "0.1"], "--kl-coef 0.1 applies to --algo gspo and grpo only"),

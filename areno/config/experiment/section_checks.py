@@ -178,14 +178,11 @@ def check_strategy(config: SchedulingStrategy) -> Problems:
 
 def check_actor(config: PPOActorConfig) -> Problems:
     """Knobs of the loss that exclude each other or do nothing."""
-    if config.use_sapo_loss and config.use_cispo_loss:
-        yield "use_sapo_loss", "and use_cispo_loss are two losses; leave one of the two out"
-    if config.use_sapo_loss and config.use_decoupled_loss:
-        yield "use_sapo_loss", "cannot be decoupled; set use_decoupled_loss to false"
-    for names, because in config.idle():
-        yield from idle(config, names, because)
+    yield from config.problems()
     yield from _overlong(config)
-    yield from _proximal(config)
+    if config.use_decoupled_loss and config.recompute_logprob and not config.needs_proximal:
+        because = f"with prox_logp_method {config.prox_logp_method}, which needs no forward pass; leave one out"
+        yield "recompute_logprob", f"has no effect {because}"
     if config.kl_ctl == 0:
         yield from idle(config, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
     if not config.log_agent_stats:
@@ -204,21 +201,6 @@ def _overlong(config: PPOActorConfig) -> Problems:
         yield (
             "overlong_tokens",
             f"{config.overlong_tokens} is more than max_new_tokens {config.max_new_tokens}; lower it",
-        )
-
-
-def _proximal(config: PPOActorConfig) -> Problems:
-    if config.use_decoupled_loss:
-        if config.recompute_logprob and not config.needs_proximal:
-            because = f"with prox_logp_method {config.prox_logp_method}, which needs no forward pass; leave one out"
-            yield "recompute_logprob", f"has no effect {because}"
-    else:
-        yield from idle(config, ("rejection_sampling",), "without use_decoupled_loss; set it too")
-    if config.m2_threshold is not None and not (config.use_decoupled_loss and config.should_compute_prox_logp()):
-        yield (
-            "m2_threshold",
-            "compares log-probs before the update with those of rollout; set use_decoupled_loss too, with prox_logp_method "
-            "recompute or metrics",
         )
 
 
