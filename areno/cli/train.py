@@ -47,4 +47,6 @@ def _dry_run(options: TrainOptions) -> int:
     print(dump_config(options), end="")
     print("\nMemory\n------")
     print("not planned with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
+    if options.rollout == "async":
+        print("(this process; the rollout processes have models and caches of their own)")
     return 0

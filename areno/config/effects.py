@@ -59,13 +59,26 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield "track_project", "has no effect without a service; give --track too"
     if spec.requires_rollout and not options.agent_fn:
         for name in AGENT_OPTIONS:
-            yield name, "has no effect without an agent; give --agent-fn too"
+            if not (options.workflow and name == "agent_max_failures"):
+                yield name, "has no effect without an agent; give --agent-fn too"
     yield from _memory(options)
     if spec.requires_rollout:
         yield from _reference(options, spec)
-        if options.reward_ckpt and not options.reward_fn_path:
-            for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb"):
-                yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
+        yield from _rewards(options)
+        if options.rollout == "sync":
+            for name in ("rollout_replicas", "max_staleness"):
+                yield name, "has no effect without rollout processes; give --rollout async too"
+
+
+def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
+    """Options of reward functions, where none runs."""
+    of_functions = ("reward_timeout_s", "reward_workers", "reward_memory_gb")
+    if options.workflow is not None:
+        for name in ("reward_fn_path", "reward_ckpt", "on_reward_error", *of_functions):
+            yield name, "has no effect with --workflow, which gives the rewards itself; leave one of the two out"
+    elif options.reward_ckpt and not options.reward_fn_path:
+        for name in of_functions:
+            yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:

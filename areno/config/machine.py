@@ -26,11 +26,29 @@ def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
     world, tp = options.world_size, options.tp_size
     on_gpus = resolved_device(options.device, gpus) == "cuda"
     if "world_size" not in options.explicit and on_gpus:
-        world = max(gpus, 1)
+        world = max(gpus - rollout_ranks(options), 1)
     if "tp_size" not in options.explicit and on_gpus and world == _NODE and not (options.fsdp or options.load_in_4bit):
         config = model_config(options.ckpt) if options.ckpt else {}
         tp = 1 if heads_problem(config, _NODE_TP, "") else _NODE_TP
     return replace(options, world_size=world, tp_size=tp)
+
+
+def rollout_ranks(options: TrainOptions) -> int:
+    """Devices of the rollout processes."""
+    return options.rollout_replicas * options.tp_size if options.rollout == "async" else 0
+
+
+def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
+    """Say why rollout processes find no GPUs behind those of training; empty if they do, or compute on the CPU."""
+    ranks, device = rollout_ranks(options), resolved_device(options.device, gpus)
+    first = int(device.partition(":")[2] or 0)
+    if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
+        return ""
+    return (
+        f"--rollout async with --rollout-replicas {options.rollout_replicas}: training on {options.world_size} GPUs "
+        f"(--world-size) from GPU {first} on and rollout on {ranks} need more than the {gpus} of this machine; use fewer, or "
+        "--rollout sync"
+    )
 
 
 def resolved_device(device: str, gpus: int) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.hooks import check_hook, load_hook
-from areno.config.machine import resolved_device, with_layout
+from areno.config.hooks import check_hook, load_hook, named_object
+from areno.config.machine import resolved_device, rollout_gpu_problem, with_layout
+from areno.config.packages import install_command, missing_server_packages
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
 from areno.config.validate import ADVANTAGE_HOOK, AGENT_HOOK, EVAL_LOADER_HOOK, LOADER_HOOK, REWARD_HOOK, validate
+from areno.errors import UsageError
 from areno.gpus import visible_gpus
 
 LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
@@ -49,6 +52,8 @@ def _checked(argv: Sequence[str], *, needs_data: bool = True) -> TrainOptions:
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
     validate(replace(options, device=resolved_device(options.device, gpus)), needs_data=needs_data)
+    if problem := rollout_gpu_problem(options, gpus):
+        raise UsageError(problem)
     return options
 
 
@@ -72,6 +77,29 @@ def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
         load_hook(options.eval_dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
     if options.agent_fn:
         load_hook(options.agent_fn, positional=2, **AGENT_HOOK)
+    if options.workflow:
+        check_workflow(options.workflow)
     if ".py" in options.advantage:
         load_hook(options.advantage, positional=2, **ADVANTAGE_HOOK)
     return loader
+
+
+def check_workflow(named: str) -> None:
+    """Import the class or object of ``--workflow``.
+
+    Raises:
+        UsageError: it cannot be found, is neither a workflow nor an agent, or is an agent that could not be served.
+    """
+    found = named_object(named, option="--workflow")
+    if hasattr(found, "arun_episode"):
+        return
+    if not inspect.iscoroutinefunction(getattr(found, "run", None)):
+        raise UsageError(
+            f"--workflow {named}: it has neither `async def arun_episode(self, engine, data)` nor `async def run(self, data, "
+            "**extra)`; define one of them"
+        )
+    if missing := missing_server_packages():
+        raise UsageError(
+            f"--workflow {named}: agents are served over HTTP, which needs the packages {', '.join(missing)}; install them: "
+            f"{install_command('serve')}"
+        )

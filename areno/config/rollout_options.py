@@ -76,6 +76,29 @@ class RolloutOptions:
         help="Attention kernels: flash where the device has them, else and with native those of PyTorch.",
     )
     disable_thinking: bool = _shared(False, help="Pass enable_thinking=False to chat templates that know the switch.")
+    rollout: str = _rollout(
+        "sync",
+        choices=("sync", "async"),
+        help="Generate in turn with training (sync), or beside it in processes of its own (async).",
+    )
+    rollout_replicas: int = _rollout(
+        1,
+        minimum=1,
+        changes_results=False,
+        help="Asynchronous rollout: processes that generate, each of --tp-size ranks.",
+    )
+    max_staleness: int = _rollout(
+        1,
+        minimum=0,
+        help="Asynchronous rollout: most updates that the weights behind a token may lack when it is trained on.",
+    )
+    workflow: str | None = _rollout(
+        None,
+        path="python",
+        metavar="FILE.PY:NAME",
+        help="Workflow that does the prompts' tasks and rewards them: a class or object with arun_episode(engine, data), or an "
+        "agent with run(data).",
+    )
     agent_fn: str | None = _rollout(
         None,
         path="python",
@@ -99,7 +122,8 @@ class RolloutOptions:
         minimum=0,
         maximum=1,
         changes_results=False,
-        help="Agentic rollout: stop when more than this share of a step's samples fails for good; fewer are dropped.",
+        help="Agentic rollout: stop when more than this share of a step's samples fails for good (of its prompts, with "
+        "--workflow); fewer are dropped.",
     )
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."

@@ -82,6 +82,7 @@ def _inputs(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "reward_ckpt": (options.reward_ckpt or "none") if rollout else _NA,
         "eval_dataset": options.eval_dataset_path or "none",
         "agent_fn": (options.agent_fn or "none") if rollout else _NA,
+        "workflow": (options.workflow or "none") if rollout else _NA,
     }
 
 
@@ -101,7 +102,9 @@ def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "max_new_tokens": str(options.max_new_tokens),
         "max_context_len": str(options.max_context_len or "model limit"),
     }
+    beside = f"{options.rollout_replicas} replicas beside training, at most {options.max_staleness} versions behind"
     generated = {
+        "generation": beside if options.rollout == "async" else "in turn with training",
         "n_samples": str(options.n_samples),
         "max_running_prompts": str(options.running_sequences),
         "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),

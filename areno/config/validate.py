@@ -48,6 +48,9 @@ AGENT_HOOK = {"option": "--agent-fn", "default_name": "run_agent", "signature": 
 ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "signature": "rewards, groups"}
 """And for a function that turns rewards into advantages."""
 
+WORKFLOW_HOOK = {"option": "--workflow", "default_name": "NAME", "signature": "gconfig, tokenizer"}
+"""And for a workflow."""
+
 PAIR_ALGORITHMS = ("dpo", "rm")
 """Algorithms whose rows come in pairs."""
 
@@ -94,6 +97,7 @@ def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[
             yield from _updates(options)
             yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
             yield from _agents(options)
+            yield from _rollout_source(options)
     yield from shared_problems(options)
     yield from _tracking(options)
     yield from _output_paths(options)
@@ -121,7 +125,7 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
             "--dataset-loader-fn is required for --algo sft; give file.py with load_training_dataset, "
             "which makes rows of prompt and response"
         )
-    if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt):
+    if spec.requires_rollout and not (options.reward_fn_path or options.reward_ckpt or options.workflow):
         yield (
             f"--reward-fn-path or --reward-ckpt is required for --algo {spec.name}; "
             "give --reward-fn-path file.py with reward_fn(record), or a reward model that `--algo rm` has trained"
@@ -349,6 +353,36 @@ def _agents(options: TrainOptions) -> Iterator[str]:
             f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
             f"install them: {install_command('serve')}"
         )
+
+
+def _rollout_source(options: TrainOptions) -> Iterator[str]:
+    """Rollout processes and workflows, and what they do not go together with."""
+    if options.workflow is not None:
+        if ":" not in options.workflow:
+            yield f"--workflow {options.workflow}: name the class or object too, as file.py:NAME"
+        elif ".py" in options.workflow:
+            yield hook_file_problem(options.workflow, **WORKFLOW_HOOK)
+        if options.agent_fn is not None:
+            yield (
+                f"--workflow {options.workflow} and --agent-fn {options.agent_fn} both do the prompts' tasks; leave one of the "
+                "two out"
+            )
+    if options.rollout != "async":
+        return
+    apart = {
+        f"--agent-fn {options.agent_fn}": options.agent_fn is not None,
+        "--load-in-4bit": options.load_in_4bit,
+        "--tune-params": options.tune_params,
+    }
+    remedies = {
+        f"--agent-fn {options.agent_fn}": "its agents talk to the model of this process; give an agent with `async def "
+        "run(self, data, **extra)` as --workflow, or leave --rollout async out",
+        "--load-in-4bit": "rollout processes hold whole weights only; leave one of the two out",
+        "--tune-params": "the memory of rollout processes is not planned; give the sizes, or leave --rollout async out",
+    }
+    for option, is_set in apart.items():
+        if is_set:
+            yield f"--rollout async with {option}: {remedies[option]}"
 
 
 def _paths(options: TrainOptions, split: str) -> Iterator[str]:

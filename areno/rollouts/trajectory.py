@@ -9,7 +9,7 @@ nothing is guessed from lengths) and ``temperature``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ _PER_TOKEN = {
 _NEEDED = (*_PER_TOKEN, "rewards")
 _PADDING = {"versions": -1}
 _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "ref_logp": "ref_logprobs"}
-_TRAIN_FIELDS = frozenset(field.name for field in fields(TrainSequence))
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
@@ -147,21 +146,27 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
     ]
 
 
-def _train_sequence(row: dict[str, Any], group: int, eos_token_id: int) -> TrainSequence:
-    trained = [bool(mark) for mark in row["loss_mask"]]
-    prompt = [version < 0 and not mark for version, mark in zip(row["versions"], trained, strict=True)]
-    plain = all(mark != given for mark, given in zip(trained, prompt, strict=True))
-    further = {"versions": row["versions"]}
-    further |= {theirs: row[mine] for mine, theirs in _CARRIED.items() if mine in row}
-    return TrainSequence(
-        prompt_mask=prompt,
+def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
+    """A row of :func:`samples_of`, as the rows of conversations are; tokens without a weight version were not sampled."""
+    sampled = [version >= 0 for version in row["versions"]]
+    ends = [before and not said for before, said in pairwise([False, *sampled])]
+    return TrajectoryRow(
         tokens=row["input_ids"],
+        sampled=sampled,
+        trained=[bool(mark) for mark in row["loss_mask"]],
+        turns=list(accumulate(map(int, ends))),
         logprobs=row["logprobs"],
-        reward=row["rewards"],
-        eos_token_id=eos_token_id,
-        loss_mask=None if plain else trained,
+        versions=row["versions"],
         temperature=row.get("temperature", 1.0),
-        group=group,
         truncated=bool(row.get("truncated", False)),
-        **{name: values for name, values in further.items() if name in _TRAIN_FIELDS},
+        roles=lambda: ["text" if said else "user" for said in sampled],
+        context_scored=True,
     )
+
+
+def _train_sequence(row: dict[str, Any], group: int, eos_token_id: int) -> TrainSequence:
+    made = trajectory_row(row).train_sequence(reward=row["rewards"], group=group, eos_token_id=eos_token_id)
+    for mine, theirs in _CARRIED.items():
+        if mine in row:
+            setattr(made, theirs, row[mine])
+    return made

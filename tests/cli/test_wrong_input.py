@@ -83,6 +83,27 @@ TRAIN = [
         "--agent-fn file does not exist: agent.py; expected callable run_agent(ctx, batch)",
     ),
     ([*GSPO, "--train-tool-results"], "--train-tool-results has no effect without an agent; give --agent-fn too"),
+    (
+        [*GSPO, "--max-staleness", "2"],
+        "--max-staleness 2 has no effect without rollout processes; give --rollout async",
+    ),
+    (
+        [*GSPO, "--rollout", "async", "--agent-fn", "reward.py"],
+        "--rollout async with --agent-fn reward.py: its agents talk",
+    ),
+    (
+        [*GSPO, "--rollout", "async", "--tune-params"],
+        "--rollout async with --tune-params: the memory of rollout processes",
+    ),
+    (
+        [*GSPO, "--rollout", "async", "--lora-rank", "4", "--load-in-4bit"],
+        "--rollout async with --load-in-4bit: rollout processes hold whole weights only",
+    ),
+    ([*GSPO, "--workflow", "reward.py:reward_fn"], "--reward-fn-path reward.py has no effect with --workflow"),
+    ([*BASE, "--workflow", "reward.py"], "--workflow reward.py: name the class or object too, as file.py:NAME"),
+    ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),
+    ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
+    ([*BASE, "--workflow", "reward.py:reward_fn"], "it has neither `async def arun_episode(self, engine, data)`"),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; give --tune-params too"),
     (
         [*GSPO, "--tune-params", "--batch-size", "2", "--mini-bs", "2", "--max-running-prompts", "4"],

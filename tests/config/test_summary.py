@@ -5,9 +5,10 @@ import torch
 
 from areno.config import get_algorithm
 from areno.config.parser import parse_train
-from areno.config.prepare import prepare_plan
+from areno.config.prepare import prepare_plan, prepare_run
 from areno.config.resume import apply_resume
 from areno.config.summary import format_summary
+from areno.errors import UsageError
 from areno.gpus import visible_gpus
 from tests.config.workspace import GSPO, SFT, stored_run
 
@@ -82,6 +83,8 @@ LAYOUTS = {
     "tp given": (8, ["--tp-size", "2"], ("cuda", "bfloat16", 8, 2)),
     "the CPU of a node": (8, ["--device", "cpu"], ("cpu", "float32", 1, 1)),
     "one of eight": (8, ["--device", "cuda:3"], ("cuda:3", "bfloat16", 1, 1)),
+    "rollout beside": (6, ["--rollout", "async"], ("cuda", "bfloat16", 5, 1)),
+    "rollout on two": (8, ["--rollout", "async", "--rollout-replicas", "2"], ("cuda", "bfloat16", 6, 1)),
     "spread over replicas": (8, ["--fsdp"], ("cuda", "bfloat16", 8, 1)),
 }
 
@@ -118,3 +121,10 @@ def test_a_resumed_run_keeps_its_layout(workspace, monkeypatch):
 def devices(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_rollout_processes_need_gpus_of_their_own(workspace, monkeypatch):
+    devices(monkeypatch, 4)
+    prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "2"])
+    with pytest.raises(UsageError, match=r"training on 2 GPUs \(--world-size\) .* rollout on 3 need more than the 4"):
+        prepare_run([*GSPO, "--rollout", "async", "--world-size", "2", "--rollout-replicas", "3"])

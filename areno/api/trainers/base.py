@@ -5,6 +5,7 @@ The contract of a trainer class is ``cls(config, *, instance, dataset, reward_fn
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -77,8 +78,10 @@ class DataTrainer(TrainingLoop):
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
         self.eval_rows: Sequence[dict[str, Any]] | None = None
         fp32 = instance.backend.config.compute_dtype == "float32"
+        gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
-            logprob_gap_limit=LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT,
+            # Samples of older weights differ from the policy that is trained, as they should.
+            logprob_gap_limit=math.inf if config.rollout == "async" and config.max_staleness else gap_limit,
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None else None,
         )
@@ -142,19 +145,38 @@ class DataTrainer(TrainingLoop):
     def steps(self) -> Iterator[PlannedStep]:
         """Epoch after epoch, each in an order of its own."""
         config, state = self.config, self.state
+        planned = self.looked_ahead(self._planned())
+        upcoming = None if self.finished() else next(planned, None)
         while state.epoch < config.epochs and not self.finished():
-            epoch = state.epoch
-            lifecycle.epoch_start(self.logger, epoch)
-            order = epoch_order(self.row_count(), epoch=epoch, seed=config.seed, shuffle=config.shuffle)
-            for batch, position in self.batches(order, state.position):
-                at = StepInfo(epoch, state.epoch_step, state.step, self._steps_per_epoch(), _NO_LAST_STEP)
-                yield PlannedStep(batch, at, position)
+            lifecycle.epoch_start(self.logger, state.epoch)
+            while upcoming is not None and upcoming.at.epoch == state.epoch:
+                yield upcoming
                 if config.max_steps is not None and state.step >= config.max_steps:
-                    lifecycle.max_steps_reached(self.logger, epoch, state.step - 1)
+                    lifecycle.max_steps_reached(self.logger, state.epoch, state.step - 1)
                 if self.finished():
                     return
-            state.epoch, state.epoch_step, state.position = epoch + 1, 0, 0
-            lifecycle.epoch_end(self.logger, epoch)
+                upcoming = next(planned, None)
+            lifecycle.epoch_end(self.logger, state.epoch)
+            state.epoch, state.epoch_step, state.position = state.epoch + 1, 0, 0
+
+    def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+        """The same steps; work for later ones may begin when an earlier one is asked for."""
+        return planned
+
+    def _planned(self) -> Iterator[PlannedStep]:
+        """All steps from ``state`` on; asking for one changes nothing of the run."""
+        config, state = self.config, self.state
+        number, epoch_step, position, most = state.step, state.epoch_step, state.position, config.max_steps
+        for epoch in range(state.epoch, config.epochs):
+            order = epoch_order(self.row_count(), epoch=epoch, seed=config.seed, shuffle=config.shuffle)
+            for batch, after in self.batches(order, position):
+                if most is not None and number >= most:
+                    return
+                yield PlannedStep(
+                    batch, StepInfo(epoch, epoch_step, number, self._steps_per_epoch(), _NO_LAST_STEP), after
+                )
+                number, epoch_step = number + 1, epoch_step + 1
+            epoch_step = position = 0
 
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
         """One train call with the run's loss and sizes; not interrupted by a signal."""

@@ -12,17 +12,17 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from areno.api.agentic.samples import AgentSample
 from areno.api.datasets import iter_prompt_batches, prompt_limit
 from areno.api.evaluation import (
     EVALUATION_STREAM,
     Answer,
+    AnswerSource,
     OnScored,
     evaluate_prompts,
     evaluation_sampling,
@@ -31,6 +31,8 @@ from areno.api.evaluation import (
 from areno.api.records import reward_record
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
+from areno.api.trainers.samples import REWARD, Sample
+from areno.api.trainers.source import SampleSource
 from areno.engine.backend import ACTOR
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
@@ -46,50 +48,14 @@ from areno.observability.samples import (
 )
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import OnError, place_of
-from areno.rollouts.conversation.rows import TrajectoryRow, completion_row, known_roles
+from areno.rollouts.conversation.rows import TrajectoryRow, known_roles
 from areno.serving.text import TokenTexts
+from areno.training.checkpoints import rollout_state
+from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
-from areno.types import ModelRole, PromptBatch, PromptItem, RewardRecord, RolloutSequence, TrainSequence
-
-
-@dataclass(slots=True)
-class Sample:
-    """One completion on its way to a training row."""
-
-    item: PromptItem
-    prompt_index: int
-    sample_index: int
-    sequence: RolloutSequence
-    record: RewardRecord
-    agent: AgentSample | None = None
-    reward: float = 0.0
-    advantage: float = 0.0
-
-    @classmethod
-    def of_agent(cls, sample: AgentSample, batch: PromptBatch) -> Sample:
-        """What an agent has done for a prompt of a batch."""
-        prompt, index = sample.item.prompt_index, sample.item.sample_index
-        return cls(batch.items[prompt], prompt, index, sample.sequence, sample.record, sample)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and response; of an agent's conversations the last one."""
-        if self.agent is not None:
-            return self.agent.rows[-1].tokens
-        return [*self.item.input_tokens, *self.sequence.resp_tokens]
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to train on."""
-        return not (self.sequence.resp_tokens if self.agent is None else self.agent.rows)
-
-    def rows(self) -> list[TrajectoryRow]:
-        """What is trained on."""
-        if self.agent is not None:
-            return self.agent.rows
-        return [] if self.empty else [completion_row(self.item.input_tokens, self.sequence)]
+from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 
 
 class RolloutTrainer(DataTrainer):
@@ -102,6 +68,8 @@ class RolloutTrainer(DataTrainer):
     role: ClassVar[lifecycle.Role] = "policy"
     best_metric = "rewards_mean"
     best_is_higher = True
+    _source: SampleSource | None = None
+    _unused_samples: Any = None
 
     # -- what an algorithm supplies --------------------------------------------------------------------------------
 
@@ -179,9 +147,10 @@ class RolloutTrainer(DataTrainer):
         )
         parts = (self.instance.backend, settings, self.learners())
         self.objective = PolicyObjective(*parts, seed=config.seed, order="prompts", around=self._around)
+        self._drawn_stats: dict[str, float] = {}
         self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
         self._runner: RewardRunner | None = None
-        if not self._reward_role():
+        if not self._reward_role() and config.workflow is None:
             self._runner = RewardRunner(
                 None if config.reward_fn_path else self.reward_fn,
                 path=config.reward_fn_path,
@@ -191,12 +160,27 @@ class RolloutTrainer(DataTrainer):
                 on_error=cast(OnError, config.on_reward_error),
             )
             self._runner.start()
+        if config.rollout == "async" or config.workflow is not None:
+            self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
+            self._source.load_state(self._unused_samples)
 
     def cleanup(self) -> None:
-        """End the reward workers."""
-        runner = getattr(self, "_runner", None)
-        if runner is not None:
-            runner.close()
+        """End the reward workers, and what else generates."""
+        for part in (self._source, getattr(self, "_runner", None)):
+            if part is not None:
+                part.close()
+
+    def rollout_state(self) -> Any:
+        """Samples that no step has been trained on yet."""
+        return None if self._source is None else self._source.export_state()
+
+    def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
+        """Remember those samples."""
+        self._unused_samples = rollout_state(checkpoint)
+
+    def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+        """With ``--rollout async`` later batches begin early."""
+        return planned if self._source is None else self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
         """Tokenized prompt batches; over-long prompts are passed over and counted."""
@@ -231,6 +215,8 @@ class RolloutTrainer(DataTrainer):
             samples = self._timed("reward", timings, self._reward, drawn)
             rows, stats = self._timed("advantage", timings, self.make_rows, samples)
         stats = self._timed("train", timings, self.update, rows) | stats
+        if self._source is not None:
+            stats |= self._source.complete(self.state.step)
         stats |= self._rollout_stats(samples, drawn, timings)
         rewards = [sample.reward for sample in samples]
         self._write_samples(samples, rows)
@@ -286,6 +272,9 @@ class RolloutTrainer(DataTrainer):
     def _complete(self, batch: PromptBatch) -> list[Sample]:
         """Let the policy complete each prompt."""
         step, config = self.state.step, self.config
+        if self._source is not None:
+            samples, self._drawn_stats = self._source.draw(batch, step)
+            return samples
         seeds = [
             [derive_seed(config.seed, step, prompt, sample) for sample in range(config.n_samples)]
             for prompt in range(len(batch.items))
@@ -307,7 +296,7 @@ class RolloutTrainer(DataTrainer):
         """Let the agent do each prompt's task."""
         seed = derive_seed(self.config.seed, self.state.step)
         drawn = agents.draw(batch, self.config.n_samples, self.sampling, seed)
-        self._agent_stats = drawn.stats
+        self._drawn_stats = drawn.stats
         return [Sample.of_agent(sample, batch) for sample in drawn.samples]
 
     def _log_samples(self, samples: list[Sample]) -> None:
@@ -341,9 +330,8 @@ class RolloutTrainer(DataTrainer):
             "reward_score_time_s": timings["reward"],
         }
         stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
-        if self._agents is not None:
-            stats |= self._agent_stats
-        return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._runner is None else {})
+        stats |= self._drawn_stats
+        return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._reward_role() else {})
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
@@ -378,6 +366,8 @@ class RolloutTrainer(DataTrainer):
         Raises:
             RewardError: a function failed and ``--on-reward-error`` is ``stop``, or a model gave no finite score.
         """
+        if self.config.workflow is not None:
+            return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         outcomes = self._runner.run(records) if self._runner is not None else self._model_scores(records, token_rows)
         for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
@@ -415,8 +405,14 @@ class RolloutTrainer(DataTrainer):
             disable_thinking=config.disable_thinking,
             source=str(config.eval_dataset_path),
             on_scored=on_scored,
-            answers=None if self._agents is None else partial(self._agent_answers, self._agents),
+            answers=self._answers(),
         )
+
+    def _answers(self) -> AnswerSource | None:
+        """What answers held-out prompts; None is the policy's completions."""
+        if self._agents is not None:
+            return partial(self._agent_answers, self._agents)
+        return self._source.answers if self._source is not None and self.config.workflow is not None else None
 
     def _agent_answers(self, agents: AgentRollouts, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
         """What the agent makes of held-out prompts."""

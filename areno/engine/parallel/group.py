@@ -126,6 +126,11 @@ class EngineGroup:
         """Tokens that a replica's cache holds."""
         return self._facts.kv_tokens
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the actor's weights have seen."""
+        return self.each_rank(_version)[0]
+
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
@@ -382,3 +387,7 @@ def open_engine(
 def _serve(path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> EngineServer:
     """Make a rank's server; runs in its worker."""
     return EngineServer(path, config, layout, rank, folder, send)
+
+
+def _version(engine: Engine) -> int:
+    return engine.version

@@ -20,13 +20,11 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.experiments import PPOConfig
 from areno.engine.backend import ACTOR
-from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, UsageError
 from areno.experiments.checks import parser_problems
 from areno.experiments.trainers.engines import (
-    device_of,
     engine_config,
     micro_batching,
     optimizer_of,
@@ -220,10 +218,7 @@ class PPOTrainer(ExperimentTrainer):
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
         devices = rollout_devices(self.config, this_machine().gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
-        if device_of().type == "cpu":
-            torch.set_num_threads(actor.scheduling_spec[0].cpu or fleet.threads)
-            CPU_THREADS.share(parallel.data * parallel.tensor + 1)
-            CPU_THREADS.begin()
+        fleet.share_cores(actor.scheduling_spec[0].cpu)
         if actor.init_from_scratch:
             fleet.update_weights(self.engine, 0)
         return fleet

@@ -18,6 +18,7 @@ import torch
 
 from areno.cores import usable_cores
 from areno.engine.backend import Backend
+from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import fitted
 from areno.engine.parallel.group import EngineGroup
@@ -216,6 +217,17 @@ class RolloutFleet:
             report = self._delivery.deliver(engine, self._up(), version, chosen, checked)
             self.version = version
         return report
+
+    def share_cores(self, threads: int | None = None) -> None:
+        """Take this process's part of the CPU cores, where the replicas compute on them too.
+
+        Args:
+            threads: of PyTorch in this process; None takes as many as each rank of a replica.
+        """
+        if self.config.device.type == "cpu":
+            torch.set_num_threads(threads or self.threads)
+            CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
+            CPU_THREADS.begin()
 
     # -- supervision -----------------------------------------------------------------------------------------------
 

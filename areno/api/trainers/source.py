@@ -1,0 +1,288 @@
+"""Where samples come from that this process does not simply generate when it is their turn: rollout processes, and workflows.
+
+With ``--rollout async`` prompts go to processes of their own, which generate while this one trains; each step's samples may be
+``--max-staleness`` versions behind (:mod:`areno.rollouts.ahead`). With ``--workflow`` a user's class does the prompts' tasks,
+there or on the engine of this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from areno.api.evaluation import EVALUATION_STREAM, Answer, evaluation_sampling
+from areno.api.records import reward_record, with_texts
+from areno.api.trainer import Trainer
+from areno.api.trainers.samples import Sample, workflow_sample
+from areno.config.experiment.generation_sections import GenerationHyperparameters
+from areno.config.hooks import named_object
+from areno.config.train_options import TrainOptions
+from areno.engine.backend import Backend
+from areno.engine.device import rank_devices
+from areno.engine.rollout.counter_rng import derive_seed
+from areno.errors import AgentError
+from areno.gpus import visible_gpus
+from areno.rollouts.ahead import BatchesAhead
+from areno.rollouts.engine_client import EngineClient
+from areno.rollouts.episodes import Episodes, SampleRows
+from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.workflows.base import GroupedRolloutWorkflow
+from areno.rollouts.workflows.resolve import resolve_workflow
+from areno.training.loop import PlannedStep
+from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
+
+_KEPT = ("resp_tokens", "resp_logprobs", "finish_reason", "text", "versions", "cut_mass", "temperature")
+_NO_LIMIT = 2**31
+
+
+class SampleSource:
+    """See the module's text; to be closed.
+
+    Args:
+        config: options of the run, with ``--rollout async`` or ``--workflow``.
+        instance: the trainer, initialized, its weights those of the step that comes next.
+        sampling: of training samples.
+        version: of these weights: the steps that are done.
+        logger: of the algorithm.
+
+    Raises:
+        UsageError: the workflow cannot be made.
+    """
+
+    def __init__(
+        self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
+    ) -> None:
+        self._config, self._instance, self._sampling, self._logger = config, instance, sampling, logger
+        self._engine: Backend = instance.backend
+        self._fleet: RolloutFleet | None = None
+        self._episodes: dict[bool, Episodes] = {}
+        self._ahead = BatchesAhead(self._begin, config.max_staleness)
+        try:
+            if config.workflow is not None:
+                _workflow(config, sampling, self._engine.tokenizer)  # says now what is wrong with it
+            if config.rollout == "async":
+                self._fleet = _fleet(config, self._engine)
+                self.deliver(version)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+        """The same steps; batches of later ones begin in the rollout processes."""
+        return planned if self._fleet is None else self._ahead.steps(planned)
+
+    def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """The samples of a step's batch, and figures about them.
+
+        Raises:
+            AgentError: the workflow failed on too many prompts.
+            EngineError: generation failed.
+        """
+        config = self._config
+        session = self._instance.rollout_session(
+            sampling_params=self._sampling, max_running_prompts=config.running_sequences, proxy=False
+        )
+        with session:
+            if self._fleet is None:
+                self._ahead.begin(step, batch.items)
+            futures = self._ahead.take(step)
+            stats: dict[str, float] = {}
+            if config.workflow is None:
+                samples = self._completions(batch, futures)
+            else:
+                samples, stats = self._episode_samples(batch, futures)
+        if self._fleet is not None:
+            behind = [float(step - min(sample.sequence.versions, default=step)) for sample in samples]
+            stats |= {"staleness_mean": sum(behind) / max(len(behind), 1), "staleness_max": max(behind, default=0.0)}
+        return samples, stats
+
+    def deliver(self, version: int) -> dict[str, float]:
+        """Bring new weights to the rollout processes, and return the seconds that it took."""
+        if self._fleet is None:
+            return {}
+        report = self._fleet.update_weights(self._engine, version)
+        return {
+            "weight_update_time_s": report.seconds,
+            "rollout_pause_time_s": max(report.pauses_s.values(), default=0.0),
+        }
+
+    def complete(self, step: int) -> dict[str, float]:
+        """A step has been trained: its samples are done with, and its weights generate from now on."""
+        self._ahead.complete(step)
+        return self.deliver(step + 1)
+
+    def _begin(self, step: int, index: int, item: PromptItem) -> Future[Any]:
+        config = self._config
+        if config.workflow is not None:
+            return self._running(evaluates=False).start(step * config.batch_size + index, item.record, config.n_samples)
+        assert self._fleet is not None
+        seeds = [derive_seed(config.seed, step, index, sample) for sample in range(config.n_samples)]
+        return self._fleet.submit([Request(item.input_tokens, self._sampling, seeds)])[0]
+
+    def _completions(self, batch: PromptBatch, futures: Sequence[Future[Any]]) -> list[Sample]:
+        results: list[RolloutResult] = with_texts(
+            [future.result() for future in futures], self._engine.tokenizer, self._sampling
+        )
+        return [
+            Sample(item, prompt, index, sequence, reward_record(item, prompt, index, sequence))
+            for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
+            for index, sequence in enumerate(result.sequences)
+        ]
+
+    # -- workflows -------------------------------------------------------------------------------------------------
+
+    def _running(self, *, evaluates: bool) -> Episodes:
+        """Episodes of training, on whatever generates for it, or of evaluations, on the engine of this process."""
+        if evaluates not in self._episodes:
+            config = self._config
+            sampling = evaluation_sampling(config) if evaluates else self._sampling
+            engine: Any = self._engine if evaluates or self._fleet is None else self._fleet
+            client = EngineClient(engine, seed=config.seed)
+            self._episodes[evaluates] = Episodes(_workflow(config, sampling, self._engine.tokenizer), client)
+        return self._episodes[evaluates]
+
+    def _episode_samples(
+        self, batch: PromptBatch, futures: Sequence[Future[list[SampleRows]]]
+    ) -> tuple[list[Sample], dict[str, float]]:
+        groups = self._outcomes(futures)
+        samples = [
+            workflow_sample(self._engine.tokenizer, item, prompt, index, row)
+            for prompt, (item, group) in enumerate(zip(batch.items, groups, strict=True))
+            for index, rows in enumerate(group or [])
+            for row in rows
+        ]
+        left_out = sum(not rows for group in groups for rows in group or [])
+        if not samples:
+            raise AgentError(
+                f"--workflow {self._config.workflow} left all samples of this step out; return a trajectory for some of them"
+            )
+        return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
+
+    def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
+        """What each prompt came to; None where an episode of it raised.
+
+        Raises:
+            AgentError: that were too many.
+        """
+        groups: list[list[SampleRows] | None] = []
+        errors: list[Exception] = []
+        for future in futures:
+            try:
+                groups.append(future.result())
+            except Exception as error:  # a user's workflow may raise anything
+                groups.append(None)
+                errors.append(error)
+                self._logger.warning("prompt left out, its workflow raised %s: %s", type(error).__name__, error)
+        if errors and (len(errors) > self._config.agent_max_failures * len(futures) or len(errors) == len(futures)):
+            raise AgentError(
+                f"--workflow {self._config.workflow} failed on {len(errors)} of {len(futures)} prompts, more than "
+                f"--agent-max-failures {self._config.agent_max_failures:g} allows; the first error is "
+                f"{type(errors[0]).__name__}: {errors[0]}"
+            ) from errors[0]
+        return groups
+
+    def answers(self, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
+        """What the workflow makes of held-out prompts, see :data:`areno.api.evaluation.AnswerSource`."""
+        config, tokenizer = self._config, self._engine.tokenizer
+        session = self._instance.rollout_session(
+            sampling_params=evaluation_sampling(config), max_running_prompts=config.running_sequences, proxy=False
+        )
+        with session:
+            episodes = self._running(evaluates=True)
+            futures = [
+                episodes.start(EVALUATION_STREAM + number, item.record, config.eval_n_samples)
+                for number, item in zip(prompts, piece.items, strict=True)
+            ]
+            groups = self._outcomes(futures)
+        found: list[Answer | None] = []
+        for number, item, group in zip(prompts, piece.items, groups, strict=True):
+            for index, rows in enumerate(group or [[]] * config.eval_n_samples):
+                if not rows:
+                    found.append(None)
+                    continue
+                sample = workflow_sample(tokenizer, item, number, index, rows[-1])
+                found.append(Answer(sample.record, sample.tokens, sample.sequence))
+        return found
+
+    # -- checkpoints and the end -----------------------------------------------------------------------------------
+
+    def export_state(self) -> Any:
+        """Samples that no step has been trained on, as :mod:`areno.training.plain_objects` holds them; None without any."""
+        state = self._ahead.export_state()
+        if self._config.workflow is None:
+            state = {
+                step: {index: [_plain(s) for s in result.sequences] for index, result in parts.items()}
+                for step, parts in state.items()
+            }
+        return state or None
+
+    def load_state(self, state: Any) -> None:
+        """Use the samples of :meth:`export_state`; what had not ended begins anew."""
+        if state and self._config.workflow is None:
+            state = {
+                step: {index: RolloutResult([RolloutSequence(**s) for s in kept]) for index, kept in parts.items()}
+                for step, parts in state.items()
+            }
+        self._ahead.load_state(state or {})
+
+    def close(self) -> None:
+        """End episodes and rollout processes; a second call does nothing."""
+        for episodes in self._episodes.values():
+            episodes.close()
+        self._episodes = {}
+        if self._fleet is not None:
+            self._fleet.close()
+
+
+def _plain(sequence: RolloutSequence) -> dict[str, Any]:
+    kept = {name: getattr(sequence, name) for name in _KEPT}
+    return kept | {"resp_logprobs": list(sequence.resp_logprobs)}
+
+
+def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
+    """The rollout processes: each is laid out as a replica of the trainer is, on the devices behind the trainer's."""
+    replicas, ranks = config.rollout_replicas, config.rollout_replicas * config.tp_size
+    device = engine.config.device
+    places = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
+    options = FleetOptions(
+        replicas=replicas, tp_size=config.tp_size, log_folder=config.run_path, stall_s=config.stall_timeout
+    )
+    weights = WeightOptions(mode="xccl" if device.type == "cuda" else "shm")
+    made = replace(engine.config, max_running=-(-config.running_sequences // replicas))
+    fleet = RolloutFleet(str(config.ckpt), made, options, weights, places if device.type == "cuda" else None)
+    fleet.share_cores()
+    return fleet
+
+
+def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
+    """The workflow of ``--workflow``, with as many of ``gconfig`` and ``tokenizer`` as its class takes.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    named = named_object(str(config.workflow), option="--workflow")
+    gconfig = GenerationHyperparameters(
+        n_samples=config.n_samples,
+        max_new_tokens=sampling.max_new_tokens,
+        max_tokens=sampling.max_context_len or _NO_LIMIT,
+        greedy=sampling.greedy,
+        top_p=sampling.top_p,
+        top_k=_NO_LIMIT if sampling.top_k == -1 else sampling.top_k,
+        temperature=sampling.temperature,
+        stop_token_ids=list(sampling.stop_token_ids or ()),
+        ignore_eos=sampling.ignore_eos,
+        stop=sampling.stop,
+    )
+    taken = inspect.signature(named).parameters if inspect.isclass(named) else {}
+    offered = {"gconfig": gconfig, "tokenizer": tokenizer}
+    kwargs = {name: value for name, value in offered.items() if name in taken}
+    grouped = resolve_workflow(named, gconfig, workflow_kwargs=kwargs)
+    assert isinstance(grouped, GroupedRolloutWorkflow)
+    return grouped.workflow

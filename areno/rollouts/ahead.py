@@ -1,0 +1,80 @@
+"""Batches whose generation begins some steps before they are trained on.
+
+The batch of step s begins when the weights have version s - ``max_staleness``, so that none of its tokens is further behind
+the weights that are trained on it, however long an answer takes. Batches are trained on in the order of the data; with a
+bound of 0 each begins when the one before it has been trained on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from typing import Any
+
+from areno.training.loop import PlannedStep
+
+
+class BatchesAhead:
+    """See the module's text.
+
+    Args:
+        begin: begins one part of a batch; called with the step, the index of the part, and the part.
+        max_staleness: steps that generation may be ahead of training.
+    """
+
+    def __init__(self, begin: Callable[[int, int, Any], Future[Any]], max_staleness: int) -> None:
+        self.max_staleness = max_staleness
+        self._begin = begin
+        self._begun: dict[int, list[Future[Any]]] = {}
+        self._restored: dict[int, dict[int, Any]] = {}
+
+    def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
+        """The same steps; each comes when the batches that may run beside it have begun."""
+        ahead: deque[PlannedStep] = deque()
+        while True:
+            for step in islice(planned, self.max_staleness + 1 - len(ahead)):
+                self.begin(step.at.global_step, step.batch.items)
+                ahead.append(step)
+            if not ahead:
+                return
+            yield ahead.popleft()
+
+    def begin(self, step: int, parts: Sequence[Any]) -> None:
+        """Begin the batch of a step, but for parts that a checkpoint has brought."""
+        done = self._restored.pop(step, {})
+        self._begun[step] = [
+            _finished(done[index]) if index in done else self._begin(step, index, part)
+            for index, part in enumerate(parts)
+        ]
+
+    def take(self, step: int) -> list[Future[Any]]:
+        """What the parts of a step's batch come to; kept until the step is complete."""
+        return self._begun[step]
+
+    def complete(self, step: int) -> None:
+        """The batch of a step has been trained on."""
+        del self._begun[step]
+
+    def export_state(self) -> dict[int, dict[int, Any]]:
+        """Results that no step has been trained on, by step and index of the part; parts that run begin anew."""
+        done = {
+            step: {index: future.result() for index, future in enumerate(futures) if _succeeded(future)}
+            for step, futures in self._begun.items()
+        }
+        return {step: parts for step, parts in done.items() if parts}
+
+    def load_state(self, state: dict[int, dict[int, Any]]) -> None:
+        """Use results of :meth:`export_state` instead of beginning their parts anew."""
+        self._restored = dict(state)
+
+
+def _finished(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
