@@ -132,7 +132,7 @@ error says what to write.
 
 ## Traps that are errors here
 
-- `actor.kl_ctl` above 0 without a `ref`. Unset, it is 0.1 with a `ref` and 0 without.
+- `actor.kl_ctl` or `actor.kl_loss_coef` above 0 without a `ref`. Unset, `kl_ctl` is 0.1 with a `ref` alone, else 0.
 - `rejection_sampling` without `use_decoupled_loss`, whose importance weight it bounds.
 - A group of a normalisation that is not the `n_samples` answers to one prompt, or that has one member.
 - `actor.temperature` or `actor.max_new_tokens` other than those of `gconfig`, with which was sampled.

@@ -7,6 +7,9 @@ from functools import partial
 
 from areno.config.options import option
 
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Estimators of a KL term of the loss."""
+
 _train = partial(option, group="Train")
 _ppo = partial(option, group="Train", algorithms=("ppo",))
 _dpo = partial(option, group="Train", algorithms=("dpo",))
@@ -125,9 +128,7 @@ class UpdateOptions:
     dpo_length_normalised: bool = _dpo(False, help="Compare mean log-probs per token instead of their sums.")
     use_kl_loss: bool = _ppo(True, help="Add a KL term that holds the policy near the reference.")
     kl_loss_coef: float = _ppo(0.001, minimum=0, help="Weight of the KL term.")
-    kl_loss_type: str = _policy(
-        "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"), help="Estimator of the KL term."
-    )
+    kl_loss_type: str = _policy("low_var_kl", choices=KL_TYPES, help="Estimator of the KL term.")
     kl_reward_coef: float = _policy(
         0.0,
         minimum=0,

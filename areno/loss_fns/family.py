@@ -14,8 +14,9 @@ from torch import Tensor
 
 from areno.config.options import check_options
 from areno.config.policy_loss_options import PolicyLossOptions
+from areno.loss_fns.kl import reference_kl
 from areno.loss_fns.pack import DataPack, in_float, reduces_over, required
-from areno.loss_fns.policy import Clip, advantages_of, over_tokens, policy_metrics, ratio_of, sequence_means
+from areno.loss_fns.policy import Clip, advantages_of, kl_metrics, over_tokens, policy_metrics, ratio_of, sequence_means
 from areno.loss_fns.proximal import approximate_proximal, approximation_metrics
 from areno.loss_fns.rejection import BehaviourWeights, RejectionSampling, behaviour_weights
 from areno.loss_fns.stats import Count, Mean, masked_range
@@ -87,7 +88,13 @@ class _Terms:
 
 @reduces_over("token", entropy=True, bounds=True)
 def policy_loss_fn(
-    data_pack: DataPack, logprobs: Tensor, knobs: PolicyLoss | None = None, *, version: int | None = None
+    data_pack: DataPack,
+    logprobs: Tensor,
+    knobs: PolicyLoss | None = None,
+    *,
+    version: int | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "low_var_kl",
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = (1 / N) sum over response tokens of w_t l_t, N = number of response tokens of the optimizer step, left out or not.
 
@@ -103,15 +110,18 @@ def policy_loss_fn(
 
     Distillation adds distill_loss_weight times the mean over all response tokens of
     (pi / pi_behaviour) sg[log pi - log pi_teacher], a score function: its gradient is without bias that of the reverse KL
-    divergence of each token from the teacher, alone or joined with the policy loss.
+    divergence of each token from the teacher, alone or joined with the policy loss. ``kl_coef`` adds that weight times the
+    mean over all response tokens of the KL divergence to the reference.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; as the knobs ask for them ``packed_prox_logprobs``, ``packed_versions``,
-            ``packed_keep``, ``packed_teacher_logprobs``.
+            ``packed_keep``, ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
         logprobs: current log-probs [A].
         knobs: None takes the defaults.
         version: version of the weights that this update makes, one more than the engine's; approximations need it.
+        kl_coef: weight of the KL term to the reference; 0 leaves it out.
+        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Returns:
         Loss, and the statistics of every policy loss beside the documented ones of an experiment (``importance_weight``,
@@ -131,6 +141,11 @@ def policy_loss_fn(
         distillation, gap = _distillation(data_pack, terms)
         total = total + knobs.distill_loss_weight * distillation
         metrics["rkl_loss"] = masked_range(gap, terms.mask)
+    kl = reference_kl(data_pack, logprobs, kl_coef, kl_type)
+    if kl is not None:
+        divergence = over_tokens(kl, data_pack)
+        total = total + kl_coef * divergence.total
+        metrics |= kl_metrics(divergence, kl_coef)
     metrics |= policy_metrics(data_pack, logprobs, terms.ratio)
     metrics |= _statistics(data_pack, terms, losses)
     metrics |= {"policy_loss": policy.detached(), "total_loss": Mean(total.detach(), policy.count)}

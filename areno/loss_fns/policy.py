@@ -141,9 +141,13 @@ def with_kl(policy: Mean, kl: Mean | None, coef: float) -> tuple[Tensor, dict[st
         "total_loss": Mean(total.detach(), policy.count),
     }
     if kl is not None:
-        metrics["kl_loss"] = kl.detached()
-        metrics["kl_coef"] = Mean(torch.tensor(coef, dtype=torch.float64), torch.tensor(1))
+        metrics |= kl_metrics(kl, coef)
     return total / policy.count.clamp(min=1), metrics
+
+
+def kl_metrics(kl: Mean, coef: float) -> dict[str, Any]:
+    """Statistics of a KL term and its weight."""
+    return {"kl_loss": kl.detached(), "kl_coef": Mean(torch.tensor(coef, dtype=torch.float64), torch.tensor(1))}
 
 
 def policy_metrics(pack: DataPack, logprobs: Tensor, ratio: Tensor) -> dict[str, Any]:

@@ -106,6 +106,8 @@ _UPDATE_COUNTS: _Rows = (
     ("unclipped_behave_tokens", "trained tokens that rejection sampling keeps"),
     ("clipped_tokens", "kept trained tokens that the clip range leaves without gradient"),
     ("rs_filtered_fraction", "share of trained tokens that rejection sampling takes out, or whose weight it clamps"),
+    ("kl_loss", "with kl_loss_coef: mean KL to the reference per trained token"),
+    ("kl_coef", "and its weight"),
     ("grad_norm", "gradient norm before clipping"),
     ("lr", "learning rate that was used"),
     ("update_successful", "1, or 0 where the gradient was not finite and the weights were left alone"),

@@ -288,6 +288,8 @@ OPTIONS = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.001,
     "kl_loss_type": "low_var_kl",
+    "kl_reward_coef": 0.0,
+    "kl_reward_type": "k1",
     "clip_eps": 0.2,
     "clip_ratio_c": 3.0,
     "value_clip_eps": 0.5,

@@ -18,6 +18,7 @@ _DECOUPLED = {
     "actor.eps_clip": 0.0001,  # so that some tokens are clipped
     "actor.ppo_n_minibatches": 2,
     "actor.kl_ctl": 0.1,
+    "actor.kl_loss_coef": 0.1,
     "ref": {},
     "critic": {"path": "${actor.path}", "optimizer": {}},
     "recover.mode": "auto",

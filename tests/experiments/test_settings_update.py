@@ -20,7 +20,7 @@ from areno.loss_fns.shaping import shape_advantages
 from areno.types import TrainSequence
 from tests.config.experiment.samples import RL, changed
 from tests.experiments.trainer_stage import Run, differ, run_kind, settings_of_kind, trainer_of
-from tests.loss_fns import written_out_family
+from tests.loss_fns import written_out, written_out_family
 from tests.loss_fns.packs import VERSION, make_batch
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -98,6 +98,21 @@ def test_a_knob_of_the_loss_gives_its_formula(base, changes, by_hand):
 
     assert loss(base | changes) == pytest.approx(written_out_family.loss(rows, by_hand, VERSION), rel=1e-6, abs=1e-9)
     assert loss(base | changes) != pytest.approx(loss(base), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "k1", "k2"])
+@pytest.mark.parametrize("algorithm", [{}, {"actor.algorithm": "cispo"}, {"actor.algorithm": "grpo"}])
+def test_a_kl_in_the_loss_adds_its_mean_over_the_tokens(kind, algorithm):
+    batch = make_batch([6, 5, 7, 4], seed=3, mask_share=1.0, shift=0.4)
+
+    def loss(given: dict[str, Any]) -> float:
+        made = config({"ref": {}, "actor.kl_ctl": 0.0, **algorithm, **given})
+        return float(loss_of(made.actor, made.teacher)(batch.pack, batch.logprobs)[0])
+
+    tokens = [token for row in batch.rows for token in row]
+    mean = sum(written_out.kl(kind, token["x"], token["ref_logprobs"]) for token in tokens) / len(tokens)
+    added = loss({"actor.kl_loss_coef": 0.3, "actor.kl_loss_type": kind}) - loss({})
+    assert added == pytest.approx(0.3 * mean, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ CASES = [
     family("gspo", importance_sampling_level="sequence", eps_clip=0.05),
     family("sapo", use_sapo_loss=True),
     family("cispo", use_cispo_loss=True, frozen=True),
+    Case("family-kl", partial(policy_loss_fn, kl_coef=0.3, kl_type="k2")),
     family("decoupled", use_decoupled_loss=True),
     family("m2po", use_decoupled_loss=True, m2_threshold=0.04, eps_clip=0.0),
     family("icepop", use_decoupled_loss=True, rejection_sampling=RejectionSampling(lower=0.5, upper=2.0)),

@@ -130,11 +130,12 @@ def _kinds(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _reference(config: PPOConfig) -> Iterator[str]:
-    if config.actor.kl_ctl > 0 and config.ref is None:
-        yield (
-            f"actor.kl_ctl {config.actor.kl_ctl} needs a reference to take the KL to, and there is no ref; add a section "
-            "ref, or set actor.kl_ctl=0"
-        )
+    for name in ("kl_ctl", "kl_loss_coef"):
+        if getattr(config.actor, name) > 0 and config.ref is None:
+            yield (
+                f"actor.{name} {getattr(config.actor, name)} needs a reference to take the KL to, and there is no ref; add a "
+                f"section ref, or set actor.{name}=0"
+            )
     critic = config.critic
     if critic is not None and critic.optimizer is None:
         yield "critic.optimizer is missing, so the critic would not learn; give it, such as critic.optimizer.lr=1e-5"

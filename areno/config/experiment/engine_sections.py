@@ -17,6 +17,7 @@ from areno.config.experiment.update_sections import (
 )
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
 from areno.config.policy_loss_options import PolicyLossOptions
+from areno.config.update_options import KL_TYPES
 
 AUTO = "auto"
 """Value of a setting that takes what the machine has."""
@@ -157,9 +158,14 @@ class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
     gae_lambda: float = setting(1.0, minimum=0, maximum=1, help="Lambda of generalised advantage estimation.")
     adv_norm: NormConfig | None = section(None, help="Normalisation of advantages over tokens.")
     kl_ctl: float = setting(
-        0.1, minimum=0, shown="0.1 with a ref, else 0", help="Coefficient of the KL to the reference in the reward."
+        0.1,
+        minimum=0,
+        shown="0.1 with a ref and without kl_loss_coef, else 0",
+        help="Coefficient of the KL to the reference in the reward.",
     )
     kl_estimator: str = setting("k1", choices=("k1", "k2", "k3"), help="Estimator of that KL.")
+    kl_loss_coef: float = setting(0.0, minimum=0, help="Coefficient of a KL to the reference in the loss.")
+    kl_loss_type: str = setting("low_var_kl", choices=KL_TYPES, help="Estimator of that one.")
     recompute_logprob: bool = setting(
         False, help="Take log-probs anew with the weights before the update, instead of those of rollout."
     )
@@ -175,6 +181,11 @@ class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
         shown="gconfig.max_new_tokens",
         help="Longest answer; the over-long penalty measures from it.",
     )
+
+    @property
+    def takes_reference(self) -> bool:
+        """Whether rows need the log-probs of a reference."""
+        return self.kl_ctl > 0 or self.kl_loss_coef > 0
 
     def should_compute_prox_logp(self) -> bool:
         """Whether a forward pass before the update is needed."""

@@ -124,9 +124,9 @@ class PPOConfig(BaseExperimentConfig):
 
     @classmethod
     def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Without a reference there is no KL to it: an unset ``actor.kl_ctl`` is 0."""
+        """Without a reference, or with one for the loss, there is no KL in the reward: an unset ``actor.kl_ctl`` is 0."""
         has_ref = any((path == "ref" and value is not None) or path.startswith("ref.") for path, value in given.items())
-        return {} if has_ref else {"actor.kl_ctl": 0.0}
+        return {} if has_ref and "actor.kl_loss_coef" not in given else {"actor.kl_ctl": 0.0}
 
 
 @dataclass

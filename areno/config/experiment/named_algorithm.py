@@ -14,7 +14,8 @@ from areno.config.train_options import TrainOptions
 from areno.config.validate import value_problem
 from areno.errors import UsageError
 
-_LENGTH = "max_new_tokens"
+_SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_loss_type": "kl_loss_type"}
+"""Options of an algorithm that are settings of ``actor`` themselves."""
 
 
 def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]:
@@ -28,15 +29,16 @@ def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]
         raise UsageError(
             f"actor.algorithm {actor.algorithm} brings its own rows and steps; name one that only has a loss, such as gspo"
         )
-    # Knobs of the policy loss are settings of their own; so are the longest answer, and kl_ctl, a KL in the reward.
+    # Knobs of the policy loss are settings of their own as well.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
-    entries = {entry.name: entry for entry in declared if entry.name not in ("kl_coef", "kl_loss_type", _LENGTH)}
+    entries = {entry.name: entry for entry in declared if entry.name not in _SETTINGS}
     problems = Problems()
     values = convert_values(actor.algorithm_options, entries, "actor.algorithm_options.{}".format, problems)
     for name, value in values.items():
         problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
     problems.raise_if_any()
-    options = build_options({**values, _LENGTH: actor.max_new_tokens}, spec, explicit=frozenset(values))
+    own = {name: getattr(actor, setting) for name, setting in _SETTINGS.items()}
+    options = build_options({**values, **own}, spec, explicit=frozenset(values))
     try:
         spec.knobs(options)
     except ValueError as error:
@@ -71,6 +73,8 @@ def check_algorithm(actor: PPOActorConfig, has_teacher: bool) -> Iterator[str]:
         return
     if is_family(spec):
         return
+    if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
+        yield f"actor.kl_loss_coef has no effect with actor.algorithm {actor.algorithm}: its loss has no KL term; leave it out"
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has a loss of its own"
     names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
     plain = PPOActorConfig()

@@ -185,6 +185,8 @@ def check_actor(config: PPOActorConfig) -> Problems:
         yield "recompute_logprob", f"has no effect {because}"
     if config.kl_ctl == 0:
         yield from idle(config, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
+    if config.kl_loss_coef == 0:
+        yield from idle(config, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef too")
     if not config.log_agent_stats:
         yield from idle(config, ("log_agent_stats_keys",), "without log_agent_stats; set it too")
 

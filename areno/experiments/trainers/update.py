@@ -32,7 +32,7 @@ T = TypeVar("T")
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
     """The models besides the actor: a reference where there is a KL to it, a critic, a teacher."""
     roles = {}
-    if config.ref is not None and config.actor.kl_ctl > 0:
+    if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
     if config.critic is not None:
         roles[CRITIC] = ModelRole(CRITIC, config.critic.path, trainable=True, kind="value", optimizer=optimizer)
@@ -46,7 +46,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
     ref, actor, critic = config.ref, config.actor, config.critic
     specs = {CRITIC: critic and critic.mb_spec, REF: ref and ref.mb_spec}
     scores = {
-        (REF, "ref_logprobs"): ref is not None and actor.kl_ctl > 0,
+        (REF, "ref_logprobs"): ref is not None and actor.takes_reference,
         (TEACHER, "teacher_logprobs"): config.teacher is not None,
         (ACTOR, "prox_logprobs"): actor.recompute_logprob or getattr(knobs_of(loss), "needs_proximal", False),
     }
@@ -69,7 +69,8 @@ def loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> functools.p
             own: Any = spec.make_loss_fn(options)
             return functools.partial(own)
         loss = spec.resolve_default_loss()
-    return functools.partial(loss, knobs=policy_loss_of(actor, teacher))
+    kl = {"kl_coef": actor.kl_loss_coef, "kl_type": actor.kl_loss_type}
+    return functools.partial(loss, knobs=policy_loss_of(actor, teacher), **kl)
 
 
 def with_version(loss: functools.partial[Any], version: int) -> functools.partial[Any]:

@@ -128,6 +128,8 @@ EFFECTS: dict[str, str] = {
     "PPOActorConfig.mask_no_eos_with_zero": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",
     "PPOActorConfig.discount": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",
     "PPOActorConfig.gae_lambda": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",
+    "PPOActorConfig.kl_loss_coef": _UPDATE + "test_a_kl_in_the_loss_adds_its_mean_over_the_tokens",
+    "PPOActorConfig.kl_loss_type": _UPDATE + "test_a_kl_in_the_loss_adds_its_mean_over_the_tokens",
     "PPOActorConfig.kl_ctl": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",
     "PPOActorConfig.kl_estimator": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",
     "NormConfig.mean_level": _UPDATE + "test_a_knob_of_the_reward_gives_its_formula",

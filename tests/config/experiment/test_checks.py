@@ -35,6 +35,17 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         # traps of the loss
         ({"actor.kl_ctl": 0.1}, "actor.kl_ctl 0.1 needs a reference", {"actor.kl_ctl": 0.0}),
         ({"actor.kl_ctl": 0.1}, "add a section ref", {"actor.kl_ctl": 0.1, "ref": {}}),
+        (
+            {"actor.kl_loss_coef": 0.1},
+            "actor.kl_loss_coef 0.1 needs a reference",
+            {"actor.kl_loss_coef": 0.1, "ref": {}},
+        ),
+        ({"actor.kl_loss_type": "k2"}, "with kl_loss_coef 0", {}),
+        (
+            {"actor.kl_loss_coef": 0.1, "ref": {}, "actor.algorithm": "gmpo"},
+            "its loss has no KL term",
+            {"actor.algorithm": "gmpo"},
+        ),
         ({"actor.rejection_sampling": {}}, "without use_decoupled_loss", DECOUPLED),
         (
             DECOUPLED | {"actor.prox_logp_method": "loglinear", "actor.recompute_logprob": True},

@@ -54,6 +54,8 @@ COMPANIONS: dict[str, dict] = {
     "actor.algorithm_options": {"actor.algorithm": "gmpo"},
     "actor.kl_ctl": {"ref": {}},
     "actor.kl_estimator": {"ref": {}},
+    "actor.kl_loss_coef": {"ref": {}},
+    "actor.kl_loss_type": {"ref": {}, "actor.kl_loss_coef": 0.1},
     "actor.log_agent_stats_keys": {"actor.log_agent_stats": True},
     "actor.lora_rank": {"actor.use_lora": True},
     "actor.lora_alpha": {"actor.use_lora": True},

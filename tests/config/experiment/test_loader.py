@@ -160,6 +160,7 @@ def test_kl_is_off_without_a_reference_and_on_with_one():
     assert rl(ref={}).actor.kl_ctl == 0.1
     assert rl(ref__path="another/model").actor.kl_ctl == 0.1
     assert rl(ref={}, actor__kl_ctl=0.0).actor.kl_ctl == 0
+    assert rl(ref={}, actor__kl_loss_coef=0.1).actor.kl_ctl == 0
 
 
 def test_interpolation_reaches_defaults_sections_lists_and_the_environment(tmp_path, monkeypatch):
