@@ -21,35 +21,18 @@ ACTOR = "actor"
 """Name of the role that generates."""
 
 
-class Backend(Protocol):
-    """The models of a run: :class:`areno.engine.engine.Engine` has them in this process,
-    :class:`areno.engine.parallel.group.EngineGroup` on ranks of their own.
+class Generator(Protocol):
+    """What answers requests.
 
     Attributes:
-        config: types, device and budgets.
-        tokenizer: the actor's.
-        eos_ids: token ids that end a response.
+        tokenizer: the model's.
     """
 
-    config: EngineConfig
     tokenizer: Any
-    eos_ids: frozenset[int]
-
-    @property
-    def dp_size(self) -> int:
-        """Number of replicas of the models."""
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of one sequence, where the actor states a limit."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the actor's logits."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that a replica's cache holds."""
+        """Most tokens of one sequence, where the model states a limit."""
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each.
@@ -63,6 +46,31 @@ class Backend(Protocol):
 
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas."""
+
+
+class Backend(Generator, Protocol):
+    """The models of a run: :class:`areno.engine.engine.Engine` has them in this process,
+    :class:`areno.engine.parallel.group.EngineGroup` on ranks of their own.
+
+    Attributes:
+        config: types, device and budgets.
+        eos_ids: token ids that end a response.
+    """
+
+    config: EngineConfig
+    eos_ids: frozenset[int]
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas of the models."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the actor's logits."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that a replica's cache holds."""
 
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""

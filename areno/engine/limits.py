@@ -47,11 +47,15 @@ def vocabulary_size(config: Any) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def check_checkpoint(path: str, *, option: str = "--ckpt", trust_remote_code: bool = False) -> int | None:
-    """Check from a checkpoint's configuration and tokenizer alone that the two belong together.
+def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
+    """Check that a checkpoint has an embedding for every id that a tokenizer gives.
+
+    Special tokens that nothing writes of itself, such as padding or those that a tokenizer's class adds, may be beyond: a
+    prompt that spells one out is refused when it comes.
 
     Args:
-        path: folder or hub id.
+        tokenizer: of the checkpoint, or another one.
+        path: folder or hub id of the checkpoint.
         option: what error messages call the place that named it.
         trust_remote_code: allow code that the checkpoint ships.
 
@@ -59,20 +63,7 @@ def check_checkpoint(path: str, *, option: str = "--ckpt", trust_remote_code: bo
         Most tokens of a row, where the model states a limit.
 
     Raises:
-        UsageError: a file cannot be read, or the tokenizer has ids that the model has no embedding for.
-    """
-    from areno.text.chat import load_tokenizer
-
-    tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
-    return check_tokenizer(tokenizer, path, option=option, trust_remote_code=trust_remote_code)
-
-
-def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code: bool = False) -> int | None:
-    """Check that a checkpoint has an embedding for every id that a tokenizer gives.
-
-    Special tokens that nothing writes of itself, such as padding or those that a tokenizer's class adds, may be beyond: a
-    prompt that spells one out is refused when it comes. Arguments, result and errors are otherwise those of
-    :func:`check_checkpoint`.
+        UsageError: the configuration cannot be read, or the tokenizer has ids that the model has no embedding for.
     """
     from transformers import AutoConfig
 

@@ -24,7 +24,7 @@ from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
 from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values, temperature_per_row
 from areno.engine.train.microbatch import MicroBatching
-from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
+from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
@@ -320,7 +320,7 @@ def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
-        return make_optimizer(model.parameters(), config)
+        return MasterAdamW(model.parameters(), config)
     if config.sgd:
         raise UsageError(
             f"optimizer.type sgd with {peers.layout.world_size} ranks: replicas share the states of AdamW out, and no other "

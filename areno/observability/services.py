@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areno.errors import UsageError
 from areno.observability.tensorboard import EventWriter
+
+if TYPE_CHECKING:
+    from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig
 
 _log = logging.getLogger(__name__)
 
@@ -82,20 +85,23 @@ def open_services(
     Raises:
         UsageError: an unknown mode, a package that is not installed, or a service that refuses.
     """
-    makers: list[tuple[str, Callable[..., Service], Mapping[str, Any] | None, tuple[str, ...]]] = [
-        ("wandb", WandbService, wandb, ("online", "offline", "shared")),
-        ("swanlab", SwanlabService, swanlab, ("cloud", "local", "offline")),
-        ("trackio", TrackioService, trackio, ("online", "local")),
-    ]
     services: list[Service] = []
     if tensorboard and tensorboard.get("path"):
         services.append(TensorboardService(tensorboard["path"]))
+    if not (wandb or swanlab or trackio):
+        return services
+    from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig  # loads OmegaConf
+
+    makers: list[tuple[str, Callable[..., Service], Any, tuple[str, ...]]] = [
+        ("wandb", WandbService, WandBConfig(**wandb or {}), ("online", "offline", "shared")),
+        ("swanlab", SwanlabService, SwanlabConfig(**swanlab or {}), ("cloud", "local", "offline")),
+        ("trackio", TrackioService, TrackioConfig(**trackio or {}), ("online", "local")),
+    ]
     try:
-        for section, make, given, modes in makers:
-            fields = dict(given or {})
-            mode = _mode(section, fields.pop("mode", "disabled"), modes)
+        for name, make, section, modes in makers:
+            mode = _mode(name, section.mode, modes)
             if mode != "disabled":
-                services.append(make(run, folder, mode, **fields))
+                services.append(make(run, folder, mode, section))
     except BaseException:
         for service in services:
             service.close()
@@ -189,17 +195,7 @@ class WandbService:
         run: names of the run.
         folder: where offline files go.
         mode: ``online``, ``offline`` or ``shared``.
-        wandb_base_url: address of an own server; empty is the public one.
-        wandb_api_key: empty leaves the login to W&B (``wandb login``, ``WANDB_API_KEY``).
-        entity: user or team; None is the login's default.
-        project: None is the experiment's name.
-        name: None is the trial's name.
-        job_type: as W&B shows it.
-        group: None is experiment and trial.
-        notes: as W&B shows them.
-        tags: as W&B shows them.
-        config: None is the run's configuration.
-        id_suffix: end of the run's id; None for none.
+        section: what else the section says; without an API key the login is left to W&B.
 
     Raises:
         UsageError: W&B is not installed, or refuses.
@@ -207,44 +203,27 @@ class WandbService:
 
     name = "W&B"
 
-    def __init__(
-        self,
-        run: RunName,
-        folder: Path,
-        mode: str,
-        *,
-        wandb_base_url: str = "",
-        wandb_api_key: str = "",
-        entity: str | None = None,
-        project: str | None = None,
-        name: str | None = None,
-        job_type: str | None = None,
-        group: str | None = None,
-        notes: str | None = None,
-        tags: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        id_suffix: str | None = "train",
-    ) -> None:
+    def __init__(self, run: RunName, folder: Path, mode: str, section: WandBConfig) -> None:
         wandb = _package("wandb", "wandb", "wandb")
         settings = {"console": "off", "silent": True}  # it would take the terminal's output for itself
-        settings |= {"api_key": wandb_api_key} if wandb_api_key else {}
-        settings |= {"base_url": wandb_base_url} if wandb_base_url else {}
+        settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
+        settings |= {"base_url": section.wandb_base_url} if section.wandb_base_url else {}
         folder.mkdir(parents=True, exist_ok=True)
         self._run = _opened(
             "wandb",
             lambda: wandb.init(
                 dir=str(folder),
                 mode=mode,
-                id=run.run_id(id_suffix),
+                id=run.run_id(section.id_suffix),
                 resume="allow" if mode != "offline" else None,
-                entity=entity,
-                project=project or run.experiment,
-                name=name or run.trial,
-                job_type=job_type,
-                group=group or f"{run.experiment}_{run.trial}",
-                notes=notes,
-                tags=tags,
-                config=dict(config if config is not None else run.config),
+                entity=section.entity,
+                project=section.project or run.experiment,
+                name=section.name or run.trial,
+                job_type=section.job_type,
+                group=section.group or f"{run.experiment}_{run.trial}",
+                notes=section.notes,
+                tags=section.tags,
+                config=dict(run.config if section.config is None else section.config),
                 settings=wandb.Settings(**settings),
             ),
         )
@@ -264,13 +243,9 @@ class SwanlabService:
 
     Args:
         run: names of the run.
-        folder: the run's folder; its ``swanlab`` gets the files where ``logdir`` is None.
+        folder: the run's folder; its ``swanlab`` gets the files where the section names no folder.
         mode: ``cloud``, ``local`` or ``offline``.
-        project: None is the experiment's name.
-        name: None is the trial's name.
-        config: None is the run's configuration.
-        logdir: folder of its files.
-        api_key: None leaves the login to SwanLab.
+        section: what else the section says; without an API key the login is left to SwanLab.
 
     Raises:
         UsageError: SwanLab is not installed, or refuses.
@@ -278,33 +253,22 @@ class SwanlabService:
 
     name = "SwanLab"
 
-    def __init__(
-        self,
-        run: RunName,
-        folder: Path,
-        mode: str,
-        *,
-        project: str | None = None,
-        name: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        logdir: str | None = None,
-        api_key: str | None = None,
-    ) -> None:
+    def __init__(self, run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> None:
         swanlab = _package("swanlab", "swanlab", "swanlab")
         if mode == "local":
             _package("swanlab", "swanboard", "swanlab[dashboard]")
-        if mode == "cloud" and api_key:
-            _opened("swanlab", lambda: swanlab.login(api_key=api_key))
+        if mode == "cloud" and section.api_key:
+            _opened("swanlab", lambda: swanlab.login(api_key=section.api_key))
         # Only its cloud can continue a run; on this machine a restart is a run of its own, of the same name.
         resumed = {"id": run.run_id(None), "resume": "allow"} if mode == "cloud" else {}
         self._last = -1
         self._run = _opened(
             "swanlab",
             lambda: swanlab.init(
-                project=project or plain(run.experiment),
-                name=name or run.trial,
-                config=dict(config if config is not None else run.config),
-                log_dir=str(Path(logdir).expanduser() if logdir else folder / "swanlab"),
+                project=section.project or plain(run.experiment),
+                name=section.name or run.trial,
+                config=dict(run.config if section.config is None else section.config),
+                log_dir=str(Path(section.logdir).expanduser() if section.logdir else folder / "swanlab"),
                 mode="online" if mode == "cloud" else mode,
                 **resumed,
             ),
@@ -327,9 +291,7 @@ class TrackioService:
         run: names of the run.
         folder: not used; Trackio keeps its files where ``TRACKIO_DIR`` says.
         mode: ``local`` or ``online``.
-        project: None is the experiment's name.
-        name: None is the trial's name.
-        space_id: the Space, with mode ``online``.
+        section: what else the section says.
 
     Raises:
         UsageError: Trackio is not installed, or mode and ``space_id`` do not go together.
@@ -337,27 +299,18 @@ class TrackioService:
 
     name = "Trackio"
 
-    def __init__(
-        self,
-        run: RunName,
-        folder: Path,
-        mode: str,
-        *,
-        project: str | None = None,
-        name: str | None = None,
-        space_id: str | None = None,
-    ) -> None:
-        if (mode == "online") != bool(space_id):
+    def __init__(self, run: RunName, folder: Path, mode: str, section: TrackioConfig) -> None:
+        if (mode == "online") != bool(section.space_id):
             remedy = "give trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
-            raise UsageError(f"trackio.mode={mode} with trackio.space_id={space_id!r}: {remedy}")
+            raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
         trackio = _package("trackio", "trackio", "trackio")
         self._last: int | None = None
         self._run = _opened(
             "trackio",
             lambda: trackio.init(
-                project or run.experiment,
-                name=name or run.trial,
-                space_id=space_id,
+                section.project or run.experiment,
+                name=section.name or run.trial,
+                space_id=section.space_id,
                 config=dict(run.config),
                 resume="allow",
                 embed=False,

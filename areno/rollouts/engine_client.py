@@ -13,50 +13,26 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from areno.engine.backend import Generator
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.engine.rollout.load import EngineLoad
 from areno.errors import DataError, EngineError, UsageError
 from areno.observability import tracing
-from areno.types import Request, RolloutResult, RolloutSequence, SamplingParams
+from areno.types import Request, RolloutSequence, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 StopReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(Generator, Protocol):
     """An engine in this process, a group of ranks, or workers elsewhere."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        ...
-
-    @property
-    def context_length(self) -> int | None:
-        """Most positions the model was made for; None where it does not say."""
-        ...
 
     @property
     def version(self) -> int:
         """Version of the weights that are loaded."""
-        ...
-
-    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; each future resolves to all samples of its request."""
-        ...
-
-    def cancel(self, future: Future[RolloutResult]) -> None:
-        """End a request early."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """What generation is busy with, now."""
-        ...
 
 
 class GenerationSettings(Protocol):

@@ -1,4 +1,4 @@
-"""Answers that must have a form: JSON, a JSON schema, a regular expression, one of some texts, a tool call.
+"""Answers that must have a form: JSON, a JSON schema, one of some texts, a tool call.
 
 The grammars are those of `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``): each is compiled
 once per tokenizer, every sample walks a copy of it. A model that reasons first may do so freely: ``after`` names the
@@ -67,16 +67,6 @@ def json_schema_constraint(
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
-
-
-def regex_constraint(tokenizer: Any, pattern: str, **options: Unpack[Options]) -> ConstraintFactory:
-    """Text that matches a regular expression as a whole (Rust's syntax: no look-around, no back references).
-
-    Further arguments and errors as in :func:`json_schema_constraint`.
-    """
-    compiler = _compiler(tokenizer, options)
-    rules = f"body: /{_llguidance().regex_to_lark(pattern, use_ascii='')}/"
-    return compiler.factory(rules, options.get("after"), f"regex {pattern!r}")
 
 
 def choice_constraint(tokenizer: Any, choices: Sequence[str], **options: Unpack[Options]) -> ConstraintFactory:

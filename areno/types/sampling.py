@@ -246,6 +246,11 @@ class Request:
         """Number of samples."""
         return len(self.seeds)
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest possible answers: what it may cost."""
+        return len(self.prompt_tokens) + self.n * self.sampling.max_new_tokens
+
 
 @dataclass(slots=True)
 class RolloutSequence:

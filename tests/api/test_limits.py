@@ -10,7 +10,7 @@ import transformers as tf
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer, TrainSequence
 from areno.api.datasets import iter_prompt_batches
-from areno.engine.limits import check_checkpoint, context_length
+from areno.engine.limits import check_tokenizer, context_length
 from areno.errors import DataError, EngineError, UsageError
 from areno.training.objectives.pairs import build_preference_rows
 from areno.training.objectives.sft import build_sft_rows
@@ -211,6 +211,10 @@ def test_the_option_bounds_prompt_rollouts_as_well(tiny_checkpoint, tmp_path):
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 
 
+def checked(folder):
+    return check_tokenizer(tf.AutoTokenizer.from_pretrained(folder), str(folder), option="--ckpt")
+
+
 def with_vocabulary(folder, vocabulary, **more):
     tokenizer = bpe_tokenizer(["What is 1 plus 2?"] * 20)
     module = tiny_module("llama", vocab=len(tokenizer) + vocabulary, hidden=32, layers=1, heads=2, **more)
@@ -225,7 +229,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path)
         rf"gives 3 token ids that the model has no embedding for: .* is id {size - 3}, the model has {size - 3} rows"
     )
     with pytest.raises(UsageError, match=message):
-        check_checkpoint(str(tmp_path))
+        checked(tmp_path)
     trainer = Trainer(1, str(tmp_path))
     with pytest.raises(UsageError, match=message):
         trainer.init()
@@ -235,7 +239,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused_at_load(tmp_path)
 @pytest.mark.parametrize("more", [0, 27])
 def test_a_model_with_rows_to_spare_is_fine(tmp_path, more):
     with_vocabulary(tmp_path, more)
-    assert check_checkpoint(str(tmp_path)) == 4096
+    assert checked(tmp_path) == 4096
 
 
 def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
@@ -244,17 +248,17 @@ def test_special_tokens_that_nothing_writes_may_be_beyond_the_table(tmp_path):
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["<|turn|>"]})
     tokenizer.save_pretrained(tmp_path)
-    assert check_checkpoint(str(tmp_path)) == 4096
+    assert checked(tmp_path) == 4096
     tokenizer.chat_template = "<|turn|>" + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"1 token ids that the model has no embedding for: '<\|turn\|>'"):
-        check_checkpoint(str(tmp_path))
+        checked(tmp_path)
 
 
 def test_checking_reads_no_weights(tmp_path):
     with_vocabulary(tmp_path, 0)
     (tmp_path / "model.safetensors").unlink()
-    assert check_checkpoint(str(tmp_path)) == 4096
+    assert checked(tmp_path) == 4096
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 99}))
-    assert check_checkpoint(str(tmp_path)) == 99
+    assert checked(tmp_path) == 99

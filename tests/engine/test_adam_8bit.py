@@ -10,7 +10,7 @@ import torch
 from areno.engine.model.loading import LoadOptions, prepare
 from areno.engine.role import load_role
 from areno.engine.train.adam_8bit import BLOCK, LEAST_QUANTISED, Adam8bit, Quantised, dynamic_values, state_bytes
-from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_adam, make_optimizer, take_moments
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_adam, take_moments
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.loss_fns import sft_loss_fn
@@ -116,7 +116,7 @@ def test_the_states_take_at_most_three_tenths_of_fp32_states():
     sizes = {}
     for low in (True, False):
         model = roomy_model()
-        optimizer = make_optimizer(model.parameters(), OptimizerConfig(adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=low))
         TrainStep(model, optimizer).run(random_rows(4), sft_loss_fn, 2)
         held = tensors_in(optimizer.state_dict()["adam"])
         sizes[low] = sum(t.numel() * t.element_size() for t in held if t.ndim)
@@ -139,7 +139,7 @@ def test_the_size_of_a_checkpoint_counts_the_states_that_there_are(tmp_path):
 @pytest.mark.parametrize("low", [True, False])
 def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
     config = OptimizerConfig(lr=1e-3, lr_decay_style="cosine", lr_decay_steps=10, adam_8bit=low)
-    whole, first = (TrainStep(m, make_optimizer(m.parameters(), config)) for m in (roomy_model(dtype) for _ in "ab"))
+    whole, first = (TrainStep(m, MasterAdamW(m.parameters(), config)) for m in (roomy_model(dtype) for _ in "ab"))
     for seed in range(4):
         whole.run(random_rows(4, seed), sft_loss_fn, 2)
     for seed in range(2):
@@ -147,7 +147,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
     torch.save(first.optimizer.state_dict(), tmp_path / "optimizer.pt")
     model = roomy_model(dtype)
     model.module.load_state_dict(first.model.module.state_dict())
-    second = TrainStep(model, make_optimizer(model.parameters(), config))
+    second = TrainStep(model, MasterAdamW(model.parameters(), config))
     second.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for seed in range(2, 4):
         second.run(random_rows(4, seed), sft_loss_fn, 2)
@@ -169,7 +169,7 @@ def test_moments_that_are_made_ahead_change_no_step(low):
     steps = []
     for ahead in (True, False):
         model = roomy_model()
-        optimizer = make_optimizer(model.parameters(), OptimizerConfig(lr=1e-3, adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3, adam_8bit=low))
         if ahead:
             optimizer.allocate()
         steps.append(TrainStep(model, optimizer))
@@ -193,7 +193,7 @@ def test_bf16_weights_move_as_rounding_of_the_ideal_weights_does():
     models = [roomy_model(torch.bfloat16) for _ in range(2)]
     before = {name: p.detach().clone() for name, p in models[0].parameters()}
     for model, low in zip(models, (True, False), strict=True):
-        step = TrainStep(model, make_optimizer(model.parameters(), OptimizerConfig(**RATES, adam_8bit=low)))
+        step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(**RATES, adam_8bit=low)))
         for seed in range(30):
             step.run(random_rows(4, seed), sft_loss_fn, 4)
     shares = []

@@ -23,7 +23,7 @@ from areno.engine.plan.meter import held_memory, peak_memory, return_freed_memor
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.table import plan_text
 from areno.engine.rollout.probe import prove_decoding
-from areno.engine.train.optimizer import OptimizerConfig, make_optimizer
+from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.loss_fns import sft_loss_fn
@@ -63,7 +63,7 @@ def test_optimizer_states_are_those_of_the_optimizer(tmp_path):
     for dtype, low in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)):
         plan = make_plan(options(checkpoint, dtype=dtype, adam_8bit=low))
         model = load_causal_lm(str(checkpoint), LoadOptions(dtype=getattr(torch, dtype)))
-        optimizer = make_optimizer(model.parameters(), OptimizerConfig(adam_8bit=low))
+        optimizer = MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=low))
         optimizer.allocate()
         state = optimizer.state_dict()
         held = [t for entry in state["adam"].values() for t in entry.values() if isinstance(t, torch.Tensor) and t.ndim]
@@ -110,7 +110,7 @@ def test_a_planned_step_allocates_what_a_real_one_does(family, checkpointing, tm
         mask = [index < length - own for index in range(length)]
         rows.append(TrainSequence(prompt_mask=mask, tokens=[5] * length, logprobs=[0.0] * length))
     model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
-    step = TrainStep(model, make_optimizer(model.parameters(), OptimizerConfig()), checkpointing)
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()), checkpointing)
     step.set_training(True)
     with LiveBytes() as live:
         live.ignore([*model.module.parameters(), *model.module.buffers()])

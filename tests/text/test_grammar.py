@@ -18,7 +18,6 @@ from areno.text.grammar import (
     choice_constraint,
     json_object_constraint,
     json_schema_constraint,
-    regex_constraint,
     tool_call_constraint,
 )
 from areno.text.tool_calls import parser_for
@@ -162,13 +161,6 @@ def test_white_space_without_end_is_no_answer(tokenizer, text):
     assert not state.allowed()[ids[-1]]
 
 
-@pytest.mark.parametrize("pattern", [r"\d{3}-[a-c]+", r"(yes|no)/\w{2}", r'"a"|b\n', r"[^a-z]{2}", "é+"])
-def test_answers_match_a_regular_expression_as_a_whole(tokenizer, pattern):
-    factory = regex_constraint(tokenizer, pattern)
-    for seed in range(8):
-        assert re.fullmatch(pattern, _walk(tokenizer, factory, seed, limit=20), re.ASCII if "w" in pattern else 0)
-
-
 def test_answers_are_one_of_the_choices(tokenizer):
     choices = ["yes", "yes, but", 'no "\n', "é"]
     factory = choice_constraint(tokenizer, choices)
@@ -309,8 +301,6 @@ def test_schemas_that_cannot_be_enforced_are_refused_with_the_reason(tokenizer, 
 
 
 def test_other_forms_that_make_no_sense_are_refused(tokenizer):
-    with pytest.raises(UsageError, match=r"regex 'a\(b'.*unclosed group"):
-        regex_constraint(tokenizer, "a(b")
     for choices in ([], [""], "yes", [1]):
         with pytest.raises(UsageError, match=r"choice: .* is no list of texts"):
             choice_constraint(tokenizer, choices)

@@ -38,12 +38,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Pending:
-    """A request that a replica works on; ``weight`` is about how many tokens it will cost."""
+    """A request that a replica works on."""
 
     request: Request
     future: Future[RolloutResult]
     replica: int
-    weight: int
 
 
 class EngineGroup:
@@ -164,12 +163,11 @@ class EngineGroup:
         futures: list[Future[RolloutResult]] = []
         with self._lock:
             for request in requests:
-                weight = len(request.prompt_tokens) + request.n * request.sampling.max_new_tokens
                 replica = self._least_loaded()
                 future: Future[RolloutResult] = Future()
                 future.set_running_or_notify_cancel()
                 self._count += 1
-                self._pending[self._count] = _Pending(request, future, replica, weight)
+                self._pending[self._count] = _Pending(request, future, replica)
                 self._numbers[future] = self._count
                 plain = replace(request, listener=None)
                 batches.setdefault(replica, []).append((self._count, plain, request.listener is not None))
@@ -186,7 +184,7 @@ class EngineGroup:
     def _least_loaded(self) -> int:
         weights = [0] * self.layout.dp_size
         for pending in self._pending.values():
-            weights[pending.replica] += pending.weight
+            weights[pending.replica] += pending.request.most_tokens
         return weights.index(min(weights))
 
     def _leader(self, replica: int) -> int:
@@ -246,9 +244,7 @@ class EngineGroup:
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas."""
         loads = [self.workers.tell(rank, "engine.load") for rank in self.layout.leaders()]
-        found: list[EngineLoad] = [load.result() for load in loads]
-        names = EngineLoad.__dataclass_fields__
-        return EngineLoad(**{name: sum(getattr(load, name) for load in found) for name in names})
+        return EngineLoad.total(load.result() for load in loads)
 
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on all replicas together; None is what was configured, for each."""

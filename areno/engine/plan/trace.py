@@ -34,7 +34,7 @@ from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, Slo
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.engine.rollout.sampler import SamplingTable
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
-from areno.engine.train.optimizer import Optimizer, OptimizerConfig, make_optimizer
+from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.recompute import recompute_layers
 from areno.engine.train.sharded import ShardedAdamW
@@ -267,7 +267,7 @@ class ShapeOf:
         """That of a run, with peers that say nothing; here all memory is one, so nothing of it is offloaded."""
         parameters = self.model.parameters()
         if self.layout.world_size == 1:
-            return make_optimizer(parameters, dataclasses.replace(config, offload=False))
+            return MasterAdamW(parameters, dataclasses.replace(config, offload=False))
         return ShardedAdamW(parameters, config, Peers(self.layout, data=_Silent(self.layout.dp_size)))
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 from areno.engine.rollout.scheduler import Scheduler
 
@@ -43,18 +44,24 @@ class EngineLoad:
         replayed_steps_total: those of them that were replayed from CUDA graphs.
     """
 
-    waiting: int
-    running: int
-    kv_tokens_used: int
-    kv_tokens: int
-    generated_total: int
-    prefilled_total: int
-    reused_total: int
-    preemptions_total: int
-    drafted_total: int
-    agreed_total: int
+    waiting: int = 0
+    running: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens: int = 0
+    generated_total: int = 0
+    prefilled_total: int = 0
+    reused_total: int = 0
+    preemptions_total: int = 0
+    drafted_total: int = 0
+    agreed_total: int = 0
     decode_steps_total: int = 0
     replayed_steps_total: int = 0
+
+    @classmethod
+    def total(cls, loads: Iterable[EngineLoad]) -> EngineLoad:
+        """The load of several loops together."""
+        added = (sum(numbers) for numbers in zip(*map(astuple, loads), strict=True))
+        return cls(*added)
 
     @classmethod
     def of(cls, scheduler: Scheduler, counters: RolloutCounters, incoming: int) -> EngineLoad:

@@ -15,16 +15,10 @@ from torch import Tensor, nn
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
-from areno.engine.train.optimizer import (
-    MOMENTS,
-    GradientStats,
-    OptimizerConfig,
-    Paced,
-    make_adam,
-)
+from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, make_adam
 
 
-class SpreadAdamW(Paced):
+class SpreadAdamW(Optimizer):
     """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together.
 
     Args:

@@ -11,9 +11,10 @@ computer's memory instead of the GPU's.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,72 +94,6 @@ class GradientStats:
         }
 
 
-class Optimizer(Protocol):
-    """What a training step asks of an optimizer; sharded and adapter optimizers implement the same."""
-
-    config: OptimizerConfig
-    steps: int
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step; setting it replaces the schedule by a constant."""
-        ...
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        """From the next step on, use this rate."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
-        ...
-
-    def collect(self) -> GradientStats:
-        """Bring the gradient of the step together, from other ranks too, and look at it."""
-        ...
-
-    def scale(self, factor: float) -> None:
-        """Multiply the collected gradient."""
-        ...
-
-    def allocate(self) -> None:
-        """Take the memory that the first step would take; nothing else changes."""
-        ...
-
-    def state_bytes(self) -> int:
-        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        ...
-
-    def held_bytes(self, moments: bool = True) -> int:
-        """Bytes of this rank's master weights and moments, whether these are there yet or not; or of masters alone."""
-        ...
-
-    def gradients(self) -> list[Tensor]:
-        """Accumulated fp32 gradients that there are."""
-        ...
-
-    def step_bytes(self, device: torch.device) -> int:
-        """About what :meth:`collect` and :meth:`step` take on such a device beside states and gradients."""
-        ...
-
-    def step(self) -> float:
-        """Apply the collected gradient; returns the learning rate that was used."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that an exact resume needs besides the model's own weights."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        ...
-
-
-def make_optimizer(parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> Optimizer:
-    """The optimizer of a role over its named parameters, tied ones once."""
-    return MasterAdamW(parameters, config)
-
-
 def make_adam(
     tensors: Sequence[nn.Parameter] | Sequence[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -191,8 +126,8 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
             adam.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
-class Paced:
-    """What optimizers share: how many steps they have made, the rate of the next one, and the rule that makes it.
+class Optimizer(ABC):
+    """What a training step asks of an optimizer: how many steps it has made, the rate of the next one, the rule that makes it.
 
     Args:
         config: rates, betas and decay.
@@ -219,6 +154,50 @@ class Paced:
     def allocate(self) -> None:
         """Take the memory that the first step would take; nothing else changes."""
         take_moments(self._adam)
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+
+    @abstractmethod
+    def collect(self) -> GradientStats:
+        """Bring the gradient of the step together, from other ranks too, and look at it."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply the collected gradient."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """Accumulated fp32 gradients that there are."""
+
+    @abstractmethod
+    def step(self) -> float:
+        """Apply the collected gradient; returns the learning rate that was used."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
+
+    @abstractmethod
+    def held_bytes(self, moments: bool = True) -> int:
+        """Bytes of this rank's master weights and moments, whether these are there yet or not; or of masters alone."""
+
+    @abstractmethod
+    def step_bytes(self, device: torch.device) -> int:
+        """About what :meth:`collect` and :meth:`step` take on such a device beside states and gradients."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that an exact resume needs besides the model's own weights."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: the state belongs to other parameters, another compute type or another rule.
+        """
 
     def _update(self) -> float:
         """Let the rule make a step with the rate of this one; returns the rate."""
@@ -251,7 +230,7 @@ class Paced:
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
 
 
-class MasterAdamW(Paced):
+class MasterAdamW(Optimizer):
     """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters.
 
     Args:
@@ -302,11 +281,6 @@ class MasterAdamW(Paced):
         """Multiply the accumulated gradient."""
         if gradients := self.gradients():
             torch._foreach_mul_(gradients, factor)
-
-    def named_gradients(self) -> dict[str, Tensor]:
-        """The same by parameter name."""
-        pairs = zip(self._names, self._masters, strict=True)
-        return {name: master.grad for name, master in pairs if master.grad is not None}
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""

@@ -28,13 +28,7 @@ from areno.engine.parallel.channels import Common
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train import adam_8bit
-from areno.engine.train.optimizer import (
-    MOMENTS,
-    GradientStats,
-    OptimizerConfig,
-    Paced,
-    make_adam,
-)
+from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, make_adam
 
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
@@ -71,7 +65,7 @@ class _Segment:
         return adam_8bit.is_quantised(self.parameter.numel())
 
 
-class ShardedAdamW(Paced):
+class ShardedAdamW(Optimizer):
     """AdamW over a share of the parameters; every rank makes the same calls.
 
     Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0.

@@ -169,13 +169,11 @@ class RolloutFleet:
 
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas that are up."""
-        names = EngineLoad.__dataclass_fields__
-        totals = dict.fromkeys(names, 0)
+        loads = []
         for replica in self._up().values():
             with suppress(EngineError):
-                load = replica.load()
-                totals = {name: totals[name] + getattr(load, name) for name in names}
-        return EngineLoad(**totals)
+                loads.append(replica.load())
+        return EngineLoad.total(loads)
 
     def generating(self) -> AbstractContextManager[None]:
         """A block in which generation is waited for; replicas generate outside of it too."""

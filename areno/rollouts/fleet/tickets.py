@@ -19,11 +19,10 @@ _MOST_TRIES = 3
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request and who works on it; ``weight`` is about how many tokens it will cost."""
+    """A request and who works on it."""
 
     request: Request
     future: Future[RolloutResult]
-    weight: int
     number: int = -1
     replica: EngineGroup | None = None
     inner: Future[RolloutResult] | None = None
@@ -78,8 +77,7 @@ class Desk:
         for request in requests:
             future: Future[RolloutResult] = Future()
             future.set_running_or_notify_cancel()
-            weight = len(request.prompt_tokens) + request.n * request.sampling.max_new_tokens
-            tickets.append(Ticket(request, future, weight))
+            tickets.append(Ticket(request, future))
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -125,7 +123,7 @@ class Desk:
                 if replicas:
                     ticket.number = min(replicas, key=lambda n: self._weights[n])
                     ticket.replica = replicas[ticket.number]
-                    self._weights[ticket.number] += ticket.weight
+                    self._weights[ticket.number] += ticket.request.most_tokens
                     batches.setdefault(ticket.number, []).append(ticket)
                 elif ended is None:
                     self._parked.append(ticket)
@@ -202,7 +200,7 @@ class Desk:
     def _release(self, ticket: Ticket) -> None:
         """What a ticket weighed on its replica; one that has come after a dead one starts at nothing."""
         if self._replicas.get(ticket.number) is ticket.replica and ticket.number in self._weights:
-            self._weights[ticket.number] -= ticket.weight
+            self._weights[ticket.number] -= ticket.request.most_tokens
 
 
 def _nothing(request: Request) -> RolloutResult:
