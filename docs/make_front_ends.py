@@ -89,6 +89,7 @@ FEATURES = (
     Feature("W&B, SwanLab, Trackio", ("--track",), ("stats_logger.wandb.mode",)),
     Feature("traces", (), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
+    Feature("memory planned before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
     Feature("tuned sizes", ("--tune-params",), ()),
 )
 

@@ -19,12 +19,18 @@ def run(argv: Sequence[str]) -> int:
         0 if the run fits, else 1.
 
     Raises:
-        UsageError: the options cannot work, or the model's configuration cannot be read.
+        UsageError: options or settings cannot work, or the model's configuration cannot be read.
     """
     words = [word for word in argv if word != "--json"]
     if "-h" in argv or "--help" in argv:
         print(train_help(words, PLAN), end="")
         return 0
+    if words and not words[0].startswith("-"):
+        from areno.experiments.plan import plan_of_file
+
+        found, shown = plan_of_file(words, as_data="--json" in argv)
+        print(json.dumps(shown) if "--json" in argv else shown)
+        return int(not found.fits)
     options = prepare_plan(words)
     from areno.engine.plan.account import make_plan
     from areno.engine.plan.table import plan_data, plan_text

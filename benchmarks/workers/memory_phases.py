@@ -128,7 +128,7 @@ def main() -> None:
         ranks.close()
     peaks: dict[str, int] = {}
     config = EngineConfig(
-        dtype=sizes.dtype,
+        dtype=sizes.config.dtype,
         optimizer=OptimizerConfig(lr=1e-6, adam_8bit=options.adam_8bit),
         activation_checkpointing=options.activation_checkpointing,
         keep_rollout_state=not options.drop_rollout_state,
@@ -140,7 +140,7 @@ def main() -> None:
     alone = options.world_size == 1
     engine = Engine(str(options.ckpt), config) if alone else EngineGroup(str(options.ckpt), config, sizes.layout)
     for role in sizes.roles():
-        engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.trained)})
+        engine.ensure_roles({role.name: ModelRole(role.name, role.path, role.optimizer is not None)})
     peaks["load"] = sum(engine.each_rank(peak))
     lengths, microbatches = sizes.microbatch(sizes.longest_row(None))
     batch = rows_of(lengths, sizes.scored(lengths))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from areno.config.options import flag_of
 from areno.config.paths import base_of
 from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
@@ -21,8 +20,9 @@ from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.parallel.peers import Layout
 from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
 from areno.engine.plan.memory import KV_SHARE, available_bytes
-from areno.engine.plan.sizes import RunSizes
+from areno.engine.plan.sizes import RunSizes, Sizes
 from areno.engine.plan.trace import RolloutBytes, ShapeOf, UpdateBytes
+from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.errors import UsageError
 
@@ -118,11 +118,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 
 
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
-    """Plan the memory of a run.
-
-    Args:
-        options: of the run; only the model's configuration is read.
-        available: bytes that it may use; None asks the machine.
+    """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
     Raises:
         UsageError: a model's configuration cannot be read, or weights are to be spread.
@@ -132,10 +128,20 @@ def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan
             "--fsdp: the memory of weights that are spread over replicas is not planned yet; plan with --no-fsdp to see what "
             "whole weights would take"
         )
-    device = plan_device(options)
-    if available is None:
-        available = available_bytes(device)
-    return _Planner(RunSizes(options, device), available).plan()
+    return plan_sizes(RunSizes(options, plan_device(options)), available)
+
+
+def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
+    """Plan the memory of a run; only the configurations of its models are read.
+
+    Args:
+        sizes: of the run.
+        available: bytes that it may use; None asks the machine.
+
+    Raises:
+        UsageError: a model's configuration cannot be read.
+    """
+    return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 
 class _Planner:
@@ -146,22 +152,24 @@ class _Planner:
         available: bytes that it may use.
     """
 
-    def __init__(self, sizes: RunSizes, available: int) -> None:
-        self.sizes, self.available = sizes, available
-        self.actor = _shape(str(sizes.options.ckpt), "ckpt", sizes, sizes.kind, sizes.adapter())
+    def __init__(self, sizes: Sizes, available: int) -> None:
+        self.sizes, self.available, self.config = sizes, available, sizes.config
+        self.actor = _shape(sizes.path, sizes.option, sizes, sizes.kind, self.config.adapter)
         self.longest = sizes.longest_row(self.actor.model.context_length)
-        self.roles = {
-            role: _shape(role.path, f"{role.name}_ckpt", sizes, role.kind, sizes.adapter() if role.trained else None)
+        self.roles = [
+            (role, _shape(role.path, role.option, sizes, role.kind, self.config.adapter if role.optimizer else None))
             for role in sizes.roles()
-        }
-        self.recompute = sizes.options.activation_checkpointing
+        ]
+        open_ = self.config.activation_checkpointing is None and not self.config.offload_activations
+        self.recompute = self.config.activation_checkpointing is not False
         self.updates = self._updates(self.recompute)
-        if sizes.device.type == "cuda" and sizes.options.recomputes is None and not sizes.offloads_activations:
+        if sizes.device.type == "cuda" and open_ and self.updates:
             self._keep_activations()
 
     def _updates(self, recompute: bool) -> list[UpdateBytes]:
-        trained = [self.actor, *(shape for role, shape in self.roles.items() if role.trained)]
-        return [self._update(shape, recompute) for shape in trained]
+        trained = [("", self.actor, self.config.optimizer)] if self.sizes.trains else []
+        trained += [(role.name, shape, role.optimizer) for role, shape in self.roles if role.optimizer]
+        return [self._update(*each, recompute) for each in trained]
 
     def _keep_activations(self) -> None:
         """Do without recomputation where the engine would."""
@@ -175,26 +183,23 @@ class _Planner:
         return self.available // self.sizes.sharing - loaded.total
 
     def _need(self, recomputed: list[UpdateBytes], kept: list[UpdateBytes], decode: int = 0) -> Need:
-        away = self.sizes.offloads
-        moments = 0 if away else sum(update.state - update.masters for update in recomputed)
+        moments = sum(update.state - update.masters for update in recomputed)
         first, second = (
-            max(max(u.forward, u.backward) - (u.gradients if away else 0) for u in updates)
-            for updates in (recomputed, kept)
+            max((max(u.forward, u.backward) for u in updates), default=0) for updates in (recomputed, kept)
         )
         return Need(moments, first, second, decode)
 
     def plan(self) -> MemoryPlan:
         """All phases."""
-        run = self.sizes.options
-        generated = self._rollout() if self.sizes.spec.requires_rollout else None
+        generated = self._rollout() if self.sizes.generates else None
         cache = 0 if generated is None else generated.cache
-        between = 0 if run.drop_rollout_state else cache
+        between = cache if self.config.keep_rollout_state else 0
         kept = sum(update.kept for update in self.updates)
         phases = [self._loading()]
         if generated is not None:
             held = generated.peak - generated.cache
             phases.append(self._phase("rollout", gradients=kept, kv_cache=cache, activations=held + self.actor.merged))
-        scoring = [shape.score(self.sizes.scoring_batch(self.longest)) for shape in self.roles.values()]
+        scoring = [shape.score(self.sizes.scoring_batch(self.longest, role.name)) for role, shape in self.roles]
         if scoring:
             phases.append(
                 self._phase("score", gradients=kept, kv_cache=between, activations=max(scoring), scoring=True)
@@ -204,7 +209,7 @@ class _Planner:
         return MemoryPlan(
             parameters=self.actor.parameters,
             trained=self.actor.trained,
-            dtype=str(self.sizes.dtype).removeprefix("torch."),
+            dtype=str(self.config.dtype).removeprefix("torch."),
             device=str(self.sizes.device),
             phases=tuple(phases),
             logits=self._logits(),
@@ -219,12 +224,12 @@ class _Planner:
 
     def _host(self) -> int:
         """What all ranks of this machine keep beside their GPUs; layer inputs of one role at a time."""
-        states = sum(u.state + u.gradients for u in self.updates) if self.sizes.offloads else 0
-        return (states + max(u.elsewhere for u in self.updates)) * self.sizes.layout.world_size
+        inputs = max((update.elsewhere for update in self.updates), default=0)
+        return (sum(update.host for update in self.updates) + inputs) * self.sizes.layout.world_size
 
     def _loading(self) -> Phase:
         """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
-        shapes = [self.actor, *(shape for role, shape in self.roles.items() if not role.only_scores)]
+        shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
         converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.whole)]
         # A rank writes its share of what replicas have in common from weights that are still its own.
         moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
@@ -234,26 +239,23 @@ class _Planner:
         self, name: str, *, gradients: int = 0, kv_cache: int = 0, activations: int = 0, scoring: bool = False
     ) -> Phase:
         """A phase over what is always there."""
-        roles = [shape.weights for role, shape in self.roles.items() if scoring or not role.only_scores]
-        states = sum(update.state for update in self.updates)
-        if name == "load":
-            states = sum(update.masters for update in self.updates)
-        states = 0 if self.sizes.offloads else states
+        roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
+        states = sum(update.masters if name == "load" else update.state for update in self.updates)
         figures = (self._process(), self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
 
     def _process(self) -> int:
         if self.sizes.device.type != "cpu":
             return 0
-        return _PROCESS if self.sizes.layout.world_size == 1 else _PROCESS + RANK
+        return _PROCESS + RANK if self.sizes.layout.world_size > 1 or not self.sizes.trains else _PROCESS
 
     def _training(self, kv_cache: int) -> list[Phase]:
         """Forward, backward and the optimizer's step, each of the role that needs most."""
         phases: list[list[Phase]] = []
         for update in self.updates:
-            there = 0 if self.sizes.offloads else update.gradients
+            there = update.gradients
             others = sum(other.kept for other in self.updates if other is not update)
-            carried = max(update.carried if there else 0, update.kept)
+            carried = max(update.carried, update.kept)
             passes = {
                 "forward": (others + carried, update.forward - update.carried),
                 "backward": (others + there, update.backward - update.gradients),
@@ -267,33 +269,33 @@ class _Planner:
             )
         return [max(same, key=lambda phase: phase.total) for same in zip(*phases, strict=True)]
 
-    def _update(self, shape: ShapeOf, recompute: bool) -> UpdateBytes:
-        lengths, microbatches = self.sizes.microbatch(self.longest)
+    def _update(self, role: str, shape: ShapeOf, optimizer: OptimizerConfig, recompute: bool) -> UpdateBytes:
+        lengths, microbatches = self.sizes.microbatch(self.longest, role)
         return shape.update(
             lengths,
             self.sizes.scored(lengths),
-            self.sizes.optimizer(),
+            optimizer,
             microbatches=microbatches,
             checkpointing=recompute,
             entropy=self.sizes.entropy,
-            offloading=self.sizes.offloads_activations,
+            offloading=self.config.offload_activations,
             device=self.sizes.device,
         )
 
     def _rollout(self) -> RolloutBytes:
-        run, paged = self.sizes.options, self.sizes.device.type == "cuda"
+        run, paged = self.config, self.sizes.device.type == "cuda"
         # A prefill takes as many tokens whatever a prompt is; an agent's contexts grow up to the longest row.
-        prompt = min(run.max_prompt_tokens, self.longest - 1)
+        prompt = min(self.sizes.prompt, self.longest - 1)
         budget = run.kv_cache_tokens
         if budget is None:
             free = self.available // self.sizes.sharing - self.actor.weights
             budget = max(int(free * KV_SHARE) // self.actor.bytes_per_token(prompt), 1024)
-        found = self.actor.rollout(self.sizes.running, run.n_samples, prompt, self.longest, budget)
+        found = self.actor.rollout(self.sizes.running, self.sizes.n_samples, prompt, self.longest, budget)
         if not paged:
             return found
         if run.kv_cache_tokens is None:
             need = self._need(self.updates, self.updates, 2 * found.beside)
-            room = divide(self._free(), need, keeps_cache=not run.drop_rollout_state, recompute=self.recompute).cache
+            room = divide(self._free(), need, keeps_cache=run.keep_rollout_state, recompute=self.recompute).cache
             budget = pool_tokens(
                 room // self.actor.bytes_per_token(prompt), self.sizes.running, self.actor.model.context_length
             )
@@ -302,7 +304,7 @@ class _Planner:
 
     def _logits(self) -> int:
         """A chunk of scaled logits and its gradient, both fp32, where log-probs are trained on."""
-        if self.sizes.kind != "policy":
+        if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
@@ -316,9 +318,9 @@ def _differs(file: int, weights: int) -> bool:
     return file > 0 and not 0.7 < file / weights < 1.4
 
 
-def _shape(path: str, name: str, sizes: RunSizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
+def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:
     """The shape of a checkpoint; advice plans the same run again and again."""
-    return _shape_of(base_of(path), sizes.load_options(flag_of(name)), kind, adapter, sizes.layout)
+    return _shape_of(base_of(path), sizes.load_options(option), kind, adapter, sizes.layout)
 
 
 _shape_of = functools.lru_cache(maxsize=8)(ShapeOf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from areno.config.algorithms import get_algorithm
@@ -18,7 +18,7 @@ Change = dict[str, Any]
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
     """Changes that make a run fit, as words for the command line.
 
-    Those that change no result come first. As long as none is enough alone, it stays and the next one is added.
+    Those that change no result come first.
 
     Args:
         options: of a run that does not fit.
@@ -30,15 +30,33 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
     Raises:
         UsageError: a model's configuration cannot be read.
     """
+
+    def tried(change: Change) -> tuple[bool, int]:
+        found = make_plan(dataclasses.replace(options, **change), plan.available)
+        return found.fits, found.peak.total
+
+    return _spelled(least_changes(_changes(options), tried, plan.peak.total))
+
+
+def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[bool, int]], size: int) -> Change:
+    """The first of some changes that makes a run fit; as long as none is enough alone, it stays and the next is added.
+
+    Args:
+        changes: in the order in which they are tried.
+        tried: plans the run with changes: whether it fits, and its size.
+        size: of the run without any.
+
+    Returns:
+        Changes to make together; empty where even all would not be enough.
+    """
     kept: Change = {}
-    best = plan.peak.total
-    for change in _changes(options):
-        tried = make_plan(dataclasses.replace(options, **(kept | change)), plan.available)
-        if tried.fits:
-            return _spelled(kept | change)
-        if tried.peak.total < best:
-            kept, best = kept | change, tried.peak.total
-    return []
+    for change in changes:
+        fits, found = tried(kept | change)
+        if fits:
+            return kept | change
+        if found < size:
+            kept, size = kept | change, found
+    return {}
 
 
 def _changes(options: TrainOptions) -> Iterator[Change]:
@@ -49,21 +67,22 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
     if not options.activation_checkpointing:
         yield {"activation_checkpointing": True}
     least = 2 if options.algo in PAIR_ALGORITHMS else 1
-    yield from ({"mini_bs": value} for value in _halves(options.mini_bs, least))
+    yield from ({"mini_bs": value} for value in halves(options.mini_bs, least))
     if rollout:
-        yield from ({"max_running_prompts": value} for value in _halves(options.running_sequences, 1))
+        yield from ({"max_running_prompts": value} for value in halves(options.running_sequences, 1))
     if not options.adam_8bit:
         yield {"adam_8bit": True}
     if plan_device(options).type == "cuda" and not options.offload_optimizer:
         yield {"offload_optimizer": True}
     if plan_device(options).type == "cuda" and not options.offload_activations:
         yield {"offload_activations": True}
-    yield from ({"max_new_tokens": value} for value in _halves(options.max_new_tokens, 64))
+    yield from ({"max_new_tokens": value} for value in halves(options.max_new_tokens, 64))
     if options.dtype != "bfloat16":
         yield {"dtype": "bfloat16"}
 
 
-def _halves(value: int, least: int) -> Iterator[int]:
+def halves(value: int, least: int) -> Iterator[int]:
+    """Half of a value, half of that and so on, as multiples of ``least`` down to it."""
     while value // 2 >= least:
         value //= 2
         yield value - value % least

@@ -147,8 +147,7 @@ def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
             )
             for checkpointing in (True, False)
         ]
-        away = passes[0].gradients if config.optimizer.offload else 0
-        recomputed, kept = (max(update.forward, update.backward) - away for update in passes)
+        recomputed, kept = (max(update.forward, update.backward) for update in passes)
         if not config.optimizer.offload:
             made = [optimizer.held_bytes() - optimizer.held_bytes(moments=False) for optimizer in trained]
             moments = 0 if any(optimizer.steps for optimizer in trained) else sum(made)

@@ -1,8 +1,9 @@
-"""The sizes of a run that decide its memory, worked out from its options: roles, row lengths, microbatches."""
+"""The sizes of a run that decide its memory: roles, row lengths, microbatches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.paths import adapter_config
 from areno.config.train_options import TrainOptions
 from areno.config.validate import PAIR_ALGORITHMS
+from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.peers import Layout, Peers
@@ -33,19 +35,100 @@ class HeldRole:
         name: as the run calls it.
         path: checkpoint folder or hub id.
         kind: what it predicts.
-        trained: it has an optimizer.
+        option: what names it in errors.
+        optimizer: how it is trained; None freezes it.
         only_scores: it is in memory only while it scores, before the first step.
     """
 
     name: str
     path: str
     kind: ModelKind
-    trained: bool = False
+    option: str
+    optimizer: OptimizerConfig | None = None
     only_scores: bool = False
 
 
-class RunSizes:
-    """See the module's text.
+@dataclass(kw_only=True)
+class Sizes(ABC):
+    """What decides the memory of a run, from whatever front end.
+
+    Attributes:
+        path: checkpoint of the actor, folder or hub id.
+        option: what names it in errors.
+        config: of the actor's engine: device, types, optimizer, adapter, attention, recomputation, cache.
+        layout: of the ranks.
+        entropy: the loss reads the entropy of the policy.
+        generates: the actor's engine generates.
+        n_samples: of each prompt.
+        prompt: tokens of the longest prompt.
+    """
+
+    path: str
+    option: str
+    config: EngineConfig
+    layout: Layout = field(default_factory=Layout)
+    entropy: bool = False
+    generates: bool = False
+    n_samples: int = 1
+    prompt: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where it will run."""
+        return self.config.device
+
+    @property
+    def kind(self) -> ModelKind:
+        """What the actor predicts."""
+        return "reward" if self.config.trains == "reward" else "policy"
+
+    @property
+    def running(self) -> int:
+        """Most sequences at once on one replica."""
+        return self.config.max_running
+
+    @property
+    def trains(self) -> bool:
+        """Whether the actor has an optimizer."""
+        return self.config.trains != "nothing"
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one memory: all of them on a CPU, where a GPU has one."""
+        return self.layout.world_size * self.config.neighbours if self.device.type == "cpu" else 1
+
+    def load_options(self, option: str) -> LoadOptions:
+        """How a checkpoint that ``option`` names becomes a shape."""
+        return replace(self.config.load_options(option), device="cpu", dummy=True, peers=_PEERS)
+
+    @abstractmethod
+    def roles(self) -> list[HeldRole]:
+        """Models beside the actor."""
+
+    @abstractmethod
+    def longest_row(self, context: int | None) -> int:
+        """Tokens of the longest row; ``context`` is the model's limit."""
+
+    @abstractmethod
+    def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
+        """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has.
+
+        Args:
+            longest: tokens of the longest row.
+            role: that is trained; empty is the actor.
+        """
+
+    @abstractmethod
+    def scored(self, lengths: list[int]) -> list[int]:
+        """Tokens of rows that are trained on: all but a prompt of at least one token."""
+
+    @abstractmethod
+    def scoring_batch(self, longest: int, role: str) -> list[int]:
+        """Tokens of each row of a role's largest scoring pass."""
+
+
+class RunSizes(Sizes):
+    """Those of ``areno train``.
 
     Args:
         options: of the run.
@@ -53,60 +136,37 @@ class RunSizes:
     """
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
-        self.options, self.device = options, device
-        self.spec: AlgorithmSpec = get_algorithm(options.algo)
-        half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
-        self.dtype = torch.bfloat16 if half else torch.float32
-        self.kind: ModelKind = "reward" if self.spec.trains == "reward" else "policy"
-        loss: Any = self.spec.make_loss_fn(options)
-        self.layout = Layout(max(options.world_size // max(options.tp_size, 1), 1), max(options.tp_size, 1))
+        run = self.options = options
+        self.spec: AlgorithmSpec = get_algorithm(run.algo)
+        loss: Any = self.spec.make_loss_fn(run)
         self.splits_rows = loss is None or declares_reduction(loss)
-        self.entropy = loss is not None and reads_entropy(loss)
-
-    def load_options(self, option: str) -> LoadOptions:
-        """How a checkpoint that ``option`` names becomes a shape."""
-        run = self.options
-        return LoadOptions(
-            dtype=self.dtype,
-            trust_remote_code=run.trust_remote_code,
-            dummy=True,
-            attn_backend=run.attn_backend,
-            option=option,
-            peers=_PEERS,
+        half = run.dtype == "bfloat16" or (run.dtype == "auto" and device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        tp_size = max(run.tp_size, 1)
+        layout = Layout(max(run.world_size // tp_size, 1), tp_size)
+        super().__init__(
+            path=str(run.ckpt),
+            option="--ckpt",
+            config=EngineConfig(
+                device=device,
+                dtype=torch.bfloat16 if half else torch.float32,
+                trains="reward" if self.spec.trains == "reward" else "policy",
+                optimizer=OptimizerConfig(adam_8bit=run.adam_8bit, offload=run.offload_optimizer and on_gpu),
+                adapter=_adapter(run),
+                attn_backend=run.attn_backend,
+                activation_checkpointing=run.recomputes,
+                offload_activations=run.offload_activations and run.activation_checkpointing and on_gpu,
+                keep_rollout_state=not run.drop_rollout_state,
+                kv_cache_tokens=run.kv_cache_tokens,
+                max_running=max(-(-run.running_sequences // layout.dp_size), 1),
+                trust_remote_code=run.trust_remote_code,
+            ),
+            layout=layout,
+            entropy=loss is not None and reads_entropy(loss),
+            generates=self.spec.requires_rollout,
+            n_samples=run.n_samples,
+            prompt=run.max_prompt_tokens,
         )
-
-    @property
-    def offloads(self) -> bool:
-        """Whether optimizer states and gradients are beside the device."""
-        return self.options.offload_optimizer and self.device.type == "cuda"
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether inputs of recomputed layers are beside the device."""
-        run = self.options
-        return run.offload_activations and run.activation_checkpointing and self.device.type == "cuda"
-
-    @property
-    def sharing(self) -> int:
-        """Ranks that share one memory: all of them on a CPU, where a GPU has one."""
-        return self.layout.world_size if self.device.type == "cpu" else 1
-
-    @property
-    def running(self) -> int:
-        """Most sequences at once on one replica."""
-        return max(-(-self.options.running_sequences // self.layout.dp_size), 1)
-
-    def optimizer(self) -> OptimizerConfig:
-        """As far as it matters for memory."""
-        return OptimizerConfig(adam_8bit=self.options.adam_8bit, offload=self.offloads)
-
-    def adapter(self) -> AdapterOptions | None:
-        """What is trained in place of the weights."""
-        run = self.options
-        if not run.uses_lora:
-            return None
-        rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))
-        return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
 
     def roles(self) -> list[HeldRole]:
         """Models beside the actor."""
@@ -114,17 +174,15 @@ class RunSizes:
         ckpt, ref = str(run.ckpt), str(run.ref_ckpt or run.ckpt)
         held = []
         if self.spec.name == "dpo" and ref != ckpt:
-            held.append(HeldRole("ref", ref, "policy", only_scores=True))
+            held.append(HeldRole("ref", ref, "policy", "--ref-ckpt", only_scores=True))
         if self.spec.name == "ppo":
-            held.append(HeldRole("critic", str(run.critic_ckpt or ckpt), "value", trained=True))
-        ppo = self.spec.name == "ppo"
-        takes_reference = self.spec.requires_rollout and run.takes_reference(ppo)
-        if takes_reference and not (
-            run.uses_lora and ref == ckpt
-        ):  # with its adapter off, the actor is its own reference
-            held.append(HeldRole("ref", ref, "policy"))
+            critic = str(run.critic_ckpt or ckpt)
+            held.append(HeldRole("critic", critic, "value", "--critic-ckpt", self.config.optimizer))
+        own = run.uses_lora and ref == ckpt  # with its adapter off, the actor is its own reference
+        if self.spec.requires_rollout and run.takes_reference(self.spec.name == "ppo") and not own:
+            held.append(HeldRole("ref", ref, "policy", "--ref-ckpt"))
         if run.reward_ckpt is not None:
-            held.append(HeldRole("reward", run.reward_ckpt, "reward"))
+            held.append(HeldRole("reward", run.reward_ckpt, "reward", "--reward-ckpt"))
         return held
 
     def longest_row(self, context: int | None) -> int:
@@ -144,27 +202,35 @@ class RunSizes:
             return max(run.batch_size * run.n_samples // run.update_minibatches, 1)
         return run.batch_size * (2 if self.spec.name in PAIR_ALGORITHMS else 1)
 
-    def microbatch(self, longest: int) -> tuple[list[int], int]:
-        """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has."""
+    def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
+        """See :meth:`Sizes.microbatch`; the same for all roles."""
         together = 2 if self.spec.name in PAIR_ALGORITHMS else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = most_tokens(self.device.type) if self.splits_rows else longest * rows
-        lengths = _fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))
+        lengths = fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))
         full = max(sum(length == longest for length in lengths) // together * together, together)
         return lengths, -(-rows // full)
 
     def scored(self, lengths: list[int]) -> list[int]:
-        """Tokens of rows that are trained on: all but a prompt of at least one token."""
+        """See :meth:`Sizes.scored`."""
         if self.options.agent_fn is not None:
             return [length - 1 for length in lengths]
         return [min(length - 1, self.options.max_new_tokens) for length in lengths]
 
-    def scoring_batch(self, longest: int) -> list[int]:
-        """Tokens of each row of the largest scoring pass."""
-        return _fill(longest, self.options.score_micro_bs, max(MAX_SCORED_TOKENS, longest))
+    def scoring_batch(self, longest: int, role: str) -> list[int]:
+        """See :meth:`Sizes.scoring_batch`."""
+        return fill(longest, self.options.score_micro_bs, max(MAX_SCORED_TOKENS, longest))
 
 
-def _fill(longest: int, rows: int, tokens: int) -> list[int]:
+def _adapter(run: TrainOptions) -> AdapterOptions | None:
+    """What is trained in place of the weights."""
+    if not run.uses_lora:
+        return None
+    rank = run.lora_rank or int(adapter_config(str(run.lora_adapter_path)).get("r", 8))
+    return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
+
+
+def fill(longest: int, rows: int, tokens: int) -> list[int]:
     """As many longest rows as fit, and a shorter one for what is left."""
     full = min(rows, tokens // longest)
     rest = min(tokens - full * longest, longest)

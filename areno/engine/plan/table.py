@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from areno.config.train_options import TrainOptions
 from areno.engine.plan.account import PARTS, MemoryPlan
 from areno.engine.plan.advice import advise, largest_remedy
 
 _MIB = 2**20
+
+
+class Fit(Protocol):
+    """What a verdict is about."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak."""
+
+    @property
+    def available(self) -> int:
+        """Bytes that are free."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether they are enough."""
+
+
 _TITLES = {
     "process": "the process itself",
     "weights": "weights",
@@ -26,6 +45,12 @@ def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
     Raises:
         UsageError: a model's configuration cannot be read.
     """
+    change = [] if plan.fits else advise(options, plan)
+    return "\n".join([*plan_table(plan), verdict(plan, change, largest_remedy(plan))])
+
+
+def plan_table(plan: MemoryPlan) -> list[str]:
+    """Bytes by phase and purpose, as lines."""
     trained = "" if plan.trained == plan.parameters else f", {plan.trained / 1e6:,.2f} M of them trained"
     size = f"{plan.parameters / 1e6:,.2f} M parameters{trained}, {plan.dtype} on {plan.device}"
     each = f" on one of {plan.layout.world_size} ranks" if plan.layout.world_size > 1 else ""
@@ -38,8 +63,7 @@ def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
     lines.append(_row("sum", [phase.total for phase in plan.phases]))
     if plan.sharing > 1:
         lines.append(_row(f"all {plan.sharing} ranks", [plan.of_all(phase) for phase in plan.phases]))
-    lines += _notes(plan)
-    return "\n".join([*lines, _verdict(options, plan)])
+    return lines + _notes(plan)
 
 
 def _row(title: str, figures: list[int]) -> str:
@@ -72,24 +96,33 @@ def _memories(plan: MemoryPlan) -> str:
     return "all share the memory of this machine" if plan.sharing > 1 else "each has a device of its own"
 
 
-def _verdict(options: TrainOptions, plan: MemoryPlan) -> str:
-    peak = plan.peak
-    figures = (
-        f"{plan.needed / _MIB:,.1f} MiB at most (in the phase {peak.name}), {plan.available / _MIB:,.1f} MiB free now"
-    )
+def verdict(plan: Fit, change: Sequence[str], remedy: str) -> str:
+    """Whether a run fits, and what to change if not.
+
+    Args:
+        plan: of the run.
+        change: settings or options that make it fit; may be empty.
+        remedy: what is left to do then.
+    """
+    where = f" (in the phase {plan.peak.name})" if isinstance(plan, MemoryPlan) else ""
+    figures = f"{plan.needed / _MIB:,.1f} MiB at most{where}, {plan.available / _MIB:,.1f} MiB free now"
     if plan.fits:
         return f"Fits: yes. {figures}."
-    changes = advise(options, plan)
-    remedy = f"It would with {' '.join(changes)}" if changes else largest_remedy(plan).removesuffix(".")
-    return f"Fits: no. {figures}. {remedy}."
+    advice = f"It would with {' '.join(change)}" if change else remedy.removesuffix(".")
+    return f"Fits: no. {figures}. {advice}."
 
 
 def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """The plan of a run as plain data, all sizes in bytes.
+    """The plan of a run as plain data, with what to change.
 
     Raises:
         UsageError: a model's configuration cannot be read.
     """
+    return plan_numbers(plan) | {"change": [] if plan.fits else advise(options, plan)}
+
+
+def plan_numbers(plan: MemoryPlan) -> dict[str, Any]:
+    """A plan as plain data, all sizes in bytes."""
     return {
         "parameters": plan.parameters,
         "dtype": plan.dtype,
@@ -106,5 +139,4 @@ def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
         "peak": {"phase": plan.peak.name, "bytes": plan.peak.total, "all_ranks": plan.needed},
         "available": plan.available,
         "fits": plan.fits,
-        "change": [] if plan.fits else advise(options, plan),
     }

@@ -61,6 +61,7 @@ class UpdateBytes:
         masters: those of the state that are there before the first step.
         step: what a step takes besides.
         elsewhere: layer inputs that wait beside the device.
+        host: states and gradients that are kept beside the device, and count in no other number.
         kept: gradients whose memory stays between steps.
         common: weights that are in memory once for all replicas.
     """
@@ -73,6 +74,7 @@ class UpdateBytes:
     masters: int
     step: int
     elsewhere: int = 0
+    host: int = 0
     kept: int = 0
     common: int = 0
 
@@ -253,11 +255,16 @@ class ShapeOf:
         shared = device.type == "cpu" and self.layout.dp_size > 1  # see areno.engine.parallel.channels
         common = shared and self.layout.tp_size == 1
         in_place = masters if common and self.model.dtype == torch.float32 else 0
+        carried, state, host = gradients if several else 0, optimizer.held_bytes() - in_place, 0
+        if config.offload:
+            forward, backward, host = forward - carried, backward - gradients, state + gradients
+            carried = gradients = state = masters = in_place = 0
         return UpdateBytes(
-            *(forward, gradients if several else 0, backward, gradients),
-            state=optimizer.held_bytes() - in_place,
+            *(forward, carried, backward, gradients),
+            state=state,
             masters=masters - in_place,
             step=optimizer.step_bytes(device),
+            host=host,
             elsewhere=sum(elsewhere),
             kept=gradients if shared else 0,
             common=sum(p.numel() * p.element_size() for _, p in parameters) if common else 0,

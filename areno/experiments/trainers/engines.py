@@ -62,7 +62,9 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         adapter = AdapterOptions(
             rank=section.lora_rank,
             alpha=float(section.lora_alpha),
-            target_modules=ALL_LINEAR if section.target_modules in ([], [ALL_LINEAR]) else section.target_modules,
+            target_modules=ALL_LINEAR
+            if section.target_modules in ([], [ALL_LINEAR])
+            else tuple(section.target_modules),
             load_in_4bit=section.load_in_4bit,
             seed=seed,
         )
@@ -121,9 +123,12 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 
 def rows_per_pass(spec: MicroBatchSpec, rows: Sequence[Sequence[int]]) -> int:
     """Rows that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
-    if spec.max_tokens_per_mb is None or not rows:
-        return _ROWS_PER_PASS
-    return max(spec.max_tokens_per_mb // max(len(row) for row in rows), 1)
+    return rows_at_once(spec, max((len(row) for row in rows), default=0))
+
+
+def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
+    """The same where the longest row has so many tokens."""
+    return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
 def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> Backend:

@@ -1,0 +1,277 @@
+"""The memory of an experiment before it begins: the engine that trains, and each rollout replica. Loads no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.checks import takes_turns
+from areno.config.experiment.engine_sections import TrainEngineConfig
+from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
+from areno.config.experiment.loader import experiment_class, load_expr_config, settled
+from areno.config.experiment.machine import resolve_for_machine
+from areno.engine.engine_config import EngineConfig
+from areno.engine.parallel.peers import Layout
+from areno.engine.plan.account import MemoryPlan, plan_sizes
+from areno.engine.plan.advice import Change, halves, least_changes
+from areno.engine.plan.memory import available_bytes
+from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill
+from areno.engine.plan.table import plan_numbers, plan_table, verdict
+from areno.experiments.checks import BUILT_IN_WORKFLOWS
+from areno.experiments.trainers.engines import (
+    engine_config,
+    layout_of,
+    micro_batching,
+    optimizer_of,
+    rows_at_once,
+    this_machine,
+)
+from areno.experiments.trainers.update import REF, roles_of
+from areno.loss_fns.family import policy_loss_fn
+from areno.loss_fns.pack import reads_entropy
+from areno.types import tightest
+
+_SINGLE_TURN = BUILT_IN_WORKFLOWS[0]
+
+
+class ExperimentSizes(Sizes):
+    """Those of an engine of ``areno run``.
+
+    Args:
+        config: of the experiment, with nothing left to the machine.
+        engine: of the engine that is planned.
+        layout: of its ranks.
+        generates: it generates.
+    """
+
+    def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
+        self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
+        self.policy = isinstance(config, PPOConfig)
+        actor: TrainEngineConfig = config.actor
+        super().__init__(
+            path=actor.path,
+            option="actor.path",
+            config=engine,
+            layout=layout,
+            entropy=self.policy and reads_entropy(policy_loss_fn),
+            generates=generates,
+            n_samples=config.gconfig.n_samples if self.policy else 1,
+            prompt=self._prompt(),
+        )
+
+    def _prompt(self) -> int:
+        longest = self.experiment.train_dataset.max_length
+        if not self.policy:
+            return 1
+        return longest or max(self.experiment.gconfig.max_tokens - self.experiment.gconfig.max_new_tokens, 1)
+
+    def roles(self) -> list[HeldRole]:
+        """Models beside the actor; those that are its own weights, or another frozen one's, take nothing."""
+        config, held = self.experiment, []
+        if not self.trains:
+            return []
+        found = roles_of(config, None) if self.policy else {}
+        if isinstance(config, DPOConfig):
+            held.append(HeldRole(REF, config.ref.path, "policy", "ref.path"))
+        for name, role in found.items():
+            section = getattr(config, name)
+            optimizer = optimizer_of(section.optimizer) if role.trainable else None
+            held.append(HeldRole(name, role.path, role.predicts, f"{name}.path", optimizer))
+        own = {self.path} if self.config.adapter is not None else set()
+        frozen = {role.path: role for role in reversed(held) if role.optimizer is None and role.path not in own}
+        return [role for role in held if role.optimizer is not None or frozen.get(role.path) is role]
+
+    def longest_row(self, context: int | None) -> int:
+        """See :meth:`Sizes.longest_row`; where no setting bounds rows, the model does."""
+        section, longest = self.experiment.train_dataset, None
+        if self.policy:
+            gconfig = self.experiment.gconfig
+            longest = gconfig.max_tokens
+            if section.max_length is not None and self._single_turn:
+                longest = min(longest, section.max_length + gconfig.max_new_tokens)
+        return tightest(longest or section.max_length, context) or 2048
+
+    @property
+    def _single_turn(self) -> bool:
+        config = self.experiment
+        return config.workflow_section.path == _SINGLE_TURN and not config.rollout.agent.agent_cls_path
+
+    def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
+        """See :meth:`Sizes.microbatch`."""
+        config, section = self.experiment, getattr(self.experiment, role or "actor")
+        together = 2 if self.pairs else 1
+        rows = config.train_dataset.batch_size * self.n_samples * together
+        if self.policy:
+            rows = max(rows // section.ppo_n_minibatches, 1)
+        batching = micro_batching(section.mb_spec, together)
+        rows = -(-rows // (batching.granularity * self.layout.dp_size)) * batching.granularity
+        bins = batching.split([longest] * rows)
+        largest, most = max(map(len, bins)), batching.max_tokens_per_mb
+        if most is None:
+            return [longest] * largest, len(bins)
+        return fill(longest, rows, max(most, batching.granularity * longest)), len(bins)
+
+    def scored(self, lengths: list[int]) -> list[int]:
+        """See :meth:`Sizes.scored`."""
+        most = self.experiment.gconfig.max_new_tokens if self.policy and self._single_turn else max(lengths)
+        return [min(length - 1, most) for length in lengths]
+
+    def scoring_batch(self, longest: int, role: str) -> list[int]:
+        """See :meth:`Sizes.scoring_batch`."""
+        section = getattr(self.experiment, role)
+        spec = getattr(section, "mb_spec", self.experiment.actor.mb_spec)
+        return fill(longest, rows_at_once(spec, longest), max(MAX_SCORED_TOKENS, longest))
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """The engines of an experiment.
+
+    Attributes:
+        actor: the one that trains.
+        rollout: each of those that generate; None where the actor's does, or nothing is generated.
+        titles: what the two are called.
+        transfer: bytes of shared memory through which new weights go.
+        together: both lie in one memory, and must fit into it at once.
+        whole: the actor's weights are planned whole on each rank, although they are sharded.
+    """
+
+    actor: MemoryPlan
+    rollout: MemoryPlan | None
+    titles: tuple[str, str]
+    transfer: int
+    together: bool
+    whole: bool = False
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak, of all that share one memory."""
+        needs = [plan.needed for plan in (self.actor, self.rollout) if plan is not None]
+        return sum(needs) + self.transfer if self.together else max(needs)
+
+    @property
+    def available(self) -> int:
+        """Bytes that are free now."""
+        return self.actor.available
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is enough."""
+        return self.needed <= self.available
+
+
+def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
+    """Plan the memory of an experiment.
+
+    Args:
+        config: a checked configuration.
+        available: bytes that it may use, on one GPU or of this machine's memory; None asks the machine.
+
+    Raises:
+        UsageError: a model's configuration cannot be read, or the machine cannot run it.
+    """
+    config = settled(config)
+    resolve_for_machine(config, this_machine())
+    actor: TrainEngineConfig = vars(config)["actor"]
+    turns = isinstance(config, PPOConfig) and takes_turns(config)
+    layout = layout_of(actor.backend, "actor")
+    trained: Any = "reward" if isinstance(config, RWConfig) else "policy"
+    more = _running(config, layout.dp_size) if isinstance(config, PPOConfig) and turns else {}
+    engine = engine_config(actor, trains=trained, **more)
+    if available is None:
+        available = available_bytes(engine.device)
+    trains = plan_sizes(ExperimentSizes(config, engine, layout, turns), available)
+    titles, whole = (f"actor, {actor.backend}", ""), bool(actor.fsdp.shard_weights)
+    if not isinstance(config, PPOConfig) or turns:
+        return ExperimentPlan(trains, None, titles, 0, False, whole)
+    parallel = ModelAllocation.from_str(config.rollout.backend).parallel
+    on_cpu = engine.device.type == "cpu"
+    together = on_cpu or "colocation" in (actor.scheduling_strategy.type, config.rollout.scheduling_strategy.type)
+    running = _running(config, parallel.data)
+    engine = engine_config(actor, trains="nothing", neighbours=parallel.data, shares_device=together, **running)
+    left = available - trains.of_all(trains.phases[0]) if together else available
+    sizes = ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True)
+    generates = plan_sizes(sizes, left)
+    titles = (titles[0], f"each of {parallel.data} rollout replicas, {config.rollout.backend}")
+    shared = on_cpu and actor.weight_update_mode != "disk"
+    transfer = generates.trained * engine.dtype.itemsize if shared else 0
+    return ExperimentPlan(trains, generates, titles, transfer, together, whole)
+
+
+def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
+    """What an engine that generates needs besides, when so many share the requests."""
+    running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    return {"max_running": max(-(-running // replicas), 1)}
+
+
+def _changes(config: Any, on_gpu: bool) -> Iterator[Change]:
+    """What may be changed, the least painful first."""
+    actor, rows = config.actor, ExperimentSizes(config, engine_config(config.actor), Layout(), generates=False)
+    if not actor.gradient_checkpointing:
+        yield {"actor.gradient_checkpointing": "true"}
+    least = rows.longest_row(None)
+    most = actor.mb_spec.max_tokens_per_mb or sum(rows.microbatch(least)[0])
+    for value in halves(most, least):
+        yield {"actor.mb_spec.max_tokens_per_mb": value}
+    if isinstance(config, PPOConfig):
+        for value in halves(config.rollout.max_concurrent_rollouts or 1, 1):
+            yield {"rollout.max_concurrent_rollouts": value}
+    if actor.optimizer.type == "adam":
+        yield {"actor.optimizer.type": "adam_8bit"}
+    if on_gpu:
+        yield {"actor.optimizer.offload": "true"}
+        yield {"actor.offload_activations": "true"}
+    if isinstance(config, PPOConfig):
+        for value in halves(config.gconfig.max_new_tokens, 64):
+            yield {"gconfig.max_new_tokens": value}
+
+
+def plan_of_file(words: Sequence[str], as_data: bool) -> tuple[ExperimentPlan, Any]:
+    """The plan of an experiment as its command line gives it, and that plan as text or as data.
+
+    Args:
+        words: YAML file and settings, as for ``areno run``.
+        as_data: bytes by name instead of a table.
+
+    Raises:
+        UsageError: the configuration is wrong, or its models cannot be read.
+    """
+    words = ["--config", *words]
+    cls = experiment_class(words)
+
+    def loaded(change: Change) -> BaseExperimentConfig:
+        return load_expr_config([*words, *_spelled(change)], cls)[0]
+
+    plan = plan_experiment(loaded({}))
+    change: list[str] = []
+    if not plan.fits:
+        config = settled(loaded({}))
+        resolve_for_machine(config, this_machine())
+
+        def tried(change: Change) -> tuple[bool, int]:
+            found = plan_experiment(loaded(change), plan.available)
+            return found.fits, found.needed
+
+        on_gpu = bool(this_machine().gpus)
+        change = _spelled(least_changes(_changes(config, on_gpu), tried, plan.needed))
+    parts = [part for part in (plan.actor, plan.rollout) if part is not None]
+    if as_data:
+        numbers = {"actor": plan_numbers(plan.actor), "rollout": plan.rollout and plan_numbers(plan.rollout)}
+        totals = {"needed": plan.needed, "available": plan.available, "fits": plan.fits}
+        return plan, {**numbers, "transfer": plan.transfer, **totals, "change": change}
+    lines = [line for title, part in zip(plan.titles, parts, strict=False) for line in (f"{title}:", *plan_table(part))]
+    if plan.whole:
+        lines.append(
+            "The actor's weights are sharded across its replicas, and planned as if they were whole: an upper bound."
+        )
+    if plan.transfer:
+        lines.append(f"Shared memory for new weights: {plan.transfer / 2**20:,.1f} MiB.")
+    remedy = "No setting makes it fit: take a smaller model, or a machine with more memory"
+    lines.append(verdict(plan, change, remedy))
+    return plan, "\n".join(lines)
+
+
+def _spelled(change: Change) -> list[str]:
+    return [f"{name}={value}" for name, value in change.items()]
