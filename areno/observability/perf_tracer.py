@@ -132,16 +132,6 @@ class PerfTracer:
             with self._lock:
                 heapq.heappush(self._free_lanes, lane)
 
-    def trace_perf(
-        self, name: str | None = None, category: Category | str = Category.MISC
-    ) -> Callable[[Function], Function]:
-        """Decorator that records each call of a function or coroutine function; None names events after it."""
-
-        def decorate(function: Function) -> Function:
-            return traced(function, name, category, lambda: self)
-
-        return decorate
-
     def instant(
         self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
     ) -> None:

@@ -105,18 +105,10 @@ class SessionTracer:
         self._common = {"rank": rank, "role": role}
         self._threshold = max(flush_threshold, 1)
         self._lock = threading.Lock()
-        self._task_ids, self._session_ids = itertools.count(), itertools.count()
+        self._session_ids = itertools.count()
         self._open: dict[int, list[_Session]] = {}
         self._ended: list[_Session] = []
         self._offset = time.time() - time.perf_counter()
-
-    def new_task(self) -> int:
-        """Number of a new task; its sessions end together with :meth:`finalize`."""
-        task_id = next(self._task_ids)
-        if self.enabled:
-            with self._lock:
-                self._open[task_id] = []
-        return task_id
 
     @contextmanager
     def session_context(self, task_id: int) -> Iterator[int]:
@@ -171,7 +163,7 @@ class SessionTracer:
         """End the sessions of a task, and write what has ended where that is enough.
 
         Args:
-            task_id: from :meth:`new_task`; an unknown or ended one is passed over.
+            task_id: of the task; an unknown or ended one is passed over.
             status: what became of the task; a session that failed stays failed.
             reason: why, where it was not accepted.
 

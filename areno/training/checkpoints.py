@@ -82,12 +82,12 @@ class Checkpoints:
         """Count a finished step; whether a checkpoint is to be written after it."""
         return self.frequency.check(at) and self.spec.enabled
 
-    def save(self, state: RunState, store: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
+    def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
         """Write the checkpoint of the last completed step, unless that is done already.
 
         Args:
             state: of the run.
-            store: writes weights and optimizers.
+            backend: writes weights and optimizers.
             rollout_state: gives what :func:`areno.training.plain_objects.save` can hold; None writes nothing.
 
         Raises:
@@ -99,13 +99,13 @@ class Checkpoints:
         best = self.folder.best if self.folder.best_step() == step else None
         with (
             self.writing(path),
-            self.folder.writing(step, _needed_bytes(store, best), copy_of=best) as folder,
+            self.folder.writing(step, _needed_bytes(backend, best), copy_of=best) as folder,
         ):
-            self._fill(folder, state, store, best, rollout_state)
+            self._fill(folder, state, backend, best, rollout_state)
         self._saved_step = step
         return path
 
-    def save_best(self, state: RunState, store: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
+    def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
         """Keep the last completed step as the best one; arguments as for :meth:`save`.
 
         Raises:
@@ -114,9 +114,9 @@ class Checkpoints:
         same = self.folder.path(state.step) if state.step == self._saved_step else None
         with (
             self.writing(self.folder.best),
-            self.folder.writing_best(_needed_bytes(store, same), copy_of=same) as folder,
+            self.folder.writing_best(_needed_bytes(backend, same), copy_of=same) as folder,
         ):
-            self._fill(folder, state, store, same, rollout_state)
+            self._fill(folder, state, backend, same, rollout_state)
 
     def update(self, state: RunState) -> None:
         """Replace the state of the last completed step's checkpoint, where there is one: it has been evaluated since."""
@@ -129,13 +129,13 @@ class Checkpoints:
         return self._saved_step
 
     def _fill(
-        self, folder: Path, state: RunState, store: Backend, copied: Path | None, rollout_state: Callable[[], Any]
+        self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]
     ) -> None:
         """Write the checkpoint; where the folder holds a copy of one of the same step, only what may differ."""
         if copied is None:
-            store.save_model(folder)
+            backend.save_model(folder)
             if self.spec.saves_optimizer:
-                store.save_state(folder)
+                backend.save_state(folder)
         if (found := rollout_state()) is not None:
             plain_objects.save(found, folder / _ROLLOUT)
         write_state(folder, state.to_json())
@@ -147,8 +147,8 @@ def rollout_state(checkpoint: Path) -> Any:
     return plain_objects.load(file) if file.exists() else None
 
 
-def _needed_bytes(store: Backend, copied: Path | None) -> int:
-    return 0 if copied else store.checkpoint_bytes()
+def _needed_bytes(backend: Backend, copied: Path | None) -> int:
+    return 0 if copied else backend.checkpoint_bytes()
 
 
 def _refuse_foreign(root: Path) -> None:

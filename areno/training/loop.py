@@ -63,16 +63,16 @@ class TrainingLoop(ABC):
     stop: StopController
     resumed_from: Path | None = None
 
-    def set_up(self, spec: RunSpec, store: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
+    def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
         """Take what the loop works with.
 
         Args:
             spec: of the run.
-            store: what checkpoints save.
+            backend: what checkpoints save.
             report: tells what happens.
             checkpoints: where they have been looked for already; None makes them from ``spec``.
         """
-        self.spec, self.store, self.report = spec, store, report
+        self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()
         self.checkpointing = checkpoints or Checkpoints(spec.checkpoints)
@@ -267,7 +267,7 @@ class TrainingLoop(ABC):
         # What the run started from is not a checkpoint of it: the given model is there already.
         if improved and step and self.spec.checkpoints.best:
             self._note_parts()
-            self.checkpointing.save_best(self.state, self.store, self.rollout_state)
+            self.checkpointing.save_best(self.state, self.backend, self.rollout_state)
         return {} if apart else metrics
 
     def _update_best(self, metrics: dict[str, float]) -> bool:
@@ -311,7 +311,7 @@ class TrainingLoop(ABC):
         """Write the checkpoint of the last completed step, unless that is done already or none are written."""
         if self.spec.checkpoints.enabled:
             self._note_parts()
-            self.checkpointing.save(self.state, self.store, self.rollout_state)
+            self.checkpointing.save(self.state, self.backend, self.rollout_state)
 
     def _note_parts(self) -> None:
         frequencies = {"evaluation": self.evaluation, "checkpoints": self.checkpointing.frequency}
@@ -326,7 +326,7 @@ class TrainingLoop(ABC):
             return
         self.state = state = RunState.of_checkpoint(checkpoint)
         if self.spec.checkpoints.loads_optimizer:
-            self.store.load_state(checkpoint)
+            self.backend.load_state(checkpoint)
         self.report.health.load_state_dict(state.health)
         self.evaluation.load_state_dict(state.parts["evaluation"])
         self.checkpointing.frequency.load_state_dict(state.parts["checkpoints"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from areno.errors import UsageError
 from areno.observability import tracing
-from areno.observability.perf_tracer import PerfTracer
+from areno.observability.perf_tracer import PerfTracer, traced
 from areno.tools.perf_trace_converter import convert
 
 CATEGORIES = {"compute", "comm", "io", "sync", "scheduler", "instr", "misc"}
@@ -66,7 +67,7 @@ def check_format(trace):
 
 
 def test_scopes_instants_and_decorators_become_documented_events(tracer, tmp_path):
-    @tracer.trace_perf("train", "compute")
+    @functools.partial(traced, name="train", category="compute", tracer=lambda: tracer)
     def train():
         time.sleep(0.002)
         return 5
@@ -96,7 +97,7 @@ def test_what_raises_is_recorded_too(tracer):
 
 
 def test_scopes_of_asyncio_tasks_overlap_in_time_and_not_on_a_track(tracer):
-    @tracer.trace_perf("inner")
+    @functools.partial(traced, name="inner", category="misc", tracer=lambda: tracer)
     async def inner():
         await asyncio.sleep(0.002)
 
