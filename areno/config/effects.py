@@ -55,6 +55,8 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
     if not options.eval_dataset_path:
         for name in (*(e.name for e in options_of(EvaluationOptions) if e.name != "eval_dataset_path"), "keep_best"):
             yield name, "has no effect without held-out rows; give --eval-dataset-path too"
+    if options.model_save_interval is None:
+        yield "save_async", "has no effect on checkpoints; give --model-save-interval too"
     if not options.track:
         yield "track_project", "has no effect without a service; give --track too"
     if spec.requires_rollout and not options.agent_fn:

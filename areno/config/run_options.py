@@ -45,6 +45,13 @@ class BasicOptions:
     max_steps: int | None = _basic(
         None, minimum=1, changes_results=False, unset="no limit", help="Stop after this many steps, whatever the epoch."
     )
+    max_sequences: int | None = _basic(
+        None,
+        minimum=1,
+        changes_results=False,
+        unset="no limit",
+        help="Stop after the step in which this many sequences have been trained on, whatever the epoch.",
+    )
     world_size: int = _basic(
         1,
         minimum=1,
@@ -142,6 +149,18 @@ class CheckpointOptions:
     keep_best: bool = _checkpoint(
         False, help="Also keep the checkpoint with the best evaluation, as the folder best beside the others."
     )
+    model_save_interval: int | None = _checkpoint(
+        None,
+        minimum=1,
+        unset="checkpoints alone",
+        help="Also save the model alone every N steps, in Hugging Face format, as models/step_000100 beside the checkpoints; "
+        "these are never deleted.",
+    )
+    save_async: bool = _checkpoint(
+        True,
+        help="Write the models of --model-save-interval from a copy while training goes on, where one process has the whole "
+        "model; the copy takes the memory of the weights.",
+    )
     resume: str | None = _checkpoint(
         None,
         metavar="PATH",
@@ -218,4 +237,10 @@ class ObservabilityOptions:
         metavar="NAME",
         changes_results=False,
         help="Project that services show the run in, under the name of the run directory.",
+    )
+    trace: bool = option(
+        False,
+        group="Observability",
+        changes_results=False,
+        help="Write where the time of each step goes, as events for Perfetto, to perf_tracer/ in the run directory.",
     )

@@ -8,24 +8,29 @@ step times are as if it had not been.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from areno.engine.backend import Backend
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
+from areno.engine.engine import ACTOR, Engine
 from areno.errors import ArenoError
+from areno.observability import tracing
 from areno.observability.display import Progress
 from areno.spec.run import RunSpec
+from areno.storage.layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome
+from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.training.stopping import StopController, StopRequested
 
@@ -52,6 +57,8 @@ class TrainingLoop(ABC):
         best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
         best_is_higher: whether a higher value of it is better.
         best_may_be_missing: an evaluation may lack that metric, and is then not the best one.
+        saved_roles: models that are saved beside checkpoints; the first is the actor.
+        saver: saves them at their times; None saves none.
         resumed_from: checkpoint whose weights are loaded already; None begins at the first step.
         state: how far the run has come.
     """
@@ -61,6 +68,8 @@ class TrainingLoop(ABC):
     best_is_higher: bool = False
     best_may_be_missing: bool = False
     stop: StopController
+    saved_roles: Sequence[str] = (ACTOR_MODELS,)
+    saver: Saver | None = None
     resumed_from: Path | None = None
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
@@ -118,8 +127,23 @@ class TrainingLoop(ABC):
         if self.spec.resumed:
             self.report.rewind(self.state)
 
-    def save_models(self, at: StepInfo) -> None:  # noqa: B027  (checkpoints may be all that a run keeps)
-        """Called after each step: save the models that are due."""
+    def save_models(self, at: StepInfo) -> None:
+        """Save those of all roles that are due after a step; a checkpoint that says all is done comes after what it says."""
+        if self.saver is None:
+            return
+        for role in self.saved_roles:
+            name = ACTOR if role == ACTOR_MODELS else role
+            write = functools.partial(self.store.save_model, role=name)
+            self.saver.save_if_due(role, at, write, stage=self._stage(name))
+        if at.is_last:
+            self.saver.wait()
+
+    def _stage(self, role: str) -> Callable[[], Any] | None:
+        """What copies a model, for saving beside training; None where it cannot be copied."""
+        engine = self.store
+        if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
+            return None
+        return lambda: engine.role(role).stage_model(engine.tokenizer)
 
     def rollout_state(self) -> Any:
         """Further state of a checkpoint, which :mod:`areno.training.plain_objects` can hold; None has none."""
@@ -143,12 +167,15 @@ class TrainingLoop(ABC):
         """Called once at the end, whatever happened."""
 
     def timed(self, key: str) -> AbstractContextManager[Any]:
-        """A block whose seconds are told as ``key``."""
-        return nullcontext()
+        """A block whose seconds are told as ``key``, by default in the trace alone."""
+        return tracing.trace_scope(key)
 
-    def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """A block around all that belongs to a step."""
-        return nullcontext()
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """A block around all that belongs to a step: its trace."""
+        with tracing.perf_tracer().step(step):
+            yield
+        tracing.save(step)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +197,8 @@ class TrainingLoop(ABC):
             if self.evaluation.due_before_training() or self.state.evaluation_due:
                 self._evaluate()
             self._all_steps()
+            if self.saver is not None:
+                self.saver.wait()
             self.end()
         except BaseException as error:
             self.display.stop()
@@ -201,7 +230,7 @@ class TrainingLoop(ABC):
         with self.timed("step"):
             outcome = self.run_step(planned.batch)
         outcome.seconds = time.perf_counter() - began
-        self.state.sequences += outcome.sequences
+        self.state.sequences += len(outcome.rows) if outcome.sequences is None else outcome.sequences
         self.state.skipped_long += outcome.skipped_long
         if self.spec.span.sequences is not None and self.state.sequences >= self.spec.span.sequences:
             at = replace(at, total_steps=at.global_step + 1)
@@ -316,7 +345,8 @@ class TrainingLoop(ABC):
     def _note_parts(self) -> None:
         frequencies = {"evaluation": self.evaluation, "checkpoints": self.checkpointing.frequency}
         self.state.parts = {name: control.state_dict() for name, control in frequencies.items()}
-        self.state.parts |= {"report": self.report.state_dict(), **self.part_states()}
+        saver = {} if self.saver is None else {"saver": self.saver.state_dict()}
+        self.state.parts |= {"report": self.report.state_dict(), **saver, **self.part_states()}
 
     def _restore(self) -> None:
         """Continue from a checkpoint where there is one; steps after it will be done again."""
@@ -331,6 +361,8 @@ class TrainingLoop(ABC):
         self.evaluation.load_state_dict(state.parts["evaluation"])
         self.checkpointing.frequency.load_state_dict(state.parts["checkpoints"])
         self.report.load_state_dict(state.parts["report"])
+        if self.saver is not None:
+            self.saver.load_state_dict(state.parts.get("saver", {}))
         self.load_part_states(state.parts, checkpoint)
         restore_rng(state.rng)
         self.logger.info("resumed from %s: %d steps are done", checkpoint, state.step)

@@ -30,7 +30,7 @@ class StepOutcome:
         groups: prompt index of each of these samples.
         sample: one completion to show.
         skipped_long: over-long prompts passed over for this step.
-        sequences: trained sequences.
+        sequences: trained sequences; None counts the rows.
         seconds: that the step took.
     """
 
@@ -41,7 +41,7 @@ class StepOutcome:
     groups: list[int] | None = None
     sample: str | None = None
     skipped_long: int = 0
-    sequences: float = 0.0
+    sequences: float | None = None
     seconds: float = 0.0
 
 

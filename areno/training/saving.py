@@ -1,6 +1,6 @@
-"""Saves the models of an experiment in Hugging Face format, where the documentation says they lie.
+"""Saves models in Hugging Face format, where the front end's table of paths says: ``models/step_000100`` or
 
-    {root}/{role}/epoch{E}epochstep{S}globalstep{G}/
+    default/epoch{E}epochstep{S}globalstep{G}/
 
 Special here: each role has counters of its own, so a critic takes nothing away from the actor. A folder has its name when
 it is whole, and not before. Asynchronous saving holds training up for a copy of the weights; a thread writes the copy.
@@ -16,6 +16,7 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.layout import EXPERIMENT, Layout
 from areno.training.frequency import FrequencyControl, StepInfo
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Saver:
         roles: ``default`` is the actor.
         mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for models
             that can be copied, else ``sync``.
+        layout: table of paths.
+        remedy: what helps where the disk is full.
 
     Raises:
         UsageError: an unknown mode.
@@ -49,18 +52,22 @@ class Saver:
         control: Callable[[], FrequencyControl],
         roles: Iterable[str] = ("default",),
         mode: str = "auto",
+        layout: Layout = EXPERIMENT,
+        remedy: str = DISK_REMEDY,
     ) -> None:
         if mode not in MODES:
             raise UsageError(f"saver.mode={mode!r} is not a mode; use one of {', '.join(MODES)}")
         self._root = Path(root)
         self._controls = {role: control() for role in roles}
-        self._mode = mode
+        self._mode, self._layout, self._remedy = mode, layout, remedy
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: dict[str, Future[None]] = {}
 
     def path(self, role: str, at: StepInfo) -> Path:
         """Where a role's model of a step lies."""
-        return self._root / role / f"epoch{at.epoch}epochstep{at.epoch_step}globalstep{at.global_step}"
+        numbers = {"epoch": at.epoch, "epoch_step": at.epoch_step, "global_step": at.global_step}
+        name = self._layout.model.format(steps=at.global_step + 1, **numbers)
+        return self._root / self._layout.models.format(role=role) / name
 
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
@@ -134,6 +141,6 @@ class Saver:
 
     def _write(self, role: str, at: StepInfo, write: WriteModel, needed_bytes: int) -> None:
         path = self.path(role, at)
-        with CheckpointFolder(path.parent, remedy=DISK_REMEDY).writing_named(path.name, needed_bytes) as folder:
+        with CheckpointFolder(path.parent, remedy=self._remedy).writing_named(path.name, needed_bytes) as folder:
             write(folder)
         _log.info("saved %s of global step %d in %s", role, at.global_step + 1, path)

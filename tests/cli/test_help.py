@@ -11,7 +11,7 @@ REPO = Path(__file__).parents[2]
 
 GROUPS = {
     "Basic": (
-        "ckpt dataset-path dataset-loader-fn algo epochs max-steps world-size tp-size fsdp stall-timeout seed shuffle "
+        "ckpt dataset-path dataset-loader-fn algo epochs max-steps max-sequences world-size tp-size fsdp stall-timeout seed shuffle "
         "no-shuffle config dry-run device dtype trust-remote-code"
     ),
     "Rollout": (
@@ -35,12 +35,15 @@ GROUPS = {
         "value-loss-coef gamma lam"
     ),
     "LoRA": "lora-rank lora-alpha lora-dropout lora-target-modules lora-adapter-path load-in-4bit",
-    "Checkpoint": "save-path save-interval save-interval-minutes keep-checkpoints keep-best run-dir resume resume-step",
+    "Checkpoint": (
+        "save-path save-interval save-interval-minutes keep-checkpoints keep-best model-save-interval save-async "
+        "no-save-async run-dir resume resume-step"
+    ),
     "Evaluation": (
         "eval-dataset-path eval-dataset-loader-fn eval-interval early-stop-patience eval-before-train "
         "no-eval-before-train eval-max-rows eval-n-samples eval-temperature"
     ),
-    "Observability": "metrics-log-dir track track-project",
+    "Observability": "metrics-log-dir track track-project trace",
 }
 
 

@@ -196,6 +196,7 @@ OPTIONS = {
     "algo": "gspo",
     "epochs": 10,
     "max_steps": None,
+    "max_sequences": None,
     "world_size": 1,
     "stall_timeout": 600.0,
     "tp_size": 1,
@@ -310,6 +311,8 @@ OPTIONS = {
     "save_interval_minutes": None,
     "keep_checkpoints": None,
     "keep_best": False,
+    "model_save_interval": None,
+    "save_async": True,
     "resume": None,
     "resume_step": None,
     "eval_dataset_path": None,
@@ -323,6 +326,7 @@ OPTIONS = {
     "metrics_log_dir": None,
     "track": (),
     "track_project": "areno",
+    "trace": False,
 }
 
 

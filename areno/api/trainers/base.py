@@ -9,6 +9,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from areno.api.trainer import Trainer
@@ -17,15 +18,19 @@ from areno.config.algorithms import get_algorithm
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import UsageError
-from areno.observability import lifecycle
+from areno.observability import lifecycle, tracing
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.layout import OPTIONS
 from areno.storage.run_dir import RunDirectory
-from areno.training.frequency import StepInfo
+from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
+from areno.training.saving import Saver
 from areno.training.state import RunState
 from areno.types import TrainSequence, tightest
+
+DISK_REMEDY = "free some space, use --keep-checkpoints, or choose another --save-path"
 
 _NO_LAST_STEP = 2**62
 """Steps of a run whose end is where its rows end, which over-long ones bring nearer."""
@@ -36,7 +41,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
     minutes = config.save_interval_minutes
     names = ("eval_dataset_path", "eval_dataset_loader_fn", "eval_max_rows", "eval_n_samples", "eval_temperature")
     return RunSpec(
-        span=Span(config.max_steps),
+        span=Span(config.max_steps, config.max_sequences),
         evaluation=Frequency(steps=config.eval_interval, first=config.eval_before_train, last=True),
         evaluated_with={name: getattr(config, name) for name in names},
         checkpoints=CheckpointSpec(
@@ -44,7 +49,7 @@ def spec_of(config: TrainOptions) -> RunSpec:
             Frequency(steps=config.save_interval, seconds=None if minutes is None else 60 * minutes, last=True),
             newest=config.keep_checkpoints,
             best=config.keep_best,
-            remedy="free some space, use --keep-checkpoints, or choose another --save-path",
+            remedy=DISK_REMEDY,
         ),
         patience=config.early_stop_patience,
         resumed=bool(config.resume),
@@ -85,6 +90,12 @@ class DataTrainer(TrainingLoop):
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None else None,
         )
+        traced = {"enabled": config.trace}
+        tracing.configure(config.run_path, "trainer", perf=traced, session=traced)
+        if config.model_save_interval is not None:
+            every, mode = Frequency(steps=config.model_save_interval), "auto" if config.save_async else "sync"
+            control = partial(FrequencyControl.of, every)
+            self.saver = Saver(config.checkpoint_path, control, self.saved_roles, mode, OPTIONS, DISK_REMEDY)
         self.set_up(spec_of(config), instance.backend, StepReporter(config, self.logger, health))
 
     # -- what an algorithm supplies --------------------------------------------------------------------------------
@@ -133,6 +144,9 @@ class DataTrainer(TrainingLoop):
             return super().fit()
         finally:
             self.report.close()
+            tracing.save(force=True)
+            if self.saver is not None:
+                self.saver.close()
 
     def total_steps(self) -> int:
         """Steps of the whole run, were no row skipped."""
@@ -181,7 +195,8 @@ class DataTrainer(TrainingLoop):
     def train(self, rows: list[TrainSequence]) -> dict[str, float]:
         """One train call with the run's loss and sizes; not interrupted by a signal."""
         self._updating = True  # until the step is complete, the weights belong to no step that could be saved
-        return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
+        with self.timed("train_step"):
+            return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
 
     def has_held_out(self) -> bool:
         """Whether ``--eval-dataset-path`` gave rows."""

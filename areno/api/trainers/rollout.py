@@ -233,7 +233,8 @@ class RolloutTrainer(DataTrainer):
     def _timed(self, phase: str, timings: dict[str, float], work: Any, argument: Any) -> Any:
         self.display.phase(phase)
         began = time.perf_counter()
-        result = work(argument)
+        with self.timed(phase):
+            result = work(argument)
         timings[phase] = time.perf_counter() - began
         return result
 

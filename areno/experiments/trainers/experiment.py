@@ -6,12 +6,11 @@ A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from areno.config.experiment.run_sections import SAVES_NOTHING, FrequencyConfig
 from areno.config.experiment.saving import config_text, public_dict
 from areno.config.parser import Problems
 from areno.engine.backend import ACTOR, Backend
-from areno.engine.engine import Engine
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
@@ -48,6 +46,7 @@ from areno.observability.services import RunName, Service, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
+from areno.storage.layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
@@ -55,10 +54,6 @@ from areno.training.row_checks import Needs
 from areno.training.saving import DISK_REMEDY, Saver
 
 _log = logging.getLogger(__name__)
-
-DEFAULT = "default"
-"""Folder of the actor's models."""
-
 
 _KEPT_CHECKPOINTS = 2
 
@@ -80,8 +75,7 @@ class ExperimentTrainer(TrainingLoop):
         UsageError: the configuration asks for what is not there.
     """
 
-    roles: Sequence[str] = (DEFAULT,)
-    """Models that are saved; the first is the actor."""
+    saver: Saver
     actor_trains: ClassVar[str] = "policy"
     needs: Needs | None = None
     """What a row must have; None where that is the workflow's matter."""
@@ -257,7 +251,7 @@ class ExperimentTrainer(TrainingLoop):
         return Saver(
             self._elsewhere(config.saver, self.folders.checkpoints),
             lambda: FrequencyControl.of(every),
-            self.roles,
+            self.saved_roles,
             config.saver.mode if saves else "auto",
         )
 
@@ -306,9 +300,8 @@ class ExperimentTrainer(TrainingLoop):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         """Traces and the memory profiler."""
-        with tracing.perf_tracer().step(step), self.memory.step(step):
+        with super().around_step(step), self.memory.step(step):
             yield
-        tracing.save(step)
 
     def has_held_out(self) -> bool:
         """Whether there is a ``valid_dataset``."""
@@ -340,29 +333,12 @@ class ExperimentTrainer(TrainingLoop):
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def save_models(self, at: StepInfo) -> None:
-        """Those of all roles that are due; a checkpoint that says all is done comes after what it says."""
-        for role in self.roles:
-            name = ACTOR if role == DEFAULT else role
-            write = functools.partial(self.engine.save_model, role=name)
-            self.saver.save_if_due(role, at, write, stage=self._stage(name))
-        if at.is_last:
-            self.saver.wait()
-
-    def _stage(self, role: str) -> Callable[[], Any] | None:
-        """What copies a model, for saving beside training; None where it cannot be copied."""
-        engine = self.engine
-        if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
-            return None
-        return lambda: engine.role(role).stage_model(engine.tokenizer)
-
     def part_states(self) -> dict[str, Any]:
-        """Counters of the models and the position in the rows."""
-        return {"saver": self.saver.state_dict(), "rows": self.rows.state_dict()}
+        """The position in the rows."""
+        return {"rows": self.rows.state_dict()}
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
-        """Go on from them."""
-        self.saver.load_state_dict(parts["saver"])
+        """Go on from it."""
         self.rows.load_state_dict(parts["rows"])
 
     def begin_anew(self) -> None:
@@ -394,7 +370,7 @@ class ExperimentTrainer(TrainingLoop):
         state = self.state
         at = StepInfo(state.epoch, state.epoch_step - 1, state.step - 1, self.rows.steps_per_epoch, state.step)
         saves = self.config.saver.mode != SAVES_NOTHING
-        if state.step and saves and not self.saver.path(DEFAULT, at).exists():
+        if state.step and saves and not self.saver.path(ACTOR_MODELS, at).exists():
             self.save_models(at)
 
     # -- ending ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from areno.experiments.trainers.engines import (
     schedule_of,
     this_machine,
 )
-from areno.experiments.trainers.experiment import DEFAULT, ExperimentTrainer, in_scope
+from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.update import (
     CRITIC,
@@ -66,6 +66,7 @@ from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
 from areno.serving.text import TokenTexts
+from areno.storage.layout import ACTOR_MODELS
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo
@@ -106,7 +107,7 @@ class PPOTrainer(ExperimentTrainer):
         self._workflow_is_named = workflow_is_named
         self.fleet: RolloutFleet | SharedEngine | None = None
         self.dispatchers: list[BatchDispatcher] = []
-        self.roles = (DEFAULT, CRITIC) if config.critic is not None else (DEFAULT,)
+        self.saved_roles = (ACTOR_MODELS, CRITIC) if config.critic is not None else (ACTOR_MODELS,)
         for problem in parser_problems(config.rollout.agent):
             raise UsageError(problem)
         super().__init__(config, train_dataset, valid_dataset)
@@ -215,7 +216,7 @@ class PPOTrainer(ExperimentTrainer):
             threads=spec.cpu,
             environment=spec.environment() or None,
         )
-        weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / DEFAULT if mode == "disk" else None)
+        weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / ACTOR_MODELS if mode == "disk" else None)
         devices = rollout_devices(self.config, this_machine().gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
         fleet.share_cores(actor.scheduling_spec[0].cpu)

@@ -11,6 +11,7 @@ from typing import Any
 from areno.engine.engine import EngineConfig
 from areno.engine.parallel.peers import Layout
 from areno.spec import RunSpec
+from areno.training.frequency import StepInfo
 from areno.training.loop import TrainingLoop
 
 STEP = 6
@@ -28,6 +29,7 @@ class Driven:
         calls: rows and micro-batching of each optimizer step of the actor.
         losses: names of the losses of these steps.
         rows: how many were trained on, step by step.
+        staged: models that were copied, to be saved beside training.
         scored: roles that scored rows.
         code: exit status of the last command.
         output: what the commands printed.
@@ -38,6 +40,7 @@ class Driven:
     calls: list[tuple[int, Any]] = field(default_factory=list)
     losses: set[str] = field(default_factory=set)
     rows: list[int] = field(default_factory=list)
+    staged: int = 0
     scored: set[str] = field(default_factory=set)
     code: int = 0
     output: str = ""
@@ -79,6 +82,12 @@ class Driven:
         return sorted(self.spec.checkpoints.folder.glob(kind))
 
     @property
+    def models(self) -> list[Path]:
+        """Models that were saved beside checkpoints."""
+        saver = self.loop.saver
+        return [] if saver is None else list(saver.path("default", StepInfo.first(1, 1)).parent.iterdir())
+
+    @property
     def log(self) -> str:
         return "".join(path.read_text(encoding="utf-8") for path in self.folder.glob("*.log")) + "".join(
             path.read_text(encoding="utf-8") for path in self.folder.glob("log.txt")
@@ -112,6 +121,9 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "early stop": lambda run: 0 < run.done < run.loop.total_steps() and run.loop.state.not_best == 2,
     "checkpoints to resume from": lambda run: len(run.checkpoints()) >= 2 and run.spec.checkpoints.every.steps == 1,
     "checkpoints by the clock": lambda run: len(run.checkpoints()) >= 2 and bool(run.spec.checkpoints.every.seconds),
+    "models beside checkpoints": lambda run: len(run.models) >= 2,
+    "saving beside training": lambda run: run.staged == len(run.models) > 0,
+    "traces": lambda run: (run.folder / "perf_tracer" / "trainer" / "traces-r0.jsonl").exists(),
     "exact resume": lambda run: (
         run.loops[-1].resumed_from is not None and [line["step"] for line in run.metrics] == [0, 1, 2]
     ),

@@ -19,6 +19,7 @@ from areno.cli.main import main
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
+from areno.engine.role import Role
 from areno.training.frequency import FrequencyControl
 from areno.training.loop import TrainingLoop
 from areno.training.report import Reporter, StepOutcome
@@ -56,9 +57,9 @@ RUN_POLICY = (
 )
 PLAIN = {
     "flags": (SFT, []),
-    "yaml": (RUN_SFT, []),
+    "yaml": (RUN_SFT, ["saving beside training"]),
     "flags policy": (POLICY + " --epochs 1", ["reward function"]),
-    "yaml policy": (RUN_POLICY, ["reward function"]),
+    "yaml policy": (RUN_POLICY, ["reward function", "saving beside training"]),
 }
 HELD_OUT = " valid_dataset.path={held_out} valid_dataset.type=sft evaluator.freq_steps=1"
 DRIVES: dict[str, tuple[str, str]] = {
@@ -78,7 +79,10 @@ DRIVES: dict[str, tuple[str, str]] = {
         SFT + " --max-steps 1 --world-size 2 --fsdp",
         "most steps, several devices, weights sharded over replicas (FSDP2)",
     ),
-    "flags clock": (SFT + " --save-interval-minutes 0.15", "checkpoints by the clock"),
+    "flags clock": (
+        SFT + " --save-interval-minutes 0.15 --model-save-interval 1 --trace --max-sequences 24",
+        "checkpoints by the clock, models beside checkpoints, saving beside training, traces, most trained sequences",
+    ),
     "flags update": (
         POLICY + " --max-steps 1 --batch-size 4 --n-samples 2 --update-epochs 2 --update-minibatches 2 --kl-coef 0.1"
         " --tree-training --speculate 2",
@@ -115,7 +119,11 @@ DRIVES: dict[str, tuple[str, str]] = {
         RUN_SFT + " total_train_steps=1 actor.backend=fsdp:d2",
         "most steps, several devices, weights sharded over replicas (FSDP2)",
     ),
-    "yaml clock": (RUN_SFT + " recover.mode=auto recover.freq_secs=9", "checkpoints by the clock"),
+    "yaml clock": (
+        RUN_SFT + " recover.mode=auto recover.freq_secs=9 saver.freq_steps=1 perf_tracer.enabled=true"
+        " total_train_n_seqs=12",
+        "checkpoints by the clock, models beside checkpoints, saving beside training, traces, most trained sequences",
+    ),
 }
 ENDS_AND_GOES_ON = {
     "flags": (POLICY + " --max-steps 3 --save-interval 1", "train --resume {run}"),
@@ -188,6 +196,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
 
     observe = Reporter.observe
     monkeypatch.setattr(Reporter, "observe", observed)
+    stage = Role.stage_model
+
+    def staged(role: Role, tokenizer: Any) -> Any:
+        seen.staged += 1
+        return stage(role, tokenizer)
+
+    monkeypatch.setattr(Role, "stage_model", staged)
     for name in ("score_logprobs", "score_rewards"):
         monkeypatch.setattr(Engine, name, scored(getattr(Engine, name)))
     monkeypatch.setattr(TrainingLoop, "set_up", loop_made)
