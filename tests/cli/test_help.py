@@ -11,15 +11,15 @@ REPO = Path(__file__).parents[2]
 
 GROUPS = {
     "Basic": (
-        "ckpt dataset-path dataset-loader-fn algo epochs max-steps max-sequences world-size tp-size fsdp stall-timeout seed shuffle "
-        "no-shuffle config dry-run device dtype trust-remote-code"
+        "ckpt dataset-path dataset-loader-fn algo epochs max-steps max-sequences world-size tp-size fsdp stall-timeout seed "
+        "shuffle no-shuffle config dry-run device dtype trust-remote-code"
     ),
     "Rollout": (
         "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "
         "top-k top-p greedy eager-decode speculate drop-rollout-state attn-backend disable-thinking agent-fn "
         "agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
         "reward-fn-path reward-ckpt reward-timeout-s reward-memory-gb reward-workers "
-        "on-reward-error kv-cache-tokens stop stop-token-ids ignore-eos"
+        "on-reward-error rollout rollout-replicas max-staleness workflow kv-cache-tokens stop stop-token-ids ignore-eos"
     ),
     "Parameter tuning": "tune-params mem-frac tune-max-samples",
     "Train": (
@@ -28,8 +28,8 @@ GROUPS = {
         "lr-warmup-steps lr-decay-steps lr-decay-style adam-beta1 adam-beta2 adam-eps adam-8bit offload-optimizer weight-decay "
         "grad-clip-norm score-micro-bs update-epochs update-minibatches ref-ckpt critic-ckpt critic-lr critic-min-lr "
         "critic-lr-warmup-steps critic-lr-decay-steps critic-lr-decay-style critic-grad-clip-norm critic-warmup-steps "
-        "gspo-clip-eps grpo-clip-eps clip-eps-high grpo-dual-clip grpo-loss-mean advantage kl-coef dpo-beta "
-        "dpo-loss-type dpo-label-smoothing dpo-length-normalised bootstrap-truncated no-bootstrap-truncated "
+        "gspo-clip-eps grpo-clip-eps clip-eps-high grpo-dual-clip grpo-loss-mean advantage kl-coef kl-reward-coef "
+        "kl-reward-type dpo-beta dpo-loss-type dpo-label-smoothing dpo-length-normalised bootstrap-truncated no-bootstrap-truncated "
         "whiten-advantages no-whiten-advantages "
         "use-kl-loss no-use-kl-loss kl-loss-coef kl-loss-type clip-eps clip-ratio-c value-clip-eps "
         "value-loss-coef gamma lam"

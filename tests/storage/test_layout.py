@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from areno.config.experiment.experiments import SFTConfig
 from areno.config.experiment.saving import config_text
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
-from areno.storage.layout import newest_model
+from areno.storage.layout import OPTIONS, newest_model
+from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.saving import Saver
 
 
 def stored(run: Path, text: str) -> Path:
@@ -70,3 +73,12 @@ def test_an_experiment_stands_for_its_newest_recovery_point_or_model(tmp_path):
     stored(run, config_text(config))
     moved = checkpoint(ExperimentFolders(config.recover.fileroot, "e", "t").recover / "step_000014", 14)
     assert newest_model(run, "--ckpt") == moved
+
+
+def test_models_from_options_lie_where_the_reader_looks(tmp_path):
+    run = stored(tmp_path / "run", "algo: sft\n")
+    saver = Saver(run / "checkpoints", partial(FrequencyControl, 1, 3), mode="sync", layout=OPTIONS)
+    steps = [StepInfo(0, step, step, 9, 9) for step in range(9)]
+    saved = [saver.save_if_due("default", at, lambda folder: (folder / "weights").touch()) for at in steps]
+    assert [path.name for path in saved if path] == ["step_000003", "step_000006", "step_000009"]
+    assert newest_model(run, "--ckpt") == str(run / "checkpoints/models/step_000009")
