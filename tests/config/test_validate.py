@@ -178,7 +178,7 @@ DPO = [*BASE, "--algo", "dpo"]
             [*GSPO, "--kl-reward-type", "k3"],
             r"--kl-reward-type k3 has no effect without a KL penalty; give --kl-reward-coef",
         ),
-        ([*GSPO, "--no-save-async"], r"--save-async False has no effect on checkpoints; give --model-save-interval"),
+        ([*GSPO, "--no-save-async"], r"--no-save-async has no effect on checkpoints; give --model-save-interval"),
         ([*GSPO, "--kl-loss-type", "k1"], r"--kl-loss-type k1 has no effect without a KL term; give --kl-coef too"),
         ([*GSPO, "--ref-ckpt", "model"], r"--ref-ckpt model has no effect without a KL term"),
         (
