@@ -133,14 +133,14 @@ class TrainingLoop(ABC):
             return
         for role in self.saved_roles:
             name = ACTOR if role == ACTOR_MODELS else role
-            write = functools.partial(self.store.save_model, role=name)
+            write = functools.partial(self.backend.save_model, role=name)
             self.saver.save_if_due(role, at, write, stage=self._stage(name))
         if at.is_last:
             self.saver.wait()
 
     def _stage(self, role: str) -> Callable[[], Any] | None:
         """What copies a model, for saving beside training; None where it cannot be copied."""
-        engine = self.store
+        engine = self.backend
         if not isinstance(engine, Engine) or engine.role(role).model.adapter is not None:
             return None
         return lambda: engine.role(role).stage_model(engine.tokenizer)
