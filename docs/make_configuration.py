@@ -28,7 +28,14 @@ GROUPS = {
         "PPOCriticConfig",
         "DPOEngineConfig",
     ],
-    "Algorithms": ["PPOActorConfig", "PolicyLossOptions", "NormConfig", "RejectionSamplingConfig", "TeacherConfig"],
+    "Algorithms": [
+        "PPOActorConfig",
+        "PolicyLossOptions",
+        "NamedAlgorithm",
+        "NormConfig",
+        "RejectionSamplingConfig",
+        "TeacherConfig",
+    ],
     "Generation, rewards and agents": [
         "GenerationHyperparameters",
         "InferenceEngineConfig",

@@ -1,1 +1,26 @@
 """Algorithms that are one file each: knobs, loss, and ``SPEC``. The file's name is the algorithm's; nothing else lists it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.config import AlgorithmSpec
+from areno.loss_fns.family import PolicyLoss, policy_loss_fn
+
+
+def family(name: str, **presets: Any) -> AlgorithmSpec:
+    """A choice of the knobs of the policy loss, all of which stay flags.
+
+    Args:
+        name: of the algorithm.
+        presets: knobs whose defaults are others here.
+    """
+    return AlgorithmSpec(
+        name,
+        default_loss=policy_loss_fn,
+        options=PolicyLoss,
+        presets=presets,
+        min_samples=2,
+        uses=("kl_coef", "kl_loss_type"),
+        renamed={"kl_type": "kl_loss_type"},
+    )

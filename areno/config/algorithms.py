@@ -30,7 +30,13 @@ LossFn = Callable[..., Any]
 POLICY_TRAINER = "areno.api.trainers.policy_only:PolicyOnlyTrainer"
 """Samples, rewards, advantages by comparison, policy steps."""
 
+PAIR_TRAINER = "areno.api.trainers.supervised:PairTrainer"
+"""Pairs of a chosen and a rejected answer, without a reference."""
+
+_DPO_TRAINER = "areno.api.trainers.supervised:DPOTrainer"
+_REWARD_TRAINER = "areno.api.trainers.supervised:RewardModelTrainer"
 _READ_BY_TRAINER = {
+    PAIR_TRAINER: ("tree_training", "score_micro_bs"),
     POLICY_TRAINER: (
         *("advantage", "update_epochs", "update_minibatches", "tree_training", "score_micro_bs"),
         *("kl_reward_coef", "kl_reward_type", "ref_ckpt"),
@@ -74,6 +80,11 @@ class AlgorithmSpec:
     trains: Literal["policy", "reward"] = "policy"
     presets: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether two neighbouring rows are an example."""
+        return self.trainer in (PAIR_TRAINER, _DPO_TRAINER, _REWARD_TRAINER)
 
     def resolve_trainer_cls(self) -> type:
         """Import and return the trainer class."""
@@ -271,13 +282,7 @@ for _spec in (
         renamed={"kl_type": "kl_loss_type", "max_tokens": "max_new_tokens"},
     ),
     AlgorithmSpec("ppo", "areno.api.trainers.ppo:PPOTrainer", "areno.loss_fns:ppo_loss_fn"),
-    AlgorithmSpec("dpo", "areno.api.trainers.supervised:DPOTrainer", "areno.loss_fns:dpo_loss_fn", False),
-    AlgorithmSpec(
-        "rm",
-        "areno.api.trainers.supervised:RewardModelTrainer",
-        "areno.loss_fns:reward_model_loss_fn",
-        False,
-        trains="reward",
-    ),
+    AlgorithmSpec("dpo", _DPO_TRAINER, "areno.loss_fns:dpo_loss_fn", False),
+    AlgorithmSpec("rm", _REWARD_TRAINER, "areno.loss_fns:reward_model_loss_fn", False, trains="reward"),
 ):
     register_algorithm(_spec)

@@ -38,8 +38,8 @@ class BasicOptions:
     algo: str = _basic(
         "gspo",
         path="python",
-        help="Training algorithm: gspo, grpo, dapo, cispo, sapo, m2po, icepop, gmpo, ppo, sft, dpo, rm (a reward model), "
-        "one that an installed package registers, or your own as file.py:NAME.",
+        help="Training algorithm: gspo, grpo, dapo, cispo, sapo, m2po, icepop, gmpo, ppo, sft, dpo, simpo, rm (a reward "
+        "model), one that an installed package registers, or your own as file.py:NAME.",
     )
     epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the data set.")
     max_steps: int | None = _basic(

@@ -51,9 +51,6 @@ ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "sign
 WORKFLOW_HOOK = {"option": "--workflow", "default_name": "NAME", "signature": "gconfig, tokenizer"}
 """And for a workflow."""
 
-PAIR_ALGORITHMS = ("dpo", "rm")
-"""Algorithms whose rows come in pairs."""
-
 
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check that the options make a run that can work and learn.
@@ -215,7 +212,7 @@ def decoding_problems(options: TrainOptions) -> Iterator[str]:
 
 
 def _pairs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    if spec.name in PAIR_ALGORITHMS and options.mini_bs % 2:
+    if spec.learns_from_pairs and options.mini_bs % 2:
         yield (
             f"--mini-bs {options.mini_bs} would part a pair: --algo {spec.name} trains on chosen and rejected rows "
             f"together, two rows a pair; give an even number such as {options.mini_bs + 1}"

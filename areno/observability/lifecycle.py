@@ -131,8 +131,8 @@ def sft_dataset_filter(logger: Logger, skipped: int) -> None:
     logger.info("stage=sft_dataset_filter skipped_long_or_empty=%d", skipped)
 
 
-def pair_dataset_filter(logger: Logger, algo: Literal["dpo", "rm"], skipped: int) -> None:
-    """``stage=dpo_dataset_filter skipped_invalid_or_long=0``, and the same of reward models (rm)."""
+def pair_dataset_filter(logger: Logger, algo: str, skipped: int) -> None:
+    """``stage=dpo_dataset_filter skipped_invalid_or_long=0``, and the same of other algorithms on pairs."""
     logger.info("stage=%s_dataset_filter skipped_invalid_or_long=%d", algo, skipped)
 
 

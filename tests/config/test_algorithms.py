@@ -49,20 +49,8 @@ def algorithm_file(workspace):
 
 
 def test_algorithms_are_listed_sorted():
-    assert list_algorithms() == [
-        "cispo",
-        "dapo",
-        "dpo",
-        "gmpo",
-        "grpo",
-        "gspo",
-        "icepop",
-        "m2po",
-        "ppo",
-        "rm",
-        "sapo",
-        "sft",
-    ]
+    names = "cispo dapo dpo gmpo grpo gspo icepop m2po ppo rm sapo sft simpo"
+    assert list_algorithms() == names.split()
 
 
 def test_names_are_found_in_any_case():
@@ -130,6 +118,20 @@ def test_flags_reach_the_knobs_of_an_algorithm_in_a_file(workspace, argv, knobs)
     validate(options)
     made = get_algorithm(options.algo).make_loss_fn(options).keywords["knobs"]
     assert {name: getattr(made, name) for name in knobs} == knobs
+
+
+def test_flags_reach_the_knobs_of_a_loss_of_pairs(workspace):
+    pairs = ["--ckpt", "model", "--dataset-path", "data.jsonl", "--algo", "simpo"]
+    options = parse_train([*pairs, "--simpo-beta", "2.5", "--score-micro-bs", "4"])
+    validate(options)
+    knobs = get_algorithm("simpo").make_loss_fn(options).keywords["knobs"]
+    assert (knobs.simpo_beta, knobs.simpo_gamma) == (2.5, 1.0)
+    for argv, expected in {
+        ("--mini-bs", "3"): "would part a pair",
+        ("--dpo-beta", "1"): "applies to --algo dpo",
+    }.items():
+        with pytest.raises(UsageError, match=expected):
+            validate(parse_train([*pairs, *argv]))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_own_flags_are_unknown_to_other_algorithms(workspace):
         ("algo.py:number", "is a int; make it an areno.config.AlgorithmSpec"),
         ("gone.py:x", "--algo file does not exist: gone.py"),
         ("gsppo", r"did you mean gspo\?"),
-        ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft"),
+        ("zzz", "registered: cispo, dapo, dpo, gmpo, grpo, gspo, icepop, m2po, ppo, rm, sapo, sft, simpo"),
     ],
 )
 def test_unusable_algorithms_say_why(algorithm_file, name, expected):

@@ -383,6 +383,8 @@ def test_a_preference_loss_is_that_of_its_section():
         bound = preference_loss(DPOEngineConfig(path="x", loss_type=kind, **given)).keywords
         assert {name: bound[name] for name in given} == given
         assert (bound["loss_type"], bound["length_normalised"]) == (kind, normalised)
+    named = preference_loss(DPOEngineConfig(path="x", algorithm="simpo", algorithm_options={"simpo_beta": 3}))
+    assert named.keywords["knobs"].simpo_beta == 3.0
 
 
 def test_the_reference_scores_once_and_its_logprobs_are_kept_on_disk(tiny_checkpoint, tmp_path, monkeypatch):

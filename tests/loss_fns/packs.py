@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from areno.algorithms.gmpo import Knobs as GmpoKnobs
 from areno.algorithms.gmpo import gmpo_loss_fn
+from areno.algorithms.simpo import Knobs as SimpoKnobs
+from areno.algorithms.simpo import simpo_loss_fn
 from areno.loss_fns import (
     Count,
     PolicyLoss,
@@ -164,6 +166,7 @@ CASES = [
     Case("dpo-smooth", partial(dpo_loss_fn, beta=0.7, label_smoothing=0.2)),
     Case("dpo-ipo-normalised", partial(dpo_loss_fn, loss_type="ipo", length_normalised=True)),
     Case("dpo-hinge", partial(dpo_loss_fn, beta=0.5, loss_type="hinge")),
+    Case("simpo", partial(simpo_loss_fn, knobs=SimpoKnobs(1.5, 0.5))),
     Case("reward-model", reward_model_loss_fn, per_sequence=True),
     Case("critic", with_names(value_loss_fn, CRITIC_NAMES, value_loss_coef=1.0)),
     Case("language-model", SFT.experiment_loss()),

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areno.algorithms.simpo import Knobs as SimpoKnobs
+from areno.algorithms.simpo import simpo_loss_fn
 from areno.engine.model.loading import prepare
 from areno.engine.scoring import score_logprobs
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
@@ -23,6 +26,7 @@ from areno.engine.train.step import TrainStep
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
 from areno.training.objectives.pairs import build_preference_rows
 from areno.training.objectives.sft import build_sft_rows
+from tests.loss_fns.packs import make_batch, value_of
 from tests.support.tiny import save_tiny_checkpoint
 
 trl = pytest.importorskip("trl")
@@ -162,3 +166,19 @@ def test_sft_has_the_loss_and_gradients_of_trl(mini_bs, checkpoints, tmp_path):
     stats, own = by_areno(checkpoints[0], rows, sft_loss_fn, mini_bs)
     assert stats["loss"] == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(own, gradients)
+
+
+@pytest.mark.parametrize(("beta", "gamma"), [(2.0, 1.0), (0.5, 0.0)])
+def test_simpo_is_that_of_trl(beta, gamma):
+    from trl.experimental.cpo import CPOTrainer
+
+    batch = make_batch([5, 3, 4, 7, 2, 6], seed=2, mask_share=1.0)
+    means = torch.tensor([sum(t["x"] for t in row) / len(row) for row in batch.rows], dtype=torch.float64)
+    knobs = {"beta": beta, "simpo_gamma": gamma, "alpha": 0.0, "loss_type": "simpo", "label_smoothing": 0.0}
+    theirs = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **knobs)
+    losses, chosen, rejected = CPOTrainer.cpo_loss(theirs, means[0::2], means[1::2])
+    loss, metrics = simpo_loss_fn(batch.pack, batch.logprobs, SimpoKnobs(beta, gamma))
+    assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert value_of(metrics["pair_chosen_reward"]) == pytest.approx(float(chosen.mean()), rel=1e-6)
+    assert value_of(metrics["pair_rejected_reward"]) == pytest.approx(float(rejected.mean()), rel=1e-6)
+    assert value_of(metrics["pair_accuracy"]) == pytest.approx(float((chosen > rejected).double().mean()))

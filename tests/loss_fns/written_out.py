@@ -99,6 +99,12 @@ def dpo_deltas(rows, normalised=False):
     return [(log_ratio(rows[i]), log_ratio(rows[i + 1])) for i in range(0, len(rows), 2)]
 
 
+def simpo(rows, beta, gamma):
+    rewards = [beta * mean([t["x"] for t in row]) for row in rows]
+    margins = [chosen - rejected for chosen, rejected in zip(rewards[0::2], rewards[1::2], strict=True)]
+    return mean([math.log1p(math.exp(-(margin - gamma))) for margin in margins])
+
+
 def dpo(rows, beta, smoothing=0.0, shape="sigmoid", normalised=False):
     def loss(delta):
         if shape == "sigmoid":

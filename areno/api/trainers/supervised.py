@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from areno.api.trainers.base import DataTrainer
+from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
 from areno.loss_fns.pack import LossFn
 from areno.observability import lifecycle
 from areno.training.objectives.base import Examples, Objective
-from areno.training.objectives.pairs import DPO, REWARD_MODEL
+from areno.training.objectives.pairs import DPO, PAIRS, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
 from areno.training.report import StepOutcome
@@ -55,7 +56,7 @@ class SupervisedTrainer(DataTrainer):
 
     def report_dropped(self, dropped: int) -> None:
         """The documented log line about training rows that cannot be used."""
-        lifecycle.pair_dataset_filter(self.logger, "dpo", dropped)
+        lifecycle.pair_dataset_filter(self.logger, get_algorithm(self.config.algo).name, dropped)
 
     def row_count(self) -> int:
         """Examples of an epoch."""
@@ -166,6 +167,9 @@ class RewardModelTrainer(SupervisedTrainer):
     best_metric = "accuracy"
     best_is_higher = True
 
-    def report_dropped(self, dropped: int) -> None:
-        """Under this algorithm's name."""
-        lifecycle.pair_dataset_filter(self.logger, "rm", dropped)
+
+class PairTrainer(SupervisedTrainer):
+    """Pairs without a reference, for the loss of any algorithm."""
+
+    logger = logging.getLogger("areno.api.trainers.supervised.PairTrainer")
+    objective = PAIRS

@@ -15,6 +15,7 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import (
     EXPERIMENTS,
     BaseExperimentConfig,
+    DPOConfig,
     PPOConfig,
     RWConfig,
 )
@@ -87,6 +88,10 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
         yield from _rollout(config)
         yield from _strategies(config)
     elif isinstance(actor, TrainEngineConfig):
+        if isinstance(config, DPOConfig):
+            yield from check_algorithm(config.actor)
+            if config.actor.algorithm and config.ref.path != config.actor.path:
+                yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; leave it out"
         because = "in an experiment that generates nothing; leave it out"
         yield from (f"actor.{name} {text}" for name, text in idle(actor, ("weight_update_mode",), because))
     ref = getattr(config, "ref", None)

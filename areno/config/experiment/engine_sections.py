@@ -135,15 +135,21 @@ class TrainEngineConfig:
 
 
 @dataclass
-class PPOActorConfig(PolicyLossOptions, TrainEngineConfig):
-    """The policy: one loss, whose knobs give the algorithms, or the loss of an algorithm by name."""
+class NamedAlgorithm:
+    """An algorithm in place of the loss of a section."""
 
     algorithm: str = setting(
         "",
-        help="Algorithm of areno train --algo whose loss is taken, such as gmpo, or your own as file.py:NAME. One that is a "
-        "choice of the knobs below, such as cispo, sets those that are not given.",
+        help="Algorithm of areno train --algo whose loss is taken, such as gmpo for a policy and simpo for pairs, or your own "
+        "as file.py:NAME. One that is a choice of the knobs of the policy loss, such as cispo, sets those not given.",
     )
     algorithm_options: dict[str, Any] = setting({}, help="Options that algorithm declares, by name.")
+
+
+@dataclass
+class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
+    """The policy: one loss, whose knobs give the algorithms, or the loss of an algorithm by name."""
+
     ppo_n_minibatches: int = setting(4, minimum=1, help="Optimizer steps that a batch is divided into.")
     ppo_n_epochs: int = setting(1, minimum=1, help="Training passes over a batch, each of ppo_n_minibatches steps.")
     reward_norm: NormConfig | None = section(None, help="Normalisation of rewards, before advantages.")
@@ -209,7 +215,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
 
 @dataclass
-class DPOEngineConfig(TrainEngineConfig):
+class DPOEngineConfig(NamedAlgorithm, TrainEngineConfig):
     """A model that learns from pairs."""
 
     beta: float = setting(0.1, above=0, help="Strength of the pull to the reference.")

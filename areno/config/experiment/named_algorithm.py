@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from areno.config.algorithms import POLICY_TRAINER, AlgorithmSpec, get_algorithm
-from areno.config.experiment.engine_sections import PPOActorConfig
+from areno.config.algorithms import PAIR_TRAINER, POLICY_TRAINER, AlgorithmSpec, get_algorithm
+from areno.config.experiment.engine_sections import DPOEngineConfig, PPOActorConfig
 from areno.config.parser import Problems, build_options, convert_values
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.train_options import TrainOptions
@@ -18,16 +18,17 @@ _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_
 """Options of an algorithm that are settings of ``actor`` themselves."""
 
 
-def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]:
+def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
     """The algorithm, and its options: ``actor.algorithm_options`` by name, defaults for the rest.
 
     Raises:
         UsageError: there is none of that name, it learns from other rows, or an option cannot be used.
     """
     spec = get_algorithm(actor.algorithm, option="actor.algorithm")
-    if spec.trainer != POLICY_TRAINER or not (spec.default_loss or spec.loss_fn_factory):
+    trainer, example = (POLICY_TRAINER, "gspo") if isinstance(actor, PPOActorConfig) else (PAIR_TRAINER, "simpo")
+    if spec.trainer != trainer or not (spec.default_loss or spec.loss_fn_factory):
         raise UsageError(
-            f"actor.algorithm {actor.algorithm} brings its own rows and steps; name one that only has a loss, such as gspo"
+            f"actor.algorithm {actor.algorithm} learns from other rows, or in other steps; name one such as {example}"
         )
     # Knobs of the policy loss are settings of their own as well.
     declared = () if is_family(spec) else (*spec.own_options(), *spec.built_in_knobs().values())
@@ -37,7 +38,7 @@ def named_algorithm(actor: PPOActorConfig) -> tuple[AlgorithmSpec, TrainOptions]
     for name, value in values.items():
         problems.add(value_problem(entries[name], value).replace(entries[name].flag, f"actor.algorithm_options.{name}"))
     problems.raise_if_any()
-    own = {name: getattr(actor, setting) for name, setting in _SETTINGS.items()}
+    own = {name: getattr(actor, setting) for name, setting in _SETTINGS.items() if hasattr(actor, setting)}
     options = build_options({**values, **own}, spec, explicit=frozenset(values))
     try:
         spec.knobs(options)
@@ -60,7 +61,7 @@ def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "actor": {**spec.presets, **actor}} if is_family(spec) else tree
 
 
-def check_algorithm(actor: PPOActorConfig, has_teacher: bool) -> Iterator[str]:
+def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool = False) -> Iterator[str]:
     """Say what is wrong with ``actor.algorithm`` and its options, and which settings another loss makes idle."""
     if not actor.algorithm:
         if actor.algorithm_options:
@@ -73,11 +74,13 @@ def check_algorithm(actor: PPOActorConfig, has_teacher: bool) -> Iterator[str]:
         return
     if is_family(spec):
         return
-    if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
+    with_kl = isinstance(actor, PPOActorConfig) and actor.kl_loss_coef > 0
+    if with_kl and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
         yield f"actor.kl_loss_coef has no effect with actor.algorithm {actor.algorithm}: its loss has no KL term; leave it out"
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has a loss of its own"
-    names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
-    plain = PPOActorConfig()
+    knobs = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
+    names = knobs if isinstance(actor, PPOActorConfig) else ("beta", "loss_type", "label_smoothing")
+    plain = type(actor)()
     for name in names:
         if getattr(actor, name) != getattr(plain, name):
             yield f"actor.{name} {because}; leave it out"

@@ -9,7 +9,6 @@ from typing import Any
 from areno.config.algorithms import get_algorithm
 from areno.config.options import flag_of
 from areno.config.train_options import TrainOptions
-from areno.config.validate import PAIR_ALGORITHMS
 from areno.engine.plan.account import MemoryPlan, make_plan, plan_device
 
 Change = dict[str, Any]
@@ -66,7 +65,7 @@ def _changes(options: TrainOptions) -> Iterator[Change]:
         yield {"drop_rollout_state": True}
     if not options.activation_checkpointing:
         yield {"activation_checkpointing": True}
-    least = 2 if options.algo in PAIR_ALGORITHMS else 1
+    least = 2 if get_algorithm(options.algo).learns_from_pairs else 1
     yield from ({"mini_bs": value} for value in halves(options.mini_bs, least))
     if rollout:
         yield from ({"max_running_prompts": value} for value in halves(options.running_sequences, 1))

@@ -11,7 +11,6 @@ import torch
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.paths import adapter_config
 from areno.config.train_options import TrainOptions
-from areno.config.validate import PAIR_ALGORITHMS
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
@@ -200,11 +199,11 @@ class RunSizes(Sizes):
             return run.mini_bs * run.gradient_accumulation_steps
         if self.spec.requires_rollout:
             return max(run.batch_size * run.n_samples // run.update_minibatches, 1)
-        return run.batch_size * (2 if self.spec.name in PAIR_ALGORITHMS else 1)
+        return run.batch_size * (2 if self.spec.learns_from_pairs else 1)
 
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
         """See :meth:`Sizes.microbatch`; the same for all roles."""
-        together = 2 if self.spec.name in PAIR_ALGORITHMS else 1
+        together = 2 if self.spec.learns_from_pairs else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = most_tokens(self.device.type) if self.splits_rows else longest * rows
         lengths = fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from areno.config.experiment.engine_sections import DPOEngineConfig
 from areno.config.experiment.experiments import DPOConfig
 from areno.config.experiment.idle_checks import LOADER
+from areno.config.experiment.named_algorithm import named_algorithm
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.experiments.trainers.engines import micro_batching, rows_per_pass
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.shaping import sizes
+from areno.loss_fns.units import with_names
 from areno.training.frequency import StepInfo
 from areno.training.objectives.base import Examples, Objective
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
@@ -128,7 +131,9 @@ class DPOTrainer(SupervisedTrainer):
     best_is_higher = True
 
     def prepare(self) -> None:
-        """Give every row the log-probs of the reference."""
+        """Give every row the log-probs of the reference; an algorithm by name has none."""
+        if self.config.actor.algorithm:
+            return
         self.display.phase("reference")
         examples, held_out = self.rows.rows, self.valid_rows
         assert isinstance(examples, Examples)
@@ -149,7 +154,14 @@ class DPOTrainer(SupervisedTrainer):
 
 
 def preference_loss(actor: DPOEngineConfig) -> LossFn:
-    """The loss of a section; IPO compares means per token, so that its target 1 / (2 beta) holds for any length."""
+    """The loss of a section; IPO compares means per token, so that its target 1 / (2 beta) holds for any length.
+
+    That of an algorithm by name reports the statistics of DPO if :func:`areno.loss_fns.units.mean_loss` has made it.
+    """
+    if actor.algorithm:
+        spec, options = named_algorithm(actor)
+        loss = functools.partial(cast(LossFn, spec.make_loss_fn(options)))
+        return with_names(loss.func, DPO.names, **loss.keywords) if hasattr(loss.func, "units") else loss
     return DPO.experiment_loss(
         beta=actor.beta,
         loss_type=actor.loss_type,

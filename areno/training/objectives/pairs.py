@@ -8,6 +8,7 @@ in hh-rlhf are conversations too (see `areno.text.row_formats`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from areno.errors import DataError
@@ -180,6 +181,7 @@ def _shortest(candidates: Sequence[tuple[Tokens, Tokens]]) -> str:
     )
 
 
+PAIR_STATISTICS = ("pair_accuracy", "pair_reward_margin", "pair_chosen_reward", "pair_rejected_reward")
 DPO = Objective(
     needs="pair",
     build=build_preference_rows,
@@ -191,6 +193,8 @@ DPO = Objective(
     held_out={name: f"dpo_{name}" for name in ("accuracy", "margin", "chosen_reward", "rejected_reward")},
     sequences=2,
 )
+PAIRS = replace(DPO, held_out={name.removeprefix("pair_"): name for name in PAIR_STATISTICS})
+"""Pairs for a loss of an algorithm's own, which may report these statistics."""
 REWARD_MODEL = Objective(
     needs="pair",
     build=build_preference_rows,

@@ -285,6 +285,14 @@ def test_each_role_is_the_kind_of_model_that_it_must_be():
     assert "ref.is_critic=false" in refused({"ref.is_critic": True})
 
 
+def test_pairs_of_an_algorithm_by_name_have_no_reference():
+    named = {"actor.algorithm": "simpo", "ref": {}}
+    assert accepted(named, DPO, DPOConfig).ref.path == DPO["actor"]["path"]
+    assert "ref.path other has no effect" in refused(named | {"ref.path": "other"}, DPO, DPOConfig)
+    assert "actor.beta has no effect" in refused(named | {"actor.beta": 0.2}, DPO, DPOConfig)
+    assert "actor.algorithm gspo learns from other rows" in refused({"actor.algorithm": "gspo"}, DPO, DPOConfig)
+
+
 def test_weights_go_nowhere_in_an_experiment_without_rollout():
     assert "generates nothing" in refused({"actor.weight_update_mode": "disk"}, SFT, SFTConfig)
     accepted({"actor.weight_update_mode": "disk"})

@@ -1,0 +1,46 @@
+"""SimPO: simple preference optimization with a reward that needs no reference (Meng et al. 2024, arXiv:2405.14734)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from areno.config import AlgorithmSpec, option
+from areno.config.algorithms import PAIR_TRAINER
+from areno.loss_fns.pack import DataPack, in_float, split_pairs
+from areno.loss_fns.policy import sequence_means
+from areno.loss_fns.units import Quantity, mean_loss, means, of_all
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Flags of ``areno train``, and keys of ``actor.algorithm_options``."""
+
+    simpo_beta: float = option(2.0, above=0, help="Reward of an answer per unit of its mean log-prob.")
+    simpo_gamma: float = option(1.0, minimum=0, help="Reward by which the chosen answer is to be ahead.")
+
+
+@mean_loss("pair", means("pair_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"))
+def simpo_loss_fn(data_pack: DataPack, logprobs: Tensor, knobs: Knobs) -> dict[str, Quantity]:
+    """L = - mean over pairs of log sigmoid(r_chosen - r_rejected - gamma), r = (beta / L_i) sum over the answer of log pi.
+
+    The mean over the L_i tokens of an answer keeps a long one from winning or losing by its length; the target margin gamma
+    stands in for the reference. ``pair_accuracy`` is the share of pairs with r_chosen > r_rejected.
+    """
+    masked = torch.where(data_pack["packed_response_mask"], in_float(logprobs), 0.0)
+    rewards = knobs.simpo_beta * sequence_means(masked.double(), data_pack).to(masked.dtype)
+    chosen, rejected = split_pairs(rewards, "simpo_loss_fn")
+    margin = chosen - rejected
+    return {
+        "loss": of_all(-F.logsigmoid(margin - knobs.simpo_gamma)),
+        "accuracy": of_all((margin > 0).float()),
+        "chosen_reward": of_all(chosen),
+        "rejected_reward": of_all(rejected),
+        "reward_margin": of_all(margin),
+    }
+
+
+SPEC = AlgorithmSpec("simpo", PAIR_TRAINER, simpo_loss_fn, requires_rollout=False, options=Knobs)
