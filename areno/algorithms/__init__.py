@@ -21,6 +21,6 @@ def family(name: str, **presets: Any) -> AlgorithmSpec:
         options=PolicyLoss,
         presets=presets,
         min_samples=2,
-        uses=("kl_coef", "kl_loss_type"),
+        uses=("kl_coef", "kl_loss_type", "ref_ckpt"),
         renamed={"kl_type": "kl_loss_type"},
     )
