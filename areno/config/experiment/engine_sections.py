@@ -140,8 +140,8 @@ class NamedAlgorithm:
 
     algorithm: str = setting(
         "",
-        help="Algorithm of areno train --algo whose loss is taken, such as gmpo for a policy and simpo for pairs, or your own "
-        "as file.py:NAME. One that is a choice of the knobs of the policy loss, such as cispo, sets those not given.",
+        help="Algorithm of areno train --algo whose loss is taken, such as gmpo or simpo, or yours as file.py:NAME; one such "
+        "as cispo sets the knobs of the policy loss that are not given.",
     )
     algorithm_options: dict[str, Any] = setting({}, help="Options that algorithm declares, by name.")
 
