@@ -20,11 +20,11 @@ class BatchesAhead:
     """See the module's text.
 
     Args:
-        begin: begins one part of a batch; called with the step, the index of the part, and the part.
+        begin: begins parts of a batch; called with the step and the parts by their index, returns a future for each.
         max_staleness: steps that generation may be ahead of training.
     """
 
-    def __init__(self, begin: Callable[[int, int, Any], Future[Any]], max_staleness: int) -> None:
+    def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self._begin = begin
         self._begun: dict[int, list[Future[Any]]] = {}
@@ -43,11 +43,10 @@ class BatchesAhead:
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
         """Begin the batch of a step, but for parts that a checkpoint has brought."""
-        done = self._restored.pop(step, {})
-        self._begun[step] = [
-            _finished(done[index]) if index in done else self._begin(step, index, part)
-            for index, part in enumerate(parts)
-        ]
+        done = {index: _finished(result) for index, result in self._restored.pop(step, {}).items()}
+        missing = {index: part for index, part in enumerate(parts) if index not in done}
+        begun = done | dict(zip(missing, self._begin(step, missing), strict=True))
+        self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
         """What the parts of a step's batch come to; kept until the step is complete."""
@@ -55,7 +54,7 @@ class BatchesAhead:
 
     def complete(self, step: int) -> None:
         """The batch of a step has been trained on."""
-        del self._begun[step]
+        self._begun.pop(step, None)
 
     def export_state(self) -> dict[int, dict[int, Any]]:
         """Results that no step has been trained on, by step and index of the part; parts that run begin anew."""

@@ -88,7 +88,7 @@ class DataTrainer(TrainingLoop):
             # Samples of older weights differ from the policy that is trained, as they should.
             logprob_gap_limit=math.inf if config.rollout == "async" and config.max_staleness else gap_limit,
             grouped=get_algorithm(config.algo).min_samples > 1,
-            max_new_tokens=config.max_new_tokens if config.agent_fn is None else None,
+            max_new_tokens=config.max_new_tokens if config.agent_fn is None and config.workflow is None else None,
         )
         traced = {"enabled": config.trace}
         tracing.configure(config.run_path, "trainer", perf=traced, session=traced)

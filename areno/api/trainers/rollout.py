@@ -28,7 +28,6 @@ from areno.api.evaluation import (
     evaluation_sampling,
     rollout_sampling,
 )
-from areno.api.records import reward_record
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
 from areno.api.trainers.samples import REWARD, Sample
@@ -68,7 +67,6 @@ class RolloutTrainer(DataTrainer):
     role: ClassVar[lifecycle.Role] = "policy"
     best_metric = "rewards_mean"
     best_is_higher = True
-    _source: SampleSource | None = None
     _unused_samples: Any = None
 
     # -- what an algorithm supplies --------------------------------------------------------------------------------
@@ -160,19 +158,19 @@ class RolloutTrainer(DataTrainer):
                 on_error=cast(OnError, config.on_reward_error),
             )
             self._runner.start()
-        if config.rollout == "async" or config.workflow is not None:
-            self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
-            self._source.load_state(self._unused_samples)
+        self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
+        self._source.load_state(self._unused_samples)
 
     def cleanup(self) -> None:
         """End the reward workers, and what else generates."""
-        for part in (self._source, getattr(self, "_runner", None)):
-            if part is not None:
+        for name in ("_source", "_runner"):
+            if (part := getattr(self, name, None)) is not None:
                 part.close()
 
     def rollout_state(self) -> Any:
         """Samples that no step has been trained on yet."""
-        return None if self._source is None else self._source.export_state()
+        source = getattr(self, "_source", None)  # a run may end before it is prepared
+        return self._unused_samples if source is None else source.export_state()
 
     def load_part_states(self, parts: dict[str, Any], checkpoint: Path) -> None:
         """Remember those samples."""
@@ -180,7 +178,7 @@ class RolloutTrainer(DataTrainer):
 
     def looked_ahead(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
         """With ``--rollout async`` later batches begin early."""
-        return planned if self._source is None else self._source.steps(planned)
+        return self._source.steps(planned)
 
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[PromptBatch, int]]:
         """Tokenized prompt batches; over-long prompts are passed over and counted."""
@@ -215,8 +213,7 @@ class RolloutTrainer(DataTrainer):
             samples = self._timed("reward", timings, self._reward, drawn)
             rows, stats = self._timed("advantage", timings, self.make_rows, samples)
         stats = self._timed("train", timings, self.update, rows) | stats
-        if self._source is not None:
-            stats |= self._source.complete(self.state.step)
+        stats |= self._source.complete(self.state.step)
         stats |= self._rollout_stats(samples, drawn, timings)
         rewards = [sample.reward for sample in samples]
         self._write_samples(samples, rows)
@@ -264,34 +261,14 @@ class RolloutTrainer(DataTrainer):
             _, bound = prompt_limit(config.max_prompt_tokens, self._prompt_context)
             self.logger.info("skipped %d prompts that are longer than %s", batch.skipped_long, bound)
         lifecycle.rollout_start(self.logger, epoch, step, self.role)
-        samples = self._complete(batch) if self._agents is None else self._run_agents(self._agents, batch)
+        if self._agents is None:
+            samples, self._drawn_stats = self._source.draw(batch, step)
+        else:
+            samples = self._run_agents(self._agents, batch)
         lifecycle.rollout_end(self.logger, epoch, step, self.role)
         if self._log_limit:
             self._log_samples(samples[: self._log_limit])
         return samples
-
-    def _complete(self, batch: PromptBatch) -> list[Sample]:
-        """Let the policy complete each prompt."""
-        step, config = self.state.step, self.config
-        if self._source is not None:
-            samples, self._drawn_stats = self._source.draw(batch, step)
-            return samples
-        seeds = [
-            [derive_seed(config.seed, step, prompt, sample) for sample in range(config.n_samples)]
-            for prompt in range(len(batch.items))
-        ]
-        session = self.instance.rollout_session(
-            sampling_params=self.sampling, max_running_prompts=config.running_sequences, proxy=False
-        )
-        with session:
-            results = self.instance.rollout_token_batch(
-                [item.input_tokens for item in batch.items], config.n_samples, self.sampling, seeds=seeds
-            )
-        return [
-            Sample(item, prompt, index, sequence, reward_record(item, prompt, index, sequence))
-            for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
-            for index, sequence in enumerate(result.sequences)
-        ]
 
     def _run_agents(self, agents: AgentRollouts, batch: PromptBatch) -> list[Sample]:
         """Let the agent do each prompt's task."""
@@ -413,7 +390,7 @@ class RolloutTrainer(DataTrainer):
         """What answers held-out prompts; None is the policy's completions."""
         if self._agents is not None:
             return partial(self._agent_answers, self._agents)
-        return self._source.answers if self._source is not None and self.config.workflow is not None else None
+        return None if self.config.workflow is None else self._source.answers
 
     def _agent_answers(self, agents: AgentRollouts, piece: PromptBatch, prompts: Sequence[int]) -> list[Answer | None]:
         """What the agent makes of held-out prompts."""

@@ -1,8 +1,8 @@
-"""Where samples come from that this process does not simply generate when it is their turn: rollout processes, and workflows.
+"""Where samples come from: this process or rollout processes generate them, as completions or as episodes of a workflow.
 
-With ``--rollout async`` prompts go to processes of their own, which generate while this one trains; each step's samples may be
-``--max-staleness`` versions behind (:mod:`areno.rollouts.ahead`). With ``--workflow`` a user's class does the prompts' tasks,
-there or on the engine of this process.
+A batch is generated when it is its turn. With ``--rollout async`` prompts go to processes of their own, which generate while
+this one trains; each step's samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.ahead`). With
+``--workflow`` a user's class does the prompts' tasks, there or on the engine of this process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SampleSource:
     """See the module's text; to be closed.
 
     Args:
-        config: options of the run, with ``--rollout async`` or ``--workflow``.
+        config: options of the run.
         instance: the trainer, initialized, its weights those of the step that comes next.
         sampling: of training samples.
         version: of these weights: the steps that are done.
@@ -118,13 +118,19 @@ class SampleSource:
         self._ahead.complete(step)
         return self.deliver(step + 1)
 
-    def _begin(self, step: int, index: int, item: PromptItem) -> Future[Any]:
+    def _begin(self, step: int, items: dict[int, PromptItem]) -> Sequence[Future[Any]]:
         config = self._config
         if config.workflow is not None:
-            return self._running(evaluates=False).start(step * config.batch_size + index, item.record, config.n_samples)
-        assert self._fleet is not None
-        seeds = [derive_seed(config.seed, step, index, sample) for sample in range(config.n_samples)]
-        return self._fleet.submit([Request(item.input_tokens, self._sampling, seeds)])[0]
+            start = self._running(evaluates=False).start
+            return [
+                start(step * config.batch_size + index, item.record, config.n_samples) for index, item in items.items()
+            ]
+        seeds = {
+            index: [derive_seed(config.seed, step, index, sample) for sample in range(config.n_samples)]
+            for index in items
+        }
+        requests = [Request(item.input_tokens, self._sampling, seeds[index]) for index, item in items.items()]
+        return (self._fleet or self._engine).submit(requests)
 
     def _completions(self, batch: PromptBatch, futures: Sequence[Future[Any]]) -> list[Sample]:
         results: list[RolloutResult] = with_texts(
