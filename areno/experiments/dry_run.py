@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
@@ -11,16 +14,17 @@ from areno.config.experiment.saving import config_text
 from areno.experiments.checks import check_inputs
 from areno.experiments.folders import ExperimentFolders
 from areno.experiments.trainers.engines import this_machine
-from areno.experiments.trainers.rows import RowSource, check_first_row, load_dataset
-from areno.training.row_checks import Needs
+from areno.experiments.trainers.rows import RowSource, load_dataset
+
+CheckRow = Callable[[Any, str, Sequence[Any]], None]
 
 
-def dry_run(config: BaseExperimentConfig, needs: Needs | None) -> str:
+def dry_run(config: BaseExperimentConfig, check_first_row: CheckRow) -> str:
     """Check an experiment as a run does before it loads a model, and say what it would do.
 
     Args:
         config: of the experiment.
-        needs: what its rows must have; None where that is the workflow's matter.
+        check_first_row: of its trainer; gets the configuration, a section's name and its rows.
 
     Raises:
         ArenoError: the run could not begin.
@@ -30,16 +34,21 @@ def dry_run(config: BaseExperimentConfig, needs: Needs | None) -> str:
     accepted = notice(config)
     resolved = resolve_for_machine(config, this_machine())
     folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
-    lines = [config_text(config).rstrip(), *([accepted] if accepted else []), *resolved, *_data(config, needs)]
+    lines = [
+        config_text(config).rstrip(),
+        *([accepted] if accepted else []),
+        *resolved,
+        *_data(config, check_first_row),
+    ]
     lines += [f"run directory: {folders.logs}", f"models: {folders.checkpoints}"]
     return "\n".join([*lines, "dry run: nothing was started, and nothing was written"])
 
 
-def _data(config: BaseExperimentConfig, needs: Needs | None) -> list[str]:
+def _data(config: BaseExperimentConfig, check_first_row: CheckRow) -> list[str]:
     """How many rows and steps there are; the first row of each data set is looked at."""
     found = {name: load_dataset(section, name) for name in DATASETS if (section := getattr(config, name)) is not None}
     for name, rows in found.items():
-        check_first_row(config, name, rows, needs)
+        check_first_row(config, name, rows)
     section, rows = config.train_dataset, found["train_dataset"]
     source = RowSource(rows, batch_size=section.batch_size, seed=config.seed, drop_last=section.drop_last)
     steps = config.total_train_epochs * source.steps_per_epoch

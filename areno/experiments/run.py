@@ -128,6 +128,6 @@ def main(argv: Sequence[str], resumed: Path | None = None) -> None:
     if DRY_RUN in argv:
         from areno.experiments.dry_run import dry_run
 
-        sys.stdout.write(dry_run(config, trainer_class(config).needs) + "\n")
+        sys.stdout.write(dry_run(config, trainer_class(config).check_first_row) + "\n")
         return
     run_experiment(config)

@@ -132,9 +132,10 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_looks_at_rows(tmp_path, tiny_checkpoint, capsys):
-    config = settings_of_kind("dpo", tiny_checkpoint, tmp_path, {})
+@pytest.mark.parametrize(("kind", "row"), [("dpo", '{"question": "x"}'), ("rl", '{"text": "x"}')])
+def test_a_dry_run_looks_at_rows(tmp_path, tiny_checkpoint, capsys, kind, row):
+    config = settings_of_kind(kind, tiny_checkpoint, tmp_path, {})
     (tmp_path / "file.yaml").write_text(config_text(config), encoding="utf-8")
-    (tmp_path / "dpo.jsonl").write_text('{"question": "x"}\n', encoding="utf-8")
+    (tmp_path / f"{kind}.jsonl").write_text(f"{row}\n", encoding="utf-8")
     assert cli(["run", str(tmp_path / "file.yaml"), "--dry-run"]) == 2
     assert "train_dataset" in capsys.readouterr().err

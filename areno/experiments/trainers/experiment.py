@@ -171,14 +171,18 @@ class ExperimentTrainer(TrainingLoop):
         return train, valid
 
     def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
-        """Look at the first row of each data set.
+        for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
+            if rows:
+                self.check_first_row(self.config, name, rows)
+
+    @classmethod
+    def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
+        """Look at the first of some rows of the section ``name``.
 
         Raises:
             DataError: it lacks what the experiment needs.
         """
-        for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
-            if rows:
-                check_first_row(self.config, name, rows, self.needs)
+        check_first_row(config, name, rows, cls.needs)
 
     def _open_services(self) -> list[Service]:
         """Before a model is loaded: a login may be missing."""

@@ -134,17 +134,18 @@ class PPOTrainer(ExperimentTrainer):
     # -- making ----------------------------------------------------------------------------------------------------
 
     def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
+        if self._workflow_is_named:
+            super()._check_rows(train, valid)
+
+    @classmethod
+    def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
         """Rows of the workflows that come with areno need a prompt; what others need is known to them alone."""
-        config = self.config
-        if not self._workflow_is_named or config.rollout.agent.agent_cls_path:
+        if config.rollout.agent.agent_cls_path or config.workflow_section.path not in _WORKFLOWS:
             return
-        if config.workflow_section.path in _WORKFLOWS:
-            for name, rows in (("train_dataset", train), ("valid_dataset", valid)):
-                if rows:
-                    try:
-                        extract_prompt(rows[0])
-                    except DataError as error:
-                        raise DataError(f"{name}, row 1: {error}") from None
+        try:
+            extract_prompt(rows[0])
+        except DataError as error:
+            raise DataError(f"{name}, row 1: {error}") from None
 
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """Prompts; those that are longer than ``max_length`` are left out."""
