@@ -60,6 +60,11 @@ FEATURES = (
     Feature("several devices", ("--world-size", "--tp-size"), ("actor.backend",)),
     Feature("weights sharded over replicas (FSDP2)", ("--fsdp",), ("actor.backend", "actor.fsdp.shard_weights")),
     Feature("algorithm by name or from your own file", ("--algo",), ("actor.algorithm",)),
+    Feature(
+        "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+        ("--algo",),
+        ("actor.eps_clip_higher", "actor.use_decoupled_loss", "actor.rejection_sampling"),
+    ),
     Feature("preferences without a reference (SimPO)", ("--algo",), ("actor.algorithm",)),
     Feature("KL in the loss", ("--kl-coef", "--kl-loss-coef"), ("actor.kl_loss_coef",)),
     Feature("KL in the reward", ("--kl-reward-coef",), ("actor.kl_ctl",)),

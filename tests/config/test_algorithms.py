@@ -1,6 +1,7 @@
 import functools
 import importlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -51,6 +52,8 @@ def algorithm_file(workspace):
 def test_algorithms_are_listed_sorted():
     names = "cispo dapo dpo gmpo grpo gspo icepop m2po ppo rm sapo sft simpo"
     assert list_algorithms() == names.split()
+    probe = "import sys; from areno.config import list_algorithms; list_algorithms(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
 
 
 def test_names_are_found_in_any_case():
