@@ -34,6 +34,12 @@ def check_inputs(config: BaseExperimentConfig) -> None:
     problems.raise_if_any()
 
 
+NO_REWARD = (
+    "reward.fn is missing: name the reward function as file.py:NAME or module.NAME, or a reward model as reward.path"
+)
+"""What a built-in workflow lacks."""
+
+
 def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """Say which functions and classes that the configuration names cannot be found, or cannot be called."""
     for name in DATASETS:
@@ -49,8 +55,8 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield _problem(workflow.path, "workflow.path", callable_=False)
     elif config.reward_section.fn:
         yield _problem(config.reward_section.fn, "reward.fn")
-    else:
-        yield "reward.fn is missing: name the reward function as file.py:NAME or module.NAME"
+    elif not config.reward_section.path:
+        yield NO_REWARD
     if workflow.dynamic_filter_fn:
         yield _problem(workflow.dynamic_filter_fn, "workflow.dynamic_filter_fn")
 

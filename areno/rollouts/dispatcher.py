@@ -1,9 +1,9 @@
 """Runs episodes while training goes on, and puts their trajectories together to batches.
 
-Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest of them begins as a coroutine in the event loop
+Rows wait in a queue; while there is capacity (:mod:`staleness`), the oldest of them begins as a coroutine in the loop
 of :mod:`pool`. A batch takes the trajectories whose episodes began first, so that short answers are not preferred, and
-shuffles them. Every wait says what it waits for, ends when nothing can come any more, and stops a run in which nothing is
-accepted, with the first exception.
+shuffles them. Every wait says what it waits for, ends when nothing can come any more, and stops a run in which nothing
+is accepted, with the first exception.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class BatchDispatcher:
         dynamic_bs: a batch is complete when accepted and rejected episodes together are as many as its size; it has the
             accepted ones only. ``staleness`` must have been made with ``replaces_rejected=False``.
         queue_size: most rows that wait; None is 16 for each concurrent rollout. Staleness control bounds it further.
-        max_staleness: exact bound: a trajectory with a token that is more versions behind than this, when it would be used,
-            is not used. None bounds nothing beyond the admission of episodes.
+        max_staleness: most versions that a token may be behind when it is used; None bounds nothing beyond the admission.
         on_stale: what becomes of the row of such a trajectory: ``regenerate`` runs it again, ``drop`` leaves it out.
         max_errors_in_a_row: episodes that may raise one after the other; None is twice the batch size, at least 8.
         max_rejections_in_a_row: episodes that may be left out one after the other; None is 16 batches, at least 128.
@@ -62,6 +61,7 @@ class BatchDispatcher:
         check_trajectory_format: check every trajectory's keys, shapes and numbers.
         dump: writes trajectories down; None writes nothing.
         listener: hears of every episode, in any thread.
+        stops_on: errors of episodes of which the first ends the run.
         on_wait: called repeatedly while a caller waits; what it raises ends the wait, and loses nothing.
 
     Raises:
@@ -85,6 +85,7 @@ class BatchDispatcher:
         check_trajectory_format: bool = False,
         dump: TrajectoryDump | None = None,
         listener: Listener | None = None,
+        stops_on: tuple[type[BaseException], ...] = (),
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         if on_stale not in ("regenerate", "drop"):
@@ -99,6 +100,7 @@ class BatchDispatcher:
         self._watchdog = Watchdog(
             max(2 * size, 8) if max_errors_in_a_row is None else max_errors_in_a_row,
             max(16 * size, 128) if max_rejections_in_a_row is None else max_rejections_in_a_row,
+            stops_on,
         )
         self._report_s, self._timeout_s = stall_report_s, stall_timeout_s
         self._check, self._dump, self._listener, self._on_wait = check_trajectory_format, dump, listener, on_wait
@@ -139,8 +141,7 @@ class BatchDispatcher:
             self._pump()
 
     def statistics(self) -> dict[str, int]:
-        """Counters: those of :class:`RolloutStat`, and ``failed`` (raised), ``filtered`` (refused by the filter), ``empty``
-        (returned None), which are all rejected, and ``restarted`` (run again because the workflow was changed)."""
+        """Counters of :class:`RolloutStat`; of those rejected ``failed``, ``filtered`` and ``empty``; ``restarted`` ones."""
         stat = self.staleness.stat
         kept = {name: getattr(stat, name) for name in ("enqueued", "running", "accepted", "rejected", "stale")}
         return {**kept, **self._counts}
@@ -389,10 +390,9 @@ class BatchDispatcher:
         self._say(task, "failed" if error is not None else "rejected", why if error is None else repr(error))
         if error is None:
             return
-        if self._counts["failed"] == 1:
-            logger.warning("episode %d is left out:\n%s", task.id, "".join(traceback.format_exception(error)))
-        else:
-            logger.warning("episode %d is left out: %s: %s", task.id, type(error).__name__, error)
+        first = self._counts["failed"] == 1
+        shown = "\n" + "".join(traceback.format_exception(error)) if first else f" {type(error).__name__}: {error}"
+        logger.warning("episode %d is left out:%s", task.id, shown)
 
     def _say(self, task: Task, status: str, reason: str) -> None:
         if self._listener is not None:

@@ -118,6 +118,7 @@ class Watchdog:
     Args:
         max_errors: episodes in a row that may raise.
         max_rejections: episodes in a row that may be rejected for whatever reason.
+        stops_on: errors of which the first ends the run.
 
     Raises:
         UsageError: a number is below 1.
@@ -125,6 +126,7 @@ class Watchdog:
 
     max_errors: int
     max_rejections: int
+    stops_on: tuple[type[BaseException], ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     errors_in_a_row: int = 0
     first_error: BaseException | None = None
@@ -145,6 +147,10 @@ class Watchdog:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error
+        if error is not None and isinstance(error, self.stops_on):
+            stopped = RolloutStoppedError(f"the run stops at its first {type(error).__name__}: {error}")
+            stopped.__cause__ = error
+            return stopped
         rejected = sum(self.counts.values())
         if self.errors_in_a_row < self.max_errors and rejected < self.max_rejections:
             return None

@@ -18,6 +18,11 @@ def nothing(prompt: str, completions: str, prompt_ids: list[int], completion_ids
     return 0.0
 
 
+def broken(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Reads what no row has."""
+    return float(data["no such column"])
+
+
 def by_row(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """1 for a row whose answer is a multiple of 4, else 0."""
     return float(int(data["answer"]) % 4 == 0)

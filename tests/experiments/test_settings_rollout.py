@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.trainers.engines import rollout_devices
@@ -17,6 +18,7 @@ from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import Request, SamplingParams
 from tests.config.experiment.samples import rl as example
 from tests.experiments.trainer_stage import HereTrainer, RolloutRun, Run, settings_of_kind
+from tests.support.loops import save_classifier
 
 REWARDS = "tests.experiments.plain_rewards."
 AGENTS = "tests.experiments.settings_agents."
@@ -253,6 +255,27 @@ def test_a_dynamic_batch_counts_what_was_left_out(rl):
 def test_the_reward_function_is_the_named_one(rl):
     assert max(rl({"reward.fn": REWARDS + "nothing"}).column("rollout/reward/max")) == 0
     assert max(rl({"reward.fn": REWARDS + "letters"}).column("rollout/reward/max")) > 0
+
+
+def test_a_reward_model_judges_finished_answers_in_training_and_evaluation(rl, tiny_checkpoint, tmp_path):
+    judge = save_classifier(tmp_path / "judge", tiny_checkpoint)
+    run = rl({
+        **{"reward.fn": "", "reward.max_workers": None, "reward.path": str(judge), "evaluator.freq_steps": 1},
+        **{"valid_dataset.path": "${train_dataset.path}", "valid_dataset.split": "train", "valid_dataset.type": "rl"},
+    })  # fmt: skip
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        wanted = [model(input_ids=torch.tensor([row["input_ids"]])).logits.item() for row in run.samples]
+    assert [row["rewards"] for row in run.samples] == pytest.approx(wanted, abs=1e-4)
+    assert run.column("rollout/reward/avg") == pytest.approx([sum(wanted) / len(wanted)], abs=1e-4)
+    assert run.column("rollout/reward/min") == pytest.approx([min(wanted)], abs=1e-4)
+    assert len(set(wanted)) > 4
+    assert run.column("eval-rollout/reward/min")[0] < run.column("eval-rollout/reward/max")[0]
+
+
+def test_a_failing_reward_stops_the_run_where_it_shall(rl):
+    with pytest.raises(RolloutStoppedError, match=r"stops at its first RewardError: .*KeyError"):
+        rl({"reward.fn": REWARDS + "broken", "reward.on_error": "stop"})
 
 
 def test_a_late_reward_is_called_again(tiny_checkpoint, tmp_path):

@@ -7,7 +7,6 @@ as a whole or, after an error, not saved.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -132,6 +131,7 @@ class RolloutTrainer(DataTrainer):
         self._log_limit = completions_to_log()
         self._texts = TokenTexts(self.instance.get_tokenizer())
         self._said_fewer_minibatches = False
+        self._seconds: dict[str, float] = {}
         roles = {role.name for role in self.roles()}
         knobs = knobs_of(self.loss_fn)
         scores = {("ref", "ref_logprobs"): "ref" in roles}
@@ -141,6 +141,7 @@ class RolloutTrainer(DataTrainer):
             scores=[score for score, wanted in scores.items() if wanted],
             m2_threshold=getattr(knobs, "m2_threshold", None),
             critic="critic" if "critic" in roles else None,
+            reward_path=config.reward_ckpt,
             rows_at_once=lambda *_: config.score_micro_bs,
         )
         parts = (self.instance.backend, settings, self.learners())
@@ -353,15 +354,7 @@ class RolloutTrainer(DataTrainer):
         return outcomes
 
     def _model_scores(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        lifecycle.score_start(self.logger, "reward", "score", len(token_rows))
-        scores = self.instance.score_rewards("reward", token_rows, micro_bs=self.config.score_micro_bs)
-        lifecycle.score_end(self.logger, "reward", "score", len(token_rows))
-        for record, score in zip(records, scores, strict=True):
-            if not math.isfinite(score):
-                raise RewardError(
-                    f"the reward model {self.config.reward_ckpt} gave {score}, which is no finite number, to the completion "
-                    f"{record.completion[:200]!r}; check the model, or try --dtype float32"
-                )
+        scores = self.objective.rewards(token_rows, lambda index: records[index].completion)
         return [RewardOutcome(score, None, 0.0) for score in scores]
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
@@ -417,7 +410,7 @@ class RolloutTrainer(DataTrainer):
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:
         """Rows of the samples with all that the loss reads, and statistics of the step; sets ``sample.advantage``."""
-        self._seconds: dict[str, float] = {}
+        self._seconds.clear()
         owned = [self.train_rows(sample) for sample in samples]
         prepared = self.objective.prepare([row for own in owned for row in own], self.credits(samples, owned))
         for sample, own in zip(samples, owned, strict=True):
@@ -444,7 +437,8 @@ class RolloutTrainer(DataTrainer):
         elif stage == "advantages":
             yield
         else:
-            kind: lifecycle.ScoreKind = "value_score" if stage == "values" else "logprob_score"
+            kinds: dict[Stage, lifecycle.ScoreKind] = {"values": "value_score", "rewards": "score"}
+            kind = kinds.get(stage, "logprob_score")
             lifecycle.score_start(logger, role, kind, rows)
             yield
             self._seconds[role] = time.perf_counter() - began

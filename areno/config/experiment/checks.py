@@ -83,6 +83,7 @@ def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
         yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
         yield from check_algorithm(config.actor, config.teacher is not None)
         yield from _reference(config)
+        yield from _reward_model(config)
         yield from _sampling(config)
         yield from _groups(config)
         yield from _rollout(config)
@@ -132,6 +133,28 @@ def _kinds(config: BaseExperimentConfig) -> Iterator[str]:
                 "a model that gives numbers (reward model, critic)" if is_critic else "a policy, which gives log-probs"
             )
             yield f"{role}.is_critic {shown(engine.is_critic)}: {role} is {what} here; set {role}.is_critic={shown(is_critic)}"
+
+
+def _reward_model(config: PPOConfig) -> Iterator[str]:
+    """A reward model judges finished answers of one turn, when their batch is complete."""
+    reward, path = config.reward_section, config.workflow_section.path
+    if not reward.path:
+        return
+    because = "with reward.path, whose model gives the rewards; leave one of the two out"
+    names = ("fn", "timeout_seconds", "max_retries", "max_workers", "on_error")
+    yield from (f"reward.{name} {problem}" for name, problem in idle(reward, names, because))
+    agent = config.rollout.agent.agent_cls_path
+    if agent or path != "rlvr":
+        who = f"rollout.agent.agent_cls_path {agent}" if agent else f"workflow.path {path}"
+        yield f"reward.path has no effect with {who}, which gives rewards itself; leave one of the two out"
+    for name, value in {
+        "workflow.dynamic_filter_fn": config.workflow_section.dynamic_filter_fn or None,
+        "success_rate_lb": config.success_rate_lb,
+        "success_rate_ub": config.success_rate_ub,
+        "rollout.dump_to_file": config.rollout.dump_to_file or None,
+    }.items():
+        if value is not None:
+            yield f"{name} reads the reward of an episode as it ends, and reward.path gives it later; leave one of the two out"
 
 
 def _reference(config: PPOConfig) -> Iterator[str]:

@@ -11,7 +11,9 @@ _OFFLOAD = (
     "moving whole models to host memory is not supported; remove it, and use gradient_checkpointing, offload_activations or "
     "optimizer.offload"
 )
-_REMOTE_REWARD = "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME"
+_REMOTE_REWARD = (
+    "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME or reward.path=MODEL"
+)
 
 REFUSED = {
     "BaseExperimentConfig.enable_offload": _OFFLOAD,

@@ -103,7 +103,7 @@ class PPOConfig(BaseExperimentConfig):
     success_rate_ub: float | None = setting(
         None, minimum=0, maximum=1, help="Leave out prompts whose mean reward is above this; null sets no bound."
     )
-    reward: RewardConfig = section(RewardConfig, help="The reward function, and its deadline.")
+    reward: RewardConfig = section(RewardConfig, help="The reward function and its deadline, or the reward model.")
     workflow: WorkflowConfig = section(WorkflowConfig, help="How a prompt becomes a trajectory.")
 
     @property

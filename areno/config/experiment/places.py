@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineConfig
-from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
@@ -26,6 +26,8 @@ def place_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 def _models(config: BaseExperimentConfig) -> Iterator[str]:
     seen = set()
+    if isinstance(config, PPOConfig) and config.reward_section.path:
+        yield ckpt_problem(config.reward_section.path, "reward.path")
     for path, entry, value in walk(config):
         if entry.shape == "section" and isinstance(value, TrainEngineConfig | TeacherConfig) and value.path not in seen:
             seen.add(value.path)

@@ -192,6 +192,14 @@ class RewardConfig:
     """The reward function, for experiments that are run without a program of their own."""
 
     fn: str = setting("", help="file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, ids, **row).")
+    path: str = setting(
+        "", help="Reward model in place of fn: folder or repo id. Scores the finished answers of workflow.path rlvr."
+    )
+    on_error: str = setting(
+        "drop",
+        choices=("drop", "stop"),
+        help="Where fn fails for good: leave the episode out, and stop after many in a row; or stop at once.",
+    )
     timeout_seconds: float = setting(15.0, above=0, help="Seconds for one reward; then its worker is killed.")
     max_retries: int = setting(3, minimum=0, help="How often a reward that was killed is tried again.")
     max_workers: int | None = setting(None, minimum=1, help="Worker processes; null takes half of the cores.")

@@ -22,8 +22,8 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.engine.backend import ACTOR
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
-from areno.errors import DataError, UsageError
-from areno.experiments.checks import parser_problems
+from areno.errors import DataError, RewardError, UsageError
+from areno.experiments.checks import NO_REWARD, parser_problems
 from areno.experiments.trainers.engines import (
     engine_config,
     micro_batching,
@@ -36,6 +36,7 @@ from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.update import (
     CRITIC,
+    REWARD,
     loss_of,
     roles_of,
     settings_of,
@@ -60,7 +61,7 @@ from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.in_turn import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
-from areno.rollouts.trajectory import Trajectory, train_sequences
+from areno.rollouts.trajectory import Trajectory, samples_of, train_sequences
 from areno.rollouts.workflows.multi_turn import MultiTurnWorkflow
 from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
@@ -81,6 +82,7 @@ _TIMED = {
     ("logprobs", ACTOR): "recompute_logp",
     ("values", CRITIC): "critic_values",
     ("advantages", ""): "compute_advantage",
+    ("rewards", REWARD): "reward",
     ("train", ACTOR): "train_step",
     ("train", CRITIC): "critic_train_step",
 }
@@ -249,6 +251,7 @@ class PPOTrainer(ExperimentTrainer):
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._heard,
             on_wait=self._stop_if_asked,
+            stops_on=(RewardError,) if config.reward_section.on_error == "stop" else (),
         )
         self.dispatchers.append(made)
         return made
@@ -330,15 +333,18 @@ class PPOTrainer(ExperimentTrainer):
     def _built_in(self, gconfig: Any) -> dict[str, Any]:
         """Arguments of the workflows that come with areno."""
         reward = self.config.reward_section
+        arguments = {"gconfig": gconfig, "tokenizer": self.engine.tokenizer}
+        if reward.path:
+            return {"reward_fn": None, **arguments}
         if not reward.fn:
-            raise UsageError("reward.fn is missing: name the reward function as file.py:NAME or module.NAME")
+            raise UsageError(NO_REWARD)
         call = AsyncReward(
             reward.fn,
             timeout_seconds=reward.timeout_seconds,
             max_retries=reward.max_retries,
             max_workers=reward.max_workers,
         )
-        return {"reward_fn": call, "gconfig": gconfig, "tokenizer": self.engine.tokenizer}
+        return {"reward_fn": call, **arguments}
 
     def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
         """The user's filter, and the success band."""
@@ -361,6 +367,7 @@ class PPOTrainer(ExperimentTrainer):
         assert self.fleet is not None
         with self.timed("rollout"), self.fleet.generating():
             batch = self.dispatcher.prepare_batch(self.rows, self.workflow, self.accept)
+        self._judge(batch.trajectories)
         rows = train_sequences(batch.trajectories, next(iter(sorted(self.engine.eos_ids)), 0))
         numbers = self._rollout_statistics(batch, rows)
         if rows:
@@ -374,6 +381,15 @@ class PPOTrainer(ExperimentTrainer):
         self.dispatcher.set_version(at.global_step + 1)
         sequences = numbers.get(f"{self.section}/n_seqs", float(self.rows.batch_size))
         return StepOutcome(rows, numbers, rewards=[row.reward for row in rows], sequences=sequences)
+
+    def _judge(self, trajectories: Sequence[Trajectory]) -> None:
+        """Give answers the rewards of the reward model, where there is one."""
+        if not self.config.reward_section.path or not trajectories:
+            return
+        tokens = [row["input_ids"] for trajectory in trajectories for row in samples_of(trajectory)]
+        scores = iter(self.objective.rewards(tokens, lambda index: self.engine.tokenizer.decode(tokens[index])))
+        for trajectory in trajectories:
+            trajectory["rewards"] = torch.tensor([next(scores) for _ in trajectory["rewards"]])
 
     def known_names(self) -> dict[str, str]:
         """Those of the update and of the rollout."""
@@ -449,6 +465,7 @@ class PPOTrainer(ExperimentTrainer):
         assert self.fleet is not None
         with self.fleet.generating():
             found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
+        self._judge(found)
         rewards = [t["rewards"].double() for t in found]
         lengths = [t["attention_mask"].sum(-1).double() for t in found]
         told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}

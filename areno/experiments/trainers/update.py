@@ -25,12 +25,12 @@ from areno.rollouts.trajectory import Trajectory
 from areno.training.objectives.policy import PolicySettings
 from areno.types import ModelRole
 
-REF, CRITIC, TEACHER = "ref", "critic", "teacher"
+REF, CRITIC, TEACHER, REWARD = "ref", "critic", "teacher", "reward"
 T = TypeVar("T")
 
 
 def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
-    """The models besides the actor: a reference where there is a KL to it, a critic, a teacher."""
+    """The models besides the actor: a reference where there is a KL to it, a critic, a teacher, a reward model."""
     roles = {}
     if config.ref is not None and config.actor.takes_reference:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
@@ -38,6 +38,8 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
         roles[CRITIC] = ModelRole(CRITIC, config.critic.path, trainable=True, kind="value", optimizer=optimizer)
     if config.teacher is not None:
         roles[TEACHER] = ModelRole(TEACHER, config.teacher.path, trainable=False)
+    if config.reward_section.path:
+        roles[REWARD] = ModelRole(REWARD, config.reward_section.path, trainable=False)
     return roles
 
 
@@ -55,6 +57,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
         rows_at_once=lambda role, rows: rows_per_pass(specs.get(role) or actor.mb_spec, rows),
         scores=[score for score, wanted in scores.items() if wanted],
         critic=None if critic is None else CRITIC,
+        reward_path=config.reward_section.path,
         recomputes=actor.recompute_logprob and not getattr(knobs_of(loss), "needs_proximal", False),
         m2_threshold=actor.m2_threshold,
     )

@@ -45,7 +45,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     Args:
         reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, its name, or one with other
-            deadlines, see :class:`AsyncReward`.
+            deadlines, see :class:`AsyncReward`; None leaves rewards at 0, for a reward model to set.
         gconfig: how to sample.
         tokenizer: the model's.
         enable_thinking: passed to the chat template.
@@ -55,14 +55,15 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        reward_fn: RewardFn | AsyncReward,
+        reward_fn: RewardFn | AsyncReward | None,
         gconfig: GenerationSettings,
         tokenizer: Any,
         enable_thinking: bool = False,
         get_input_ids_fn: GetInputIds = input_ids_of,
         data_extract_prompt_fn: ExtractPrompt = extract_prompt,
     ) -> None:
-        self.reward, self.gconfig, self.tokenizer = as_reward_call(reward_fn), gconfig, tokenizer
+        self.reward = None if reward_fn is None else as_reward_call(reward_fn)
+        self.gconfig, self.tokenizer = gconfig, tokenizer
         self.enable_thinking = enable_thinking
         self._input_ids, self._prompt_of = get_input_ids_fn, data_extract_prompt_fn
 
@@ -78,15 +79,17 @@ class RLVRWorkflow(RolloutWorkflow):
         return await asyncio.gather(*(self._rewarded(prompt, answer, data) for answer in answers))
 
     async def _rewarded(self, prompt: str, answer: ModelResponse, data: dict[str, Any]) -> Trajectory:
-        reward = await self.reward(
-            prompt, said_in(answer, self.tokenizer, self.gconfig), answer.input_tokens, answer.output_tokens, **data
-        )
+        reward = 0.0
+        if self.reward is not None:
+            text = said_in(answer, self.tokenizer, self.gconfig)
+            reward = await self.reward(prompt, text, answer.input_tokens, answer.output_tokens, **data)
         row = completion_row(answer.input_tokens, answer.sequence)
         return make_trajectory([(row, reward)])
 
     async def aclose(self) -> None:
         """End the reward workers."""
-        self.reward.close()
+        if self.reward is not None:
+            self.reward.close()
 
 
 def said_in(answer: ModelResponse, tokenizer: Any, gconfig: GenerationSettings) -> str:

@@ -9,6 +9,7 @@ loss belongs to the learner's train call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.backend import Backend
+from areno.errors import RewardError
 from areno.loss_fns.proximal import divergences
 from areno.loss_fns.shaping import (
     Credits,
@@ -32,7 +34,7 @@ from areno.training.objectives.passes import Learner, Order
 from areno.types import TrainSequence
 
 TokenRows = Sequence[Sequence[int]]
-Stage = Literal["logprobs", "values", "advantages", "train"]
+Stage = Literal["rewards", "logprobs", "values", "advantages", "train"]
 Around = Callable[[Stage, str, int], AbstractContextManager[None]]
 """Makes a block around a stage, from its name, the role that works and the number of rows."""
 
@@ -46,6 +48,7 @@ class PolicySettings:
         scores: roles that give log-probs, with the column of the rows that gets them.
         critic: role that gives values; None is without one.
         rows_at_once: rows of one scoring pass of a role, from its name and the rows.
+        reward_path: reward model, for messages.
         recomputes: the scored ``prox_logprobs`` replace the log-probs of the rollout.
         m2_threshold: M2PO's bound; None leaves no token out.
     """
@@ -54,6 +57,7 @@ class PolicySettings:
     rows_at_once: Callable[[str, TokenRows], int]
     scores: Sequence[tuple[str, str]] = ()
     critic: str | None = None
+    reward_path: str | None = None
     recomputes: bool = False
     m2_threshold: float | None = None
 
@@ -102,6 +106,26 @@ class PolicyObjective:
         self.models, self.settings, self.learners = models, settings, learners
         self._seed, self._order = seed, order
         self._around: Around = around or (lambda *_: nullcontext())
+
+    def rewards(self, tokens: TokenRows, completion: Callable[[int], str]) -> list[float]:
+        """Scores of whole rows by the role ``reward``.
+
+        Args:
+            tokens: of prompt and answer.
+            completion: text of an answer by its index, for the message of an error.
+
+        Raises:
+            RewardError: a score is not finite.
+        """
+        with self._around("rewards", "reward", len(tokens)):
+            scores = self.models.score_rewards("reward", tokens, self.settings.rows_at_once("reward", tokens))
+        for index, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise RewardError(
+                    f"the reward model {self.settings.reward_path} gave {score}, which is no finite number, to the "
+                    f"completion {completion(index)[:200]!r}; check the model, or try --dtype float32 (actor.dtype=float32)"
+                )
+        return scores
 
     def prepare(self, rows: list[TrainSequence], credits: Credits | None = None) -> Prepared:
         """Score rows and give them advantages, and with a critic values and returns; can be repeated on fresh rows.

@@ -175,6 +175,8 @@ EFFECTS: dict[str, str] = {
     "PPOConfig.success_rate_ub": _ROLLOUT + "test_prompts_outside_of_the_success_band_are_left_out",
     "PPOConfig.dynamic_bs": _ROLLOUT + "test_a_dynamic_batch_counts_what_was_left_out",
     "RewardConfig.fn": _ROLLOUT + "test_the_reward_function_is_the_named_one",
+    "RewardConfig.path": _ROLLOUT + "test_a_reward_model_judges_finished_answers_in_training_and_evaluation",
+    "RewardConfig.on_error": _ROLLOUT + "test_a_failing_reward_stops_the_run_where_it_shall",
     "RewardConfig.timeout_seconds": _ROLLOUT + "test_a_late_reward_is_called_again",
     "RewardConfig.max_retries": _ROLLOUT + "test_a_late_reward_is_called_again",
     "RewardConfig.max_workers": _ROLLOUT + "test_rewards_are_computed_by_so_many_processes",

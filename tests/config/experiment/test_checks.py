@@ -76,6 +76,18 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ),
         ({"actor.overlong_tokens": 8}, "without the penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
+        # reward models
+        (
+            {"reward.path": "m", "reward.fn": "r.py:f"},
+            "reward.fn r.py:f has no effect with reward.path",
+            {"reward.path": "m"},
+        ),
+        (
+            {"reward.path": "m", "workflow.path": "multi_turn"},
+            "multi_turn, which gives rewards itself",
+            {"reward.path": "m"},
+        ),
+        ({"reward.path": "m", "success_rate_lb": 0.1}, "reward.path gives it later", {"success_rate_lb": 0.1}),
         # rejection sampling
         (DECOUPLED | {"actor.rejection_sampling.lower": 6.0}, "is above upper", DECOUPLED),
         (DECOUPLED | {"actor.rejection_sampling.upper": 0.9}, "give more than 1", DECOUPLED),
