@@ -174,8 +174,8 @@ def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
         return
     if isinstance(knobs, PolicyLossOptions) and knobs.use_decoupled_loss and not knobs.needs_proximal:
         yield (
-            f"--prox-logp-method {knobs.prox_logp_method} interpolates between versions of the weights, and a rollout has only "
-            "one here; use recompute"
+            f"--prox-logp-method {knobs.prox_logp_method} interpolates between versions of the weights, which only areno run "
+            "gives to a loss; use recompute"
         )
 
 
