@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from areno.cli.serve import load_engine, need_server_packages
-from areno.config.serve_options import ChatOptions, chat_help, parse_chat
+from areno.config.serve_options import ChatOptions, parse_chat
 from areno.errors import ArenoError
 from areno.observability.chart import printable
 from areno.observability.logs import setup_logging
@@ -30,9 +30,6 @@ def run(argv: Sequence[str]) -> int:
         UsageError: the input cannot work.
         ArenoError: the server cannot be reached or refuses; in a terminal only before the first question.
     """
-    if "-h" in argv or "--help" in argv:
-        print(chat_help(), end="")
-        return 0
     options = parse_chat(argv)
     with setup_logging(None, level="WARNING"), _server(options) as (client, model):
         conversation = Conversation(client, model, options)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areno.config.eval_options import EvalOptions, eval_help, parse_eval
+from areno.config.eval_options import EvalOptions, parse_eval
 from areno.config.prepare import load_hooks
 from areno.errors import ArenoError
 from areno.observability.logs import route_console, setup_logging
@@ -32,9 +32,6 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the input cannot work.
     """
-    if "-h" in argv or "--help" in argv:
-        print(eval_help(), end="")
-        return 0
     options = parse_eval(argv)
     settings = options.as_train_options()
     loader_fn = load_hooks(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areno.config.export_options import export_help, parse_export
+from areno.config.export_options import parse_export
 
 
 def run(argv: Sequence[str]) -> int:
@@ -19,9 +19,6 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the input cannot work.
     """
-    if "-h" in argv or "--help" in argv:
-        print(export_help(), end="")
-        return 0
     options = parse_export(argv)
     from areno.engine.checkpoint.export import export_model
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areno.config.packages import install_command, missing_server_packages
-from areno.config.serve_options import ChatOptions, ServeOptions, parse_serve, serve_help
+from areno.config.serve_options import ChatOptions, ServeOptions, parse_serve
 from areno.errors import UsageError
 from areno.observability.logs import setup_logging
 
@@ -26,9 +26,6 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the input cannot work.
     """
-    if "-h" in argv or "--help" in argv:
-        print(serve_help(), end="")
-        return 0
     options = parse_serve(argv)
     need_server_packages("areno serve")
     from areno.serving.server import listen, serve_process

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.options import flag_of, option, options_of
-from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.parser import CommandText, Problems, parse_flags
 from areno.config.paths import unwritable
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
@@ -138,16 +138,8 @@ def parse_eval(argv: Sequence[str]) -> EvalOptions:
         ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"),
         reward_ckpt=options.reward_ckpt and newest_model(options.reward_ckpt, "--reward-ckpt"),
     )
-    problems = Problems()
-    for text in _problems(options):
-        problems.add(text)
-    problems.raise_if_any()
+    Problems.raise_all(_problems(options))
     return options
-
-
-def eval_help() -> str:
-    """Write ``areno eval --help``."""
-    return flags_help(EvalOptions, COMMAND)
 
 
 def _problems(options: EvalOptions) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areno.config.eval_options import as_in
 from areno.config.options import option, options_of
-from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.parser import CommandText, Problems, parse_flags
 from areno.config.paths import ckpt_problem, unwritable
 from areno.config.run_options import BasicOptions
 from areno.config.validate import value_problem
@@ -55,16 +55,8 @@ def parse_export(argv: Sequence[str]) -> ExportOptions:
     """
     options: ExportOptions = parse_flags(argv, ExportOptions, COMMAND)
     options = replace(options, ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"))
-    problems = Problems()
-    for text in _problems(options):
-        problems.add(text)
-    problems.raise_if_any()
+    Problems.raise_all(_problems(options))
     return options
-
-
-def export_help() -> str:
-    """Write ``areno export --help``."""
-    return flags_help(ExportOptions, COMMAND)
 
 
 def _problems(options: ExportOptions) -> Iterator[str]:

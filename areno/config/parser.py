@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -64,6 +65,14 @@ class Problems:
         """Note one problem; an empty text and a repetition are ignored."""
         if problem and problem not in self.found:
             self.found.append(problem)
+
+    @classmethod
+    def raise_all(cls, texts: Iterable[str]) -> None:
+        """Raise what the texts say, if any does; see :meth:`raise_if_any`."""
+        problems = cls()
+        for text in texts:
+            problems.add(text)
+        problems.raise_if_any()
 
     def raise_if_any(self) -> None:
         """Raise.
@@ -134,7 +143,11 @@ def parse_flags(argv: Sequence[str], declaration: type, command: CommandText) ->
 
     Raises:
         UsageError: unknown flags (with the nearest match), missing or wrong-typed values; all of them at once.
+        SystemExit: help was asked for, and has been printed.
     """
+    if "-h" in argv or "--help" in argv:
+        sys.stdout.write(_help_of(options_of(declaration), command, {}))
+        raise SystemExit(0)
     entries = {entry.name: entry for entry in options_of(declaration)}
     flags, unread = _read(argv, list(entries.values()), command)
     problems = Problems()
@@ -202,11 +215,6 @@ def train_help(argv: Sequence[str], command: CommandText = TRAIN) -> str:
     spec = _spec_of(flags, _read_config(flags), Problems())
     own = {f"Options of {spec.name}": extra_options(spec)} if spec is not None and spec.options is not None else {}
     return _help_of(core, command, own)
-
-
-def flags_help(declaration: type, command: CommandText) -> str:
-    """Write the help of a command whose options are one dataclass."""
-    return _help_of(options_of(declaration), command, {})
 
 
 def _help_of(entries: Sequence[Option], command: CommandText, further: Mapping[str, Sequence[Option]]) -> str:

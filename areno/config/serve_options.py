@@ -11,7 +11,7 @@ from typing import Any
 
 from areno.config.eval_options import as_in
 from areno.config.options import flag_of, option, options_of
-from areno.config.parser import CommandText, Problems, flags_help, parse_flags
+from areno.config.parser import CommandText, Problems, parse_flags
 from areno.config.paths import ckpt_problem
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions
@@ -168,7 +168,7 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
     options: ServeOptions = parse_flags(argv, ServeOptions, SERVE)
     name = options.served_model_name or options.model_path
     options = _with_key(_with_checkpoint(options))
-    _raise_all(_serve_problems(options))
+    Problems.raise_all(_serve_problems(options))
     return replace(options, served_model_name=name)
 
 
@@ -180,18 +180,8 @@ def parse_chat(argv: Sequence[str]) -> ChatOptions:
     """
     options: ChatOptions = parse_flags(argv, ChatOptions, CHAT)
     options = _with_key(_with_checkpoint(options))
-    _raise_all(_chat_problems(options))
+    Problems.raise_all(_chat_problems(options))
     return options
-
-
-def serve_help() -> str:
-    """Write ``areno serve --help``."""
-    return flags_help(ServeOptions, SERVE)
-
-
-def chat_help() -> str:
-    """Write ``areno chat --help``."""
-    return flags_help(ChatOptions, CHAT)
 
 
 def is_loopback(host: str) -> bool:
@@ -216,13 +206,6 @@ def _with_key(options: Any) -> Any:
     if options.api_key is None:
         return replace(options, api_key=os.environ.get(API_KEY_VARIABLE) or None)
     return options
-
-
-def _raise_all(texts: Iterator[str]) -> None:
-    problems = Problems()
-    for text in texts:
-        problems.add(text)
-    problems.raise_if_any()
 
 
 def _serve_problems(options: ServeOptions) -> Iterator[str]:
