@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from areno.cache_folder import cache_folder
 from areno.errors import UsageError
+from areno.training.objectives.base import Examples, sequences
 from areno.training.objectives.ref_cache import (
-    ReferencedRows,
     checkpoint_digest,
     load_logprobs,
     reference_key,
@@ -43,15 +43,17 @@ def files(cache):
 
 
 def test_rows_get_their_values_where_a_token_is_trained_and_zero_elsewhere():
-    rows = ReferencedRows(ROWS, VALUES)
+    examples = Examples(ROWS, 1, VALUES)
     expected = [[0.0, 0.0, -1.5, -2.5], [0.0, -3.5], [0.0, 0.0, -4.5]]
-    assert [row.ref_logprobs for row in rows] == expected
-    assert [row.ref_logprobs for row in rows[1:3]] == expected[1:]
-    assert rows[-1].ref_logprobs == expected[-1]
-    assert [row.tokens for row in rows] == [row.tokens for row in ROWS]
+    assert [row.ref_logprobs for row in sequences(examples)] == expected
+    assert [row.ref_logprobs for row in sequences(examples[1:3])] == expected[1:]
+    assert examples[-1][0].ref_logprobs == expected[-1]
+    assert [row.tokens for row in sequences(examples)] == [row.tokens for row in ROWS]
     assert all(row.ref_logprobs == [] for row in ROWS), "the rows themselves stay as they are"
     with pytest.raises(IndexError):
-        rows[3]
+        examples[3]
+    (pair,) = Examples(ROWS[:2], 2, VALUES[:3])
+    assert [row.ref_logprobs for row in pair] == expected[:2]
 
 
 def test_what_was_stored_is_read_bit_for_bit(cache):

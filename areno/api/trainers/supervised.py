@@ -13,7 +13,7 @@ from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
 from areno.loss_fns.pack import LossFn
 from areno.observability import lifecycle
-from areno.training.objectives.base import Examples, Objective
+from areno.training.objectives.base import Examples, Objective, sequences
 from areno.training.objectives.pairs import DPO, PAIRS, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
@@ -27,23 +27,17 @@ class SupervisedTrainer(DataTrainer):
     """Steps over the examples of an objective: rows, or pairs, of which ``--mini-bs`` counts both sides."""
 
     objective: ClassVar[Objective]
-    unit: ClassVar[str] = "pairs"
-    """What log lines call an example."""
-    measured_at_once: ClassVar[str] = "score_micro_bs"
-    """The option that says how many held-out rows share a pass."""
+    held_out: Examples | None
 
     def prepare(self) -> None:
         """Tokenize the training and the held-out rows once."""
         self.display.phase("tokenize")
-        self.examples, dropped = self._encoded(self.dataset, self.config.dataset_path)
-        self.report_dropped(dropped)
-        self.held_out = Examples([], self.objective.sequences)
+        self.examples, self.held_out = self._encoded(self.dataset, self.config.dataset_path), None
         if self.eval_rows is not None:
-            self.held_out, dropped = self._encoded(self.eval_rows, self.config.eval_dataset_path)
-            self.logger.info("held-out %s: %d are used, %d are dropped", self.unit, len(self.held_out), dropped)
+            self.held_out = self._encoded(self.eval_rows, self.config.eval_dataset_path)
 
-    def _encoded(self, rows: Sequence[dict[str, Any]], source: str | None) -> tuple[Examples, int]:
-        return self.objective.encode(
+    def _encoded(self, rows: Sequence[dict[str, Any]], source: str | None) -> Examples:
+        examples, dropped = self.objective.encode(
             rows,
             self.instance.get_tokenizer(),
             self.instance.backend.eos_ids,
@@ -53,10 +47,11 @@ class SupervisedTrainer(DataTrainer):
             source=str(source),
             disable_thinking=self.config.disable_thinking,
         )
-
-    def report_dropped(self, dropped: int) -> None:
-        """The documented log line about training rows that cannot be used."""
-        lifecycle.pair_dataset_filter(self.logger, get_algorithm(self.config.algo).name, dropped)
+        if self.objective.unit == "rows":
+            lifecycle.sft_dataset_filter(self.logger, dropped)
+        else:
+            lifecycle.pair_dataset_filter(self.logger, get_algorithm(self.config.algo).name, dropped)
+        return examples
 
     def row_count(self) -> int:
         """Examples of an epoch."""
@@ -66,12 +61,12 @@ class SupervisedTrainer(DataTrainer):
         """The sequences of slices of the epoch's order."""
         for begin in range(start, len(order), self.config.batch_size):
             chosen = order[begin : begin + self.config.batch_size]
-            yield [row for index in chosen for row in self.examples[index]], begin + len(chosen)
+            yield sequences(self.examples[index] for index in chosen), begin + len(chosen)
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:
         """One step on some examples."""
         epoch, step = self.state.epoch, self.state.step
-        counted: Any = {self.unit: len(batch) // self.objective.sequences}
+        counted: Any = {self.objective.unit: len(batch) // self.objective.sequences}
         self.display.phase("train")
         lifecycle.train_start(self.logger, epoch, step, **counted)
         stats = self.train(batch)
@@ -90,14 +85,13 @@ class SupervisedTrainer(DataTrainer):
         """
         if rows is not self.eval_rows:
             raise EngineError("evaluate() takes the held-out rows of the run, eval_rows: they were prepared beforehand")
-        size = getattr(self.config, self.measured_at_once)
-        stats = self.instance.backend.measure(list(self.held_out.rows), self.judging_loss(), size)
+        return self._measured(self.loss_fn, self.config.score_micro_bs)
+
+    def _measured(self, loss_fn: LossFn, rows_at_once: int) -> dict[str, float]:
+        assert self.held_out is not None
+        stats = self.instance.backend.measure(sequences(self.held_out), loss_fn, rows_at_once)
         names = {"loss": "loss", **self.objective.held_out}
         return {name: stats[known] for name, known in names.items() if known in stats}
-
-    def judging_loss(self) -> LossFn:
-        """The loss that judges held-out examples."""
-        return self.loss_fn
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -105,24 +99,15 @@ class SFTTrainer(SupervisedTrainer):
 
     logger = logging.getLogger("areno.api.trainers.supervised.SFTTrainer")
     objective = SFT
-    unit = "rows"
-    measured_at_once = "mini_bs"
-
-    def report_dropped(self, dropped: int) -> None:
-        """Rows without a response are dropped, too."""
-        lifecycle.sft_dataset_filter(self.logger, dropped)
-
-    def judging_loss(self) -> LossFn:
-        """Per response token, whatever is trained with."""
-        return self.objective.loss_fn
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Loss per response token of the held-out rows, and the perplexity exp(loss).
+        """Loss per response token of the held-out rows, whatever is trained with, and the perplexity exp(loss).
 
         Raises:
             DataError: they have no such token.
         """
-        metrics = super().evaluate(rows)
+        assert self.held_out is not None
+        metrics = self._measured(SFT.loss_fn, self.config.mini_bs)
         if not metrics["target_tokens"]:
             raise DataError(f"{self.config.eval_dataset_path}: no held-out row has a token that another one precedes")
         metrics["perplexity"] = math.inf if metrics["loss"] > _LARGEST_EXPONENT else math.exp(metrics["loss"])
@@ -147,9 +132,7 @@ class DPOTrainer(SupervisedTrainer):
         trained, size = self.state.step > 0, config.score_micro_bs
         reference = Reference(self.instance.backend, *paths, trained, size, self.logger)
         with self.stop.interruptible():
-            sets = [self.examples, self.held_out] if self.held_out else [self.examples]
-            self.examples, *held_out = reference.score(*sets)
-            self.held_out = held_out[0] if held_out else self.held_out
+            self.examples, self.held_out = reference.score(self.examples, self.held_out)
         self._reference_s = time.perf_counter() - began
 
     def run_step(self, batch: list[TrainSequence]) -> StepOutcome:

@@ -19,7 +19,7 @@ from areno.loss_fns.pack import LossFn
 from areno.loss_fns.shaping import sizes
 from areno.loss_fns.units import with_names
 from areno.training.frequency import StepInfo
-from areno.training.objectives.base import Examples, Objective
+from areno.training.objectives.base import Examples, Objective, sequences
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
@@ -81,7 +81,7 @@ class SupervisedTrainer(ExperimentTrainer):
     def run_step(self, at: StepInfo) -> StepOutcome:
         """One optimizer step over the next rows."""
         self.display.phase("train")
-        rows = [row for example in self.rows.batch() for row in example]
+        rows = sequences(self.rows.batch())
         rate = self.schedule.at(at.global_step + 1)
         with self.timed("train_step"):
             stats = self.optimize(rows, self.loss_fn, self.batching, rate)
@@ -90,8 +90,8 @@ class SupervisedTrainer(ExperimentTrainer):
 
     def measure(self) -> dict[str, float]:
         """The loss and its statistics on the held-out rows, without training."""
-        assert isinstance(self.valid_rows, Examples)
-        rows = list(self.valid_rows.rows)
+        assert self.valid_rows is not None
+        rows = sequences(self.valid_rows)
         stats = self.engine.measure(rows, self.loss_fn, self.batching)
         return in_scope(f"{self.section}/eval", {**stats, **_sizes(rows)})
 
@@ -135,18 +135,16 @@ class DPOTrainer(SupervisedTrainer):
         if self.config.actor.algorithm:
             return
         self.display.phase("reference")
-        examples, held_out = self.rows.rows, self.valid_rows
-        assert isinstance(examples, Examples)
-        sets = [examples, held_out] if isinstance(held_out, Examples) else [examples]
+        examples: Any = self.rows.rows
+        held_out: Any = self.valid_rows
         actor, ref = self.config.actor, self.config.ref
-        rows_at_once = rows_per_pass(ref.mb_spec, [row.tokens for each in sets for row in each.rows])
+        rows_at_once = rows_per_pass(ref.mb_spec, [row.tokens for row in examples.rows])
         reference = Reference(
             *(self.engine, ref.path, actor.path, self.state.step > 0, rows_at_once, _log),
             random_seed=self.config.seed if actor.init_from_scratch else None,
         )
         with self.timed("ref_logp"), self.stop.interruptible():
-            self.rows.rows, *others = reference.score(*sets)
-        self.valid_rows = others[0] if others else None
+            self.rows.rows, self.valid_rows = reference.score(examples, held_out)
 
     def loss(self) -> LossFn:
         """DPO's, IPO's or SLiC's."""

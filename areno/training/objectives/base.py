@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
 
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.units import Names, with_names
@@ -18,25 +21,37 @@ class Examples(Sequence[Example]):
     """Rows as examples of equally many neighbours: the two sides of a pair, or one row each.
 
     Args:
-        rows: all sequences, end to end.
+        rows: all sequences, end to end, without ``ref_logprobs``.
         size: sequences of an example.
+        ref_logprobs: of each trained token of all rows, in order [trained tokens]; a row gets its own when it is taken, and
+            until then a token costs four bytes. None gives them none.
     """
 
-    def __init__(self, rows: Sequence[TrainSequence], size: int) -> None:
-        self.rows, self.size = rows, size
+    def __init__(self, rows: Sequence[TrainSequence], size: int, ref_logprobs: Tensor | None = None) -> None:
+        self.rows, self.size, self._ref_logprobs = rows, size, ref_logprobs
+        counted = [] if ref_logprobs is None else rows
+        self._starts = [0, *accumulate(sum(row.trainable()) for row in counted)]
 
     def __len__(self) -> int:
         return len(self.rows) // self.size
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         first = range(len(self))[index] * self.size
-        return [self.rows[first + i] for i in range(self.size)]
+        return [self._row(i) for i in range(first, first + self.size)]
+
+    def _row(self, index: int) -> TrainSequence:
+        row = self.rows[index]
+        if self._ref_logprobs is None:
+            return row
+        own = iter(self._ref_logprobs[self._starts[index] : self._starts[index + 1]].tolist())
+        return replace(row, ref_logprobs=[next(own) if trained else 0.0 for trained in row.trainable()])
+
+
+def sequences(examples: Iterable[Sequence[TrainSequence]]) -> list[TrainSequence]:
+    """The rows of examples, end to end."""
+    return [row for example in examples for row in example]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +93,12 @@ class Objective:
             DataError: a row is malformed, or none can be used.
         """
         built, dropped = self.build(rows, tokenizer, eos_token_ids=eos_token_ids, **bounds)
-        flat = list(built) if self.sequences == 1 else [row for example in built for row in example]
-        return Examples(flat, self.sequences), dropped
+        return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
+
+    @property
+    def unit(self) -> str:
+        """What examples are called in log lines."""
+        return "rows" if self.sequences == 1 else "pairs"
 
     def experiment_loss(self, **options: Any) -> LossFn:
         """The loss with the statistics of experiments; ``options`` are those of the loss."""

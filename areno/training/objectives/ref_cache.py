@@ -13,10 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -37,33 +34,6 @@ _FORMAT = "areno reference log-probs 1"
 _NAME = "logprobs"
 # Files of a checkpoint folder that decide what the model computes; the tokenizer's work is in the token rows already.
 _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "*.py")
-
-
-class ReferencedRows(Sequence[TrainSequence]):
-    """Rows that get their reference log-probs when they are taken; until then a token costs four bytes.
-
-    Args:
-        rows: the rows, without ``ref_logprobs``.
-        values: reference log-prob of each trained token, in order [trained tokens].
-    """
-
-    def __init__(self, rows: Sequence[TrainSequence], values: Tensor) -> None:
-        self._rows, self._values = rows, values
-        self._starts = [0, *accumulate(sum(row.trainable()) for row in rows)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> TrainSequence: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TrainSequence]: ...
-    def __getitem__(self, index: int | slice) -> TrainSequence | list[TrainSequence]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row, index = self._rows[index], range(len(self))[index]
-        own = iter(self._values[self._starts[index] : self._starts[index + 1]].tolist())
-        return replace(row, ref_logprobs=[next(own) if trained else 0.0 for trained in row.trainable()])
 
 
 def checkpoint_digest(checkpoint: str) -> str:

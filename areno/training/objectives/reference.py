@@ -6,8 +6,9 @@ scores before its first step, or, with an adapter, without that. A run whose log
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import Logger
@@ -22,7 +23,6 @@ from areno.observability import lifecycle
 from areno.training.objectives.base import Examples
 from areno.training.objectives.ref_cache import (
     CACHE_KIND,
-    ReferencedRows,
     checkpoint_digest,
     load_logprobs,
     reference_key,
@@ -57,29 +57,29 @@ class Reference:
     logger: Logger
     random_seed: int | None = None
 
-    def score(self, *data: Examples) -> list[Examples]:
-        """The examples of each data set with their log-probs, from disk or from the model.
+    def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
+        """The examples, and held-out ones, with their log-probs, from disk or from the model.
 
         Raises:
             EngineError: a log-prob is not finite.
             UsageError: there is no such checkpoint.
         """
-        digest, computes_in = checkpoint_digest(self.path), self._computes_in()
-        scored, role = [], None
+        digest = checkpoint_digest(self.path)
         with ExitStack() as stack:
-            for examples in data:
-                rows = examples.rows
-                key = reference_key(rows, digest, computes_in)
-                values = load_logprobs(key, sum(sum(row.trainable()) for row in rows))
-                if values is None:
-                    role = role or stack.enter_context(self._role())
-                    values = self._logprobs(role, rows)
-                    store_logprobs(key, values)
-                else:
-                    folder = cache_folder(CACHE_KIND)
-                    self.logger.info("reference log-probs of %d rows are read from %s", len(rows), folder)
-                scored.append(Examples(ReferencedRows(rows, values), examples.size))
-        return scored
+            role = functools.cache(lambda: stack.enter_context(self._role()))
+            scored = self._scored(examples, digest, role)
+            return scored, None if held_out is None else self._scored(held_out, digest, role)
+
+    def _scored(self, examples: Examples, digest: str, role: Callable[[], str]) -> Examples:
+        rows = examples.rows
+        key = reference_key(rows, digest, self._computes_in())
+        values = load_logprobs(key, sum(sum(row.trainable()) for row in rows))
+        if values is None:
+            values = self._logprobs(role(), rows)
+            store_logprobs(key, values)
+        else:
+            self.logger.info("reference log-probs of %d rows are read from %s", len(rows), cache_folder(CACHE_KIND))
+        return Examples(rows, examples.size, values)
 
     def _computes_in(self) -> str:
         """The compute type, and what else the numbers depend on besides rows and checkpoint."""
