@@ -96,7 +96,7 @@ FEATURES = (
     Feature("traces", ("--trace",), ("perf_tracer.enabled",)),
     Feature("dry run", ("--dry-run",), ("--dry-run",)),
     Feature("memory planned before a run (`areno plan`)", (ALWAYS,), (ALWAYS,)),
-    Feature("tuned sizes", ("--tune-params",), ()),
+    Feature("tuned sizes", ("--tune-params",), ("areno plan --tune-params",)),
 )
 
 

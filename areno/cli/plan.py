@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from areno.config.parser import PLAN, train_help
 from areno.config.prepare import prepare_plan
 
+TUNE = "--tune-params"
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the command.
@@ -28,9 +30,10 @@ def run(argv: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         from areno.experiments.plan import plan_of_file
 
-        found, shown = plan_of_file(words, as_data="--json" in argv)
+        settings = [word for word in words if word != TUNE]
+        experiment, shown = plan_of_file(settings, as_data="--json" in argv, tune=TUNE in words)
         print(json.dumps(shown) if "--json" in argv else shown)
-        return int(not found.fits)
+        return int(not experiment.fits)
     options = prepare_plan(words)
     from areno.engine.plan.account import make_plan
     from areno.engine.plan.table import plan_data, plan_text

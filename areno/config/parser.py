@@ -45,10 +45,11 @@ TRAIN = CommandText(
 PLAN = CommandText(
     "areno plan",
     "areno plan --ckpt MODEL [--algo NAME] [options of areno train] [--json]\n"
-    "       areno plan FILE.yaml [key=value ...] [--json]",
+    "       areno plan FILE.yaml [key=value ...] [--tune-params] [--json]",
     "Show the memory that a training run will take, phase by phase, whether it fits into what is free here, and what to "
     "change if not. Takes the options of areno train; data and rewards need not be given, and no weights are read. "
-    "With a file and settings of areno run, the same for each engine of that experiment. "
+    "With a file and settings of areno run, the same for each engine of that experiment, and with "
+    "--tune-params the largest sizes that fit. "
     "--json prints the same as data, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from areno.loss_fns.pack import reads_entropy
 from areno.types import tightest
 
 _SINGLE_TURN = BUILT_IN_WORKFLOWS[0]
+_MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concurrent_rollouts"
 
 
 class ExperimentSizes(Sizes):
@@ -72,10 +73,10 @@ class ExperimentSizes(Sizes):
         config, held = self.experiment, []
         if not self.trains:
             return []
-        found = roles_of(config, None) if self.policy else {}
+        scored = roles_of(config, None) if self.policy else {}
         if isinstance(config, DPOConfig):
             held.append(HeldRole(REF, config.ref.path, "policy", "ref.path"))
-        for name, role in found.items():
+        for name, role in scored.items():
             section = getattr(config, name)
             optimizer = optimizer_of(section.optimizer) if role.trainable else None
             held.append(HeldRole(name, role.path, role.predicts, f"{name}.path", optimizer))
@@ -172,8 +173,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     Raises:
         UsageError: a model's configuration cannot be read, or the machine cannot run it.
     """
-    config = settled(config)
-    resolve_for_machine(config, this_machine())
+    config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
     layout = layout_of(actor.backend, "actor")
@@ -200,24 +200,27 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     return ExperimentPlan(trains, generates, titles, transfer, together, whole)
 
 
+def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
+    """A copy with nothing left to the machine."""
+    config = settled(config)
+    resolve_for_machine(config, this_machine())
+    return config
+
+
 def _running(config: PPOConfig, replicas: int) -> dict[str, Any]:
     """What an engine that generates needs besides, when so many share the requests."""
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     return {"max_running": max(-(-running // replicas), 1)}
 
 
-def _changes(config: Any, on_gpu: bool) -> Iterator[Change]:
-    """What may be changed, the least painful first."""
-    actor, rows = config.actor, ExperimentSizes(config, engine_config(config.actor), Layout(), generates=False)
+def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
+    """What may be changed, the least painful first; ``longest`` is the longest row."""
+    actor = config.actor
     if not actor.gradient_checkpointing:
         yield {"actor.gradient_checkpointing": "true"}
-    least = rows.longest_row(None)
-    most = actor.mb_spec.max_tokens_per_mb or sum(rows.microbatch(least)[0])
-    for value in halves(most, least):
-        yield {"actor.mb_spec.max_tokens_per_mb": value}
+    yield from ({_MICROBATCH: value} for value in halves(_largest_pass(config, longest), longest))
     if isinstance(config, PPOConfig):
-        for value in halves(config.rollout.max_concurrent_rollouts or 1, 1):
-            yield {"rollout.max_concurrent_rollouts": value}
+        yield from ({_CONCURRENT: value} for value in halves(config.rollout.max_concurrent_rollouts or 1, 1))
     if actor.optimizer.type == "adam":
         yield {"actor.optimizer.type": "adam_8bit"}
     if on_gpu:
@@ -228,12 +231,45 @@ def _changes(config: Any, on_gpu: bool) -> Iterator[Change]:
             yield {"gconfig.max_new_tokens": value}
 
 
-def plan_of_file(words: Sequence[str], as_data: bool) -> tuple[ExperimentPlan, Any]:
+def _largest_pass(config: Any, longest: int) -> int:
+    """Tokens of a replica's largest microbatch as the settings are."""
+    layout = layout_of(config.actor.backend, "actor")
+    return sum(ExperimentSizes(config, engine_config(config.actor), layout, generates=False).microbatch(longest)[0])
+
+
+def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
+    """The largest sizes with which an experiment fits; empty where none does.
+
+    The cache of rollout is to hold all answers at their longest; then microbatches are as large as what is left.
+
+    Args:
+        config: of the experiment.
+        plan: with the sizes that the configuration has.
+        planned: plans the experiment with changes.
+    """
+    chosen: Change = {}
+    if isinstance(config, PPOConfig):
+        most = config.rollout.max_concurrent_rollouts or 1
+        for value in (most, *halves(most, 1)):
+            other = planned(chosen := {_CONCURRENT: value})
+            generates = other.rollout or other.actor
+            if generates.cache_tokens >= generates.cache_wanted:
+                break
+    config.actor.mb_spec.max_tokens_per_mb = None
+    config.actor.mb_spec.n_mbs = config.actor.mb_spec.n_mbs_divisor = 1
+    longest = plan.actor.longest * (2 if isinstance(config, RWConfig | DPOConfig) else 1)
+    most = _largest_pass(config, plan.actor.longest)
+    sizes = (chosen | {_MICROBATCH: value} for value in (most, *halves(most, longest)))
+    return next((change for change in sizes if planned(change).fits), {})
+
+
+def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
     """The plan of an experiment as its command line gives it, and that plan as text or as data.
 
     Args:
         words: YAML file and settings, as for ``areno run``.
         as_data: bytes by name instead of a table.
+        tune: also find the largest sizes that fit.
 
     Raises:
         UsageError: the configuration is wrong, or its models cannot be read.
@@ -245,32 +281,45 @@ def plan_of_file(words: Sequence[str], as_data: bool) -> tuple[ExperimentPlan, A
         return load_expr_config([*words, *_spelled(change)], cls)[0]
 
     plan = plan_experiment(loaded({}))
-    change: list[str] = []
+
+    def planned(change: Change) -> ExperimentPlan:
+        return plan_experiment(loaded(change), plan.available)
+
+    def tried(change: Change) -> tuple[bool, int]:
+        other = planned(change)
+        return other.fits, other.needed
+
+    config, change = _resolved(loaded({})), list[str]()
     if not plan.fits:
-        config = settled(loaded({}))
-        resolve_for_machine(config, this_machine())
+        changes = _changes(config, plan.actor.longest, on_gpu=bool(this_machine().gpus))
+        change = _spelled(least_changes(changes, tried, plan.needed))
+    sizes = _spelled(tuned_sizes(config, plan, planned)) if tune else None
+    return plan, (_as_data if as_data else _as_text)(plan, change, sizes)
 
-        def tried(change: Change) -> tuple[bool, int]:
-            found = plan_experiment(loaded(change), plan.available)
-            return found.fits, found.needed
 
-        on_gpu = bool(this_machine().gpus)
-        change = _spelled(least_changes(_changes(config, on_gpu), tried, plan.needed))
-    parts = [part for part in (plan.actor, plan.rollout) if part is not None]
-    if as_data:
-        numbers = {"actor": plan_numbers(plan.actor), "rollout": plan.rollout and plan_numbers(plan.rollout)}
-        totals = {"needed": plan.needed, "available": plan.available, "fits": plan.fits}
-        return plan, {**numbers, "transfer": plan.transfer, **totals, "change": change}
-    lines = [line for title, part in zip(plan.titles, parts, strict=False) for line in (f"{title}:", *plan_table(part))]
+def _as_data(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] | None) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        "actor": plan_numbers(plan.actor),
+        "rollout": plan.rollout and plan_numbers(plan.rollout),
+        **{name: getattr(plan, name) for name in ("transfer", "needed", "available", "fits")},
+        "change": change,
+    }
+    return numbers if sizes is None else {**numbers, "sizes": sizes}
+
+
+def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] | None) -> str:
+    lines = [f"{plan.titles[0]}:", *plan_table(plan.actor)]
+    if plan.rollout is not None:
+        lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.whole:
-        lines.append(
-            "The actor's weights are sharded across its replicas, and planned as if they were whole: an upper bound."
-        )
+        lines.append("The actor's weights are sharded, and planned as if they were whole on each rank: an upper bound.")
     if plan.transfer:
         lines.append(f"Shared memory for new weights: {plan.transfer / 2**20:,.1f} MiB.")
     remedy = "No setting makes it fit: take a smaller model, or a machine with more memory"
     lines.append(verdict(plan, change, remedy))
-    return plan, "\n".join(lines)
+    if sizes is not None:
+        lines.append(f"Largest sizes that fit: {' '.join(sizes)}" if sizes else "No sizes fit.")
+    return "\n".join(lines)
 
 
 def _spelled(change: Change) -> list[str]:

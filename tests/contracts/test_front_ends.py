@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from areno.cli.plan import TUNE
 from areno.config import TrainOptions
 from areno.config.experiment import DPOConfig, PPOConfig
 from areno.config.experiment.settings import paths_of
@@ -12,7 +13,7 @@ from areno.experiments.run import DRY_RUN
 from docs.make_front_ends import ALWAYS, FEATURES, PAGE, render
 
 FLAGS = {entry.flag for entry in options_of(TrainOptions)}
-SETTINGS = {*paths_of(PPOConfig), *paths_of(DPOConfig), DRY_RUN}
+SETTINGS = {*paths_of(PPOConfig), *paths_of(DPOConfig), DRY_RUN, f"areno plan {TUNE}"}
 
 
 def test_the_page_is_what_is_rendered():

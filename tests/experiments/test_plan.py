@@ -119,4 +119,16 @@ def test_the_command_prints_each_engine_and_settings_with_which_it_would_fit(
     assert found["needed"] > found["available"] == 700 * 2**20
     assert found["change"]
     assert main(["plan", str(file), *found["change"]]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(file), "--tune-params"]) == 1
+    sizes = capsys.readouterr().out.rpartition("Largest sizes that fit: ")[2].split()
+    assert [name.partition("=")[0] for name in sizes] == [
+        "rollout.max_concurrent_rollouts",
+        "actor.mb_spec.max_tokens_per_mb",
+    ]
+    assert main(["plan", str(file), *sizes]) == 0
+    rows = int(sizes[1].partition("=")[2]) // 1024
+    assert main(["plan", str(file), sizes[0], f"actor.mb_spec.max_tokens_per_mb={4096 * rows}"]) == 1
+    assert main(["run", str(file), "--tune-params"]) == 2
+    assert f"`areno plan {file} --tune-params` finds them" in capsys.readouterr().err
     assert main(["plan", str(file), "actor.nothing=1"]) == 2

@@ -55,6 +55,11 @@ def parse_cli_args(argv: Sequence[str]) -> CliArgs:
             file = word.partition("=")[2] if "=" in word else words.pop(0)
         elif word.startswith("-"):
             name = word.partition("=")[0]
+            if name == "--tune-params":
+                raise UsageError(
+                    "--tune-params: sizes of an experiment are settings, so that a continued run has the same ones; "
+                    f"`areno plan {file or 'FILE.yaml'} --tune-params` finds them"
+                )
             near = nearest(name, ["--config", "--help"])
             raise UsageError(f"{name} is not an option{near}; settings are written as key=value, without dashes")
         else:

@@ -70,6 +70,7 @@ class MemoryPlan:
         layout: of the ranks; the phases are those of one.
         sharing: ranks that share what is available.
         common: bytes of each rank that are the same memory for all who share it.
+        longest: tokens of the longest row.
     """
 
     parameters: int
@@ -85,6 +86,7 @@ class MemoryPlan:
     layout: Layout = field(default_factory=Layout)
     sharing: int = 1
     common: int = 0
+    longest: int = 0
 
     @property
     def peak(self) -> Phase:
@@ -220,6 +222,7 @@ class _Planner:
             layout=self.sizes.layout,
             sharing=self.sizes.sharing,
             common=sum(update.common for update in self.updates),
+            longest=self.longest,
         )
 
     def _host(self) -> int:

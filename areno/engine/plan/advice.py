@@ -31,8 +31,8 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
     """
 
     def tried(change: Change) -> tuple[bool, int]:
-        found = make_plan(dataclasses.replace(options, **change), plan.available)
-        return found.fits, found.peak.total
+        other = make_plan(dataclasses.replace(options, **change), plan.available)
+        return other.fits, other.peak.total
 
     return _spelled(least_changes(_changes(options), tried, plan.peak.total))
 
@@ -50,11 +50,11 @@ def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[boo
     """
     kept: Change = {}
     for change in changes:
-        fits, found = tried(kept | change)
+        fits, needed = tried(kept | change)
         if fits:
             return kept | change
-        if found < size:
-            kept, size = kept | change, found
+        if needed < size:
+            kept, size = kept | change, needed
     return {}
 
 
