@@ -387,7 +387,9 @@ def test_a_preference_loss_is_that_of_its_section():
     assert named.keywords["knobs"].simpo_beta == 3.0
 
 
-def test_the_reference_scores_once_and_its_logprobs_are_kept_on_disk(tiny_checkpoint, tmp_path, monkeypatch):
+def test_the_reference_scores_once_and_its_logprobs_are_kept_on_disk_for_a_resumed_run(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path / "cache"))
     reference = save_tiny_checkpoint(tmp_path / "reference", seed=7)
     given = {
@@ -402,10 +404,13 @@ def test_the_reference_scores_once_and_its_logprobs_are_kept_on_disk(tiny_checkp
         "valid_dataset.split": "train",
     }
     given |= {"evaluator.eval_before_train": True, "actor.mb_spec.max_tokens_per_mb": 200}
-    runs = [run_kind("dpo", tiny_checkpoint, tmp_path / name, given) for name in ("first", "second")]
+    given |= {"recover.mode": "auto", "recover.freq_steps": 1}
+    whole = run_kind("dpo", tiny_checkpoint, tmp_path / "whole", given)
+    run_kind("dpo", tiny_checkpoint, tmp_path / "parted", {**given, "total_train_steps": 1})
+    runs = [whole, run_kind("dpo", tiny_checkpoint, tmp_path / "parted", given)]
     logs = [(run.folder / "main.log").read_text(encoding="utf-8") for run in runs]
     assert [log.count("stage=logprob_score_start rows=24") for log in logs] == [1, 0]
-    assert [log.count("are read from") for log in logs] == [1, 2]  # held out are the rows of training, scored already
+    assert [log.count("are read from") for log in logs] == [1, 4]  # held out are the rows of training, scored already
     assert "ref" not in runs[0].trainer.engine.roles
     assert not differ(*runs)
     policy, frozen = (answer_logprobs(path, PAIRS) for path in (tiny_checkpoint, reference))
