@@ -88,9 +88,17 @@ def check_workflow(named: str) -> None:
     """Import the class or object of ``--workflow``.
 
     Raises:
-        UsageError: it cannot be found, is neither a workflow nor an agent, or is an agent that could not be served.
+        UsageError: it cannot be found, is neither a workflow nor an agent, cannot be made, or could not be served.
     """
     found = named_object(named, option="--workflow")
+    if inspect.isclass(found):
+        signature = inspect.signature(found)
+        try:
+            signature.bind(**{name: None for name in ("gconfig", "tokenizer") if name in signature.parameters})
+        except TypeError as error:
+            raise UsageError(
+                f"--workflow {named}: its class is made with gconfig and tokenizer at most: {error}; give the others defaults"
+            ) from error
     if hasattr(found, "arun_episode"):
         return
     if not inspect.iscoroutinefunction(getattr(found, "run", None)):

@@ -103,6 +103,10 @@ TRAIN = [
     ([*BASE, "--workflow", "reward.py"], "--workflow reward.py: name the class or object too, as file.py:NAME"),
     ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
+    (
+        [*BASE, "--workflow", "greedy.py:Greedy"],
+        "is made with gconfig and tokenizer at most: missing a required argument",
+    ),
     ([*BASE, "--workflow", "reward.py:reward_fn"], "it has neither `async def arun_episode(self, engine, data)`"),
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; give --tune-params too"),
     (
@@ -158,6 +162,7 @@ def crowded(workspace):
     (workspace / "empty").mkdir()
     (workspace / "two.py").write_text("def reward_fn(row, completions):\n    return [0.0]\n")
     (workspace / "narrow.py").write_text("def load_training_dataset(dataset_path):\n    return []\n")
+    (workspace / "greedy.py").write_text("class Greedy:\n    def __init__(self, gconfig, judge):\n        pass\n")
     (workspace / "syntax.py").write_text("x = 1\ndef reward_fn(record:\n")
     (workspace / "raises.py").write_text("{}['rate']\n")
     (workspace / "typo.yaml").write_text("learnrate: 1.0e-5\n")

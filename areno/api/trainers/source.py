@@ -7,7 +7,6 @@ this one trains; each step's samples may be ``--max-staleness`` versions behind 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -286,9 +285,6 @@ def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) ->
         ignore_eos=sampling.ignore_eos,
         stop=sampling.stop,
     )
-    taken = inspect.signature(named).parameters if inspect.isclass(named) else {}
-    offered = {"gconfig": gconfig, "tokenizer": tokenizer}
-    kwargs = {name: value for name, value in offered.items() if name in taken}
-    grouped = resolve_workflow(named, gconfig, workflow_kwargs=kwargs)
+    grouped = resolve_workflow(named, gconfig, offered={"gconfig": gconfig, "tokenizer": tokenizer})
     assert isinstance(grouped, GroupedRolloutWorkflow)
     return grouped.workflow

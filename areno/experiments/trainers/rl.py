@@ -313,7 +313,7 @@ class PPOTrainer(ExperimentTrainer):
             if agent.agent_cls_path:
                 named, kwargs = agent.agent_cls_path, kwargs or None
         if isinstance(named, str) and named in _WORKFLOWS:
-            named, kwargs = _WORKFLOWS[named], {**self._built_in(gconfig), **(kwargs or {})}
+            named, kwargs = _WORKFLOWS[named], {"reward_fn": self._reward_call(), **(kwargs or {})}
         options = {
             name: getattr(agent, name)
             for name in ("mode", "turn_discount", "export_style", "tool_call_parser", "reasoning_parser")
@@ -327,24 +327,27 @@ class PPOTrainer(ExperimentTrainer):
         if config.actor.use_lora:
             options["model_name"] = gconfig.lora_name
         return resolve_workflow(
-            named, gconfig, workflow_kwargs=kwargs or None, agent_options=options, n_samples=gconfig.n_samples
+            named,
+            gconfig,
+            workflow_kwargs=kwargs or None,
+            offered={"gconfig": gconfig, "tokenizer": self.engine.tokenizer},
+            agent_options=options,
+            n_samples=gconfig.n_samples,
         )
 
-    def _built_in(self, gconfig: Any) -> dict[str, Any]:
-        """Arguments of the workflows that come with areno."""
+    def _reward_call(self) -> AsyncReward | None:
+        """The reward function of the workflows that come with areno; None where a reward model judges."""
         reward = self.config.reward_section
-        arguments = {"gconfig": gconfig, "tokenizer": self.engine.tokenizer}
         if reward.path:
-            return {"reward_fn": None, **arguments}
+            return None
         if not reward.fn:
             raise UsageError(NO_REWARD)
-        call = AsyncReward(
+        return AsyncReward(
             reward.fn,
             timeout_seconds=reward.timeout_seconds,
             max_retries=reward.max_retries,
             max_workers=reward.max_workers,
         )
-        return {"reward_fn": call, **arguments}
 
     def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
         """The user's filter, and the success band."""

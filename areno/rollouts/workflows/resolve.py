@@ -19,6 +19,7 @@ def resolve_workflow(
     gconfig: GenerationSettings,
     *,
     workflow_kwargs: dict[str, Any] | None = None,
+    offered: dict[str, Any] | None = None,
     agent_options: dict[str, Any] | None = None,
     n_samples: int = 1,
     drop_incomplete: bool = False,
@@ -29,6 +30,7 @@ def resolve_workflow(
         workflow: a workflow or an agent: an object, a class, or the name of either.
         gconfig: sampling of agents; workflows of other kinds get theirs through ``workflow_kwargs``.
         workflow_kwargs: arguments of a class.
+        offered: further ones, which it gets as far as it takes them.
         agent_options: further arguments of :class:`AgentWorkflow`.
         n_samples: samples per row.
         drop_incomplete: see :class:`GroupedRolloutWorkflow`.
@@ -38,8 +40,10 @@ def resolve_workflow(
     """
     found = named_object(workflow, option="workflow") if isinstance(workflow, str) else workflow
     if inspect.isclass(found):
+        taken = inspect.signature(found).parameters
+        more = {name: value for name, value in (offered or {}).items() if name in taken}
         try:
-            found = found(**(workflow_kwargs or {}))
+            found = found(**more | (workflow_kwargs or {}))
         except TypeError as error:
             raise UsageError(f"workflow {name_of(found)} cannot be made with workflow_kwargs: {error}") from error
     elif workflow_kwargs:

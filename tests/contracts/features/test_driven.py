@@ -29,6 +29,22 @@ DATA = [
     {"prompt": f"What is {a} plus {a}?", "response": f"It is {2 * a}.", "chosen": "Even.", "rejected": "Odd?"}
     for a in range(ROWS)
 ]
+WORKFLOW = """
+from areno.rollouts.conversation.rows import completion_row
+from areno.rollouts.engine_client import ModelRequest
+from areno.rollouts.trajectory import make_trajectory
+from areno.rollouts.workflows.base import RolloutWorkflow
+
+
+class Generous(RolloutWorkflow):
+    def __init__(self, gconfig, tokenizer):
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+
+    async def arun_episode(self, engine, data):
+        prompt = self.tokenizer(data["prompt"])["input_ids"]
+        answer = await engine.agenerate(ModelRequest(prompt, self.gconfig))
+        return make_trajectory([(completion_row(prompt, answer.sequence), 9.0 + sum(answer.output_tokens) % 7)])
+"""
 FUNCTIONS = """
 def reward_fn(record):
     return sum(record.tokens) % 7 / 7
@@ -93,6 +109,17 @@ DRIVES: dict[str, tuple[str, str]] = {
         POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
         "algorithm by name or from your own file, KL in the reward",
     ),
+    "flags beside": (
+        POLICY.replace("--reward-fn-path {functions}", "--workflow {workflow}:Generous")
+        + " --max-steps 2 --rollout async --rollout-replicas 2 --max-staleness 1",
+        "workflows, asynchronous rollout, rollout replicas",
+    ),
+    "yaml beside": (
+        RUN + " total_train_steps=2 train_dataset.type=rl train_dataset.batch_size=2 gconfig.n_samples=4"
+        " gconfig.max_new_tokens=6 gconfig.max_tokens=128 rollout.backend=areno:d2 rollout.max_head_offpolicyness=1"
+        " rollout.max_concurrent_rollouts=8 workflow.path={workflow}:Generous",
+        "workflows, asynchronous rollout, rollout replicas",
+    ),
     "yaml update": (
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
         " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2",
@@ -146,10 +173,12 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> di
     """Data and functions of all runs."""
     folder = tmp_path_factory.mktemp("features")
     paths = {"data": folder / "rows.jsonl", "functions": folder / "functions.py", "yaml": folder / "run.yaml"}
+    paths["workflow"] = folder / "workflow.py"
     paths["held_out"] = folder / "held_out.jsonl"
     for name in ("data", "held_out"):
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in DATA), encoding="utf-8")
     paths["functions"].write_text(FUNCTIONS, encoding="utf-8")
+    paths["workflow"].write_text(WORKFLOW, encoding="utf-8")
     paths["yaml"].write_text("{}\n", encoding="utf-8")
     return {**paths, "ckpt": tiny_checkpoint}
 
