@@ -203,22 +203,17 @@ def trained_values(rows: Sequence[TrainSequence], name: str) -> list[float]:
     return [value for row in rows for value, counts in zip(getattr(row, name), row.trainable(), strict=True) if counts]
 
 
-def _actions(row: TrainSequence) -> list[int]:
-    return [index for index, counts in enumerate(row.trainable()) if counts]
-
-
 def _kl_rewards(row: TrainSequence, shaping: RewardShaping) -> list[float]:
     """-kl_ctl KL_t at each trained token."""
-    actions = _actions(row)
     if shaping.kl_ctl == 0:
-        return [0.0] * len(actions)
+        return [0.0] * sum(row.trainable())
     if not row.ref_logprobs or not row.logprobs:
         raise ValueError(
             f"kl_ctl={shaping.kl_ctl} rewards closeness to a reference, and the rows have no reference log-probs; "
             "configure a reference model (ref), or set kl_ctl=0"
         )
-    pairs = [(row.logprobs[i], row.ref_logprobs[i]) for i in actions]
-    old, reference = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    columns = [trained_values([row], name) for name in ("logprobs", "ref_logprobs")]
+    old, reference = torch.tensor(columns, dtype=torch.float64)
     kl = kl_penalty(old, reference, shaping.kl_estimator).clamp(-MAX_KL, MAX_KL)
     return (-shaping.kl_ctl * kl).tolist()
 
@@ -329,7 +324,7 @@ def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str,
     for index, row in enumerate(rows):
         if not row.versions:
             raise ValueError(f"version statistics need the versions of all rows; row {index} has none")
-    made = [row.versions[i] for row in rows for i in _actions(row) if row.versions[i] >= 0]
+    made = [version for version in trained_values(rows, "versions") if version >= 0]
     stats = {"v_theta": float(version), "v_proximal": float(version - 1), "n_valid_generated_tokens": float(len(made))}
     for name, newest in (("proximal", version - 1), ("theta", version)) if made else ():
         behind = [newest - v for v in made]

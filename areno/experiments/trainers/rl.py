@@ -159,19 +159,14 @@ class PPOTrainer(ExperimentTrainer):
         longest = self._longest_prompt(section.max_length)
         rows, left_out = without_long(train, length, longest)
         if left_out:
-            _log.info(
-                "%d of %d prompts are longer than %s tokens and left out",
-                left_out,
-                left_out + len(rows),
-                longest,
-            )
+            numbers = (left_out, left_out + len(rows), longest)
+            _log.info("%d of %d prompts are longer than %s tokens and left out", *numbers)
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
         if self.config.recover.enabled and len(rows):
-            plain_objects.check(
-                rows[0]
-            )  # rows of the queue go into recovery points, the first of which may be hours away
+            # Rows of the queue go into recovery points, the first of which may be hours away.
+            plain_objects.check(rows[0])
         return RowSource(rows, batch_size=section.batch_size, seed=config.seed, **names), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
@@ -397,8 +392,8 @@ class PPOTrainer(ExperimentTrainer):
     def known_names(self) -> dict[str, str]:
         """Those of the update and of the rollout."""
         names = {"loss": "actor_loss/avg", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
-        found = {known: f"{self.section}/update/{name}" for known, name in names.items()}
-        return found | {"reward_mean": "rollout/reward/avg"}
+        known = {name: f"{self.section}/update/{statistic}" for name, statistic in names.items()}
+        return known | {"reward_mean": "rollout/reward/avg"}
 
     def _rollout_statistics(self, batch: Batch, rows: Sequence[TrainSequence]) -> dict[str, float]:
         told = self.dispatcher.statistics()
