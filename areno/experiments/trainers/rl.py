@@ -23,7 +23,7 @@ from areno.engine.backend import ACTOR
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, RewardError, UsageError
-from areno.experiments.checks import NO_REWARD, parser_problems
+from areno.experiments.checks import BUILT_IN_WORKFLOWS, parser_problems
 from areno.experiments.trainers.engines import (
     engine_config,
     micro_batching,
@@ -45,6 +45,7 @@ from areno.experiments.trainers.update import (
     turns_of,
     with_version,
 )
+from areno.experiments.trainers.workflows import filter_of, workflow_of
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
@@ -62,10 +63,7 @@ from areno.rollouts.in_turn import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
 from areno.rollouts.trajectory import Trajectory, samples_of, train_sequences
-from areno.rollouts.workflows.multi_turn import MultiTurnWorkflow
-from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
-from areno.rollouts.workflows.rewards import AsyncReward
-from areno.rollouts.workflows.rlvr import RLVRWorkflow, extract_prompt, input_ids_of
+from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
 from areno.serving.text import TokenTexts
 from areno.storage.layout import ACTOR_MODELS
 from areno.training import plain_objects
@@ -88,7 +86,6 @@ _TIMED = {
 }
 """What the times of an update's stages are called; that of another role's log-probs has the role's name."""
 _EVAL_AHEAD = 10**12
-_WORKFLOWS = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
 
 class PPOTrainer(ExperimentTrainer):
@@ -142,7 +139,7 @@ class PPOTrainer(ExperimentTrainer):
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
         """Rows of the workflows that come with areno need a prompt; what others need is known to them alone."""
-        if config.rollout.agent.agent_cls_path or config.workflow_section.path not in _WORKFLOWS:
+        if config.rollout.agent.agent_cls_path or config.workflow_section.path not in BUILT_IN_WORKFLOWS:
             return
         try:
             extract_prompt(rows[0])
@@ -289,75 +286,13 @@ class PPOTrainer(ExperimentTrainer):
             EngineError: a process has failed for good, or nothing happens any more.
         """
         self.plan_steps(total_epochs)
-        self.workflow = self._workflow(workflow, workflow_kwargs, evaluates=False)
+        self.workflow = workflow_of(self.config, workflow, workflow_kwargs, self.engine.tokenizer)
         if self.valid_rows is not None:
             again = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
-            self.eval_workflow = self._workflow(*again, evaluates=True)
+            self.eval_workflow = workflow_of(self.config, *again, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
-        self.accept = self._filter(dynamic_filter_fn)
+        self.accept = filter_of(self.config, dynamic_filter_fn)
         self.fit()
-
-    def _workflow(self, given: Any, kwargs: dict[str, Any] | None, *, evaluates: bool) -> Any:
-        config = self.config
-        gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
-        agent = config.rollout.agent
-        named = given
-        if given is None:
-            section = config.workflow_section
-            named, kwargs = section.path, {**section.kwargs, **(kwargs or {})}
-            if agent.agent_cls_path:
-                named, kwargs = agent.agent_cls_path, kwargs or None
-        if isinstance(named, str) and named in _WORKFLOWS:
-            named, kwargs = _WORKFLOWS[named], {"reward_fn": self._reward_call(), **(kwargs or {})}
-        options = {
-            name: getattr(agent, name)
-            for name in ("mode", "turn_discount", "export_style", "tool_call_parser", "reasoning_parser")
-        }
-        options |= {
-            "engine_max_tokens": agent.engine_max_tokens or gconfig.max_tokens,
-            "subproc_max_workers": agent.subproc_max_workers,
-            "session_timeout_seconds": agent.session_timeout_seconds,
-            "set_reward_finish_timeout": agent.set_reward_finish_timeout,
-        }
-        if config.actor.use_lora:
-            options["model_name"] = gconfig.lora_name
-        return resolve_workflow(
-            named,
-            gconfig,
-            workflow_kwargs=kwargs or None,
-            offered={"gconfig": gconfig, "tokenizer": self.engine.tokenizer},
-            agent_options=options,
-            n_samples=gconfig.n_samples,
-        )
-
-    def _reward_call(self) -> AsyncReward | None:
-        """The reward function of the workflows that come with areno; None where a reward model judges."""
-        reward = self.config.reward_section
-        if reward.path:
-            return None
-        if not reward.fn:
-            raise UsageError(NO_REWARD)
-        return AsyncReward(
-            reward.fn,
-            timeout_seconds=reward.timeout_seconds,
-            max_retries=reward.max_retries,
-            max_workers=reward.max_workers,
-        )
-
-    def _filter(self, given: Any) -> Callable[[Trajectory], bool] | None:
-        """The user's filter, and the success band."""
-        named = given or self.config.workflow_section.dynamic_filter_fn or None
-        accept = resolve_function(named, "workflow.dynamic_filter_fn")
-        low, high = self.config.success_rate_lb, self.config.success_rate_ub
-        if low is None and high is None:
-            return accept
-
-        def within(trajectory: Trajectory) -> bool:
-            rate = float(trajectory["rewards"].float().mean())
-            fits = (low is None or rate >= low) and (high is None or rate <= high)
-            return fits and (accept is None or accept(trajectory))
-
-        return within
 
     def run_step(self, at: StepInfo) -> StepOutcome:
         """One batch, one update, new weights for the replicas."""
