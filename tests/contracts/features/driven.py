@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areno.cache_folder import cache_folder
 from areno.engine.engine import EngineConfig
 from areno.engine.parallel.peers import Layout
+from areno.observability.display import LiveProgress
 from areno.spec import RunSpec
 from areno.training.frequency import StepInfo
 from areno.training.loop import TrainingLoop
+from areno.training.objectives.ref_cache import CACHE_KIND
 
 STEP = 6
 """Rows of a step of SFT, unless a run says otherwise."""
@@ -28,9 +31,12 @@ class Driven:
         engines: configuration and layout of each engine that the process made.
         calls: rows and micro-batching of each optimizer step of the actor.
         losses: names of the losses of these steps.
+        knobs: of these losses.
         rows: how many were trained on, step by step.
         staged: models that were copied, to be saved beside training.
         scored: roles that scored rows.
+        replicas: of rollout, in processes of their own.
+        root: of all that it wrote.
         code: exit status of the last command.
         output: what the commands printed.
     """
@@ -39,9 +45,12 @@ class Driven:
     engines: list[tuple[EngineConfig, Layout]] = field(default_factory=list)
     calls: list[tuple[int, Any]] = field(default_factory=list)
     losses: set[str] = field(default_factory=set)
+    knobs: dict[str, Any] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     staged: int = 0
     scored: set[str] = field(default_factory=set)
+    replicas: int = 0
+    root: Path = Path()
     code: int = 0
     output: str = ""
 
@@ -94,6 +103,7 @@ class Driven:
         )
 
 
+REWARD = ("reward_mean", "task_reward/avg")
 EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "passes over the data": lambda run: run.done == 2 * ROWS // STEP and run.loop.state.epoch >= 1,
     "most steps": lambda run: run.done == run.spec.span.steps == 1,
@@ -105,8 +115,8 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "algorithm by name or from your own file": lambda run: run.losses == {"gmpo_loss_fn"},
     "KL in the loss": lambda run: "ref" in run.scored and any(run.column("kl_loss", "kl_loss/avg")),
     "KL in the reward": lambda run: "ref" in run.scored and run.column("kl_reward_mean", "kl_rewards/avg") != [],
-    "reward function": lambda run: run.column("reward_mean", "task_reward/avg") != [] and "reward" not in run.scored,
-    "reward model": lambda run: run.column("reward_mean", "task_reward/avg") != [] and "reward" in run.scored,
+    "reward function": lambda run: run.column(*REWARD) != [] and "reward" not in run.scored,
+    "reward model": lambda run: run.column(*REWARD) != [] and "reward" in run.scored,
     "prompts shared in training": lambda run: run.engine.tree_training or getattr(run.calls[0][1], "tree", False),
     "8-bit Adam": lambda run: run.engine.optimizer.adam_8bit,
     "LoRA": lambda run: run.engine.adapter is not None and run.engine.adapter.rank == 4,
@@ -118,6 +128,16 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "asynchronous rollout": lambda run: max([0.0, *run.column("staleness_max", "staleness/max")]) == 1,
     "rollout replicas": lambda run: sum(config.trains == "nothing" for config, _ in run.engines) == 2,
     "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
+    "swapped labels of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
+    "reference of DPO, scored once and kept on disk": lambda run: (
+        run.losses == {"dpo_loss_fn"} and any(cache_folder(CACHE_KIND).iterdir())
+    ),
+    "preferences without a reference (SimPO)": lambda run: run.losses == {"simpo_loss_fn"} and not run.scored,
+    "asynchronous rollout": lambda run: max(run.column("staleness/max", "staleness_max"), default=0) == 1,
+    "rollout replicas": lambda run: run.replicas == 2,
+    "generating and training in turn on one device": lambda run: run.replicas == 0 and run.column(*REWARD) != [],
+    "workflows": lambda run: {*run.column(*REWARD)} == {0.25},
+    "agents": lambda run: {*run.column("agent_turns_mean", "num_turns/avg")} == {3.0},
     "evaluation": lambda run: (run.loop.state.evaluation or {"step": -1})["step"] == run.done,
     "evaluation before training": lambda run: (run.loop.state.best or {"step": -1})["step"] == 0,
     "best checkpoint": lambda run: run.checkpoints("best") != [],
@@ -127,6 +147,13 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "models beside checkpoints": lambda run: len(run.models) >= 2,
     "saving beside training": lambda run: run.staged == len(run.models) > 0,
     "traces": lambda run: (run.folder / "perf_tracer" / "trainer" / "traces-r0.jsonl").exists(),
+    "warnings about runs that cannot learn": lambda run: "all rewards" in run.log and "WARNING" in run.log,
+    "live display on a terminal": lambda run: isinstance(run.loop.display, LiveProgress),
+    "TensorBoard": lambda run: any((run.root / "tb").rglob("events*")),
+    "W&B, SwanLab, Trackio": lambda run: any(run.root.rglob("*.wandb")),
+    "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),
+    "memory planned before a run (`areno plan`)": lambda run: "optimizer" in run.output and not run.loops,
+    "tuned sizes": lambda run: "auto tune chose" in run.log,
     "exact resume": lambda run: (
         run.loops[-1].resumed_from is not None and [line["step"] for line in run.metrics] == [0, 1, 2]
     ),

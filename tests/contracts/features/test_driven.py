@@ -6,57 +6,39 @@ none; a feature of the table that no run drives fails a test.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from areno.cli.main import main
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
 from areno.engine.role import Role
+from areno.observability.display import LiveProgress
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.training import report
 from areno.training.frequency import FrequencyControl
 from areno.training.loop import TrainingLoop
 from areno.training.report import Reporter, StepOutcome
+from docs.make_front_ends import FEATURES
+from tests.agentic.agents import THREE_TURNS, write_agent
 from tests.contracts.features.driven import EVIDENCE, ROWS, Driven, shows
+from tests.support.loops import save_classifier
 
 DATA = [
     {"prompt": f"What is {a} plus {a}?", "response": f"It is {2 * a}.", "chosen": "Even.", "rejected": "Odd?"}
     for a in range(ROWS)
 ]
-WORKFLOW = """
-from areno.rollouts.conversation.rows import completion_row
-from areno.rollouts.engine_client import ModelRequest
-from areno.rollouts.trajectory import make_trajectory
-from areno.rollouts.workflows.base import RolloutWorkflow
-
-
-class Generous(RolloutWorkflow):
-    def __init__(self, gconfig, tokenizer):
-        self.gconfig, self.tokenizer = gconfig, tokenizer
-
-    async def arun_episode(self, engine, data):
-        prompt = self.tokenizer(data["prompt"])["input_ids"]
-        answer = await engine.agenerate(ModelRequest(prompt, self.gconfig))
-        return make_trajectory([(completion_row(prompt, answer.sequence), 9.0 + sum(answer.output_tokens) % 7)])
-"""
-FUNCTIONS = """
-def reward_fn(record):
-    return sum(record.tokens) % 7 / 7
-
-
-def letters(prompt, completions, prompt_ids, completion_ids, **row):
-    return sum(completion_ids) % 7 / 7
-
-
-def load_training_dataset(path, *, default_loader, **_):
-    return default_loader(path)
-"""
+FUNCTIONS, WORKFLOW = (Path(__file__).with_name(name) for name in ("functions.py", "workflow.py"))
 TRAIN = "train --ckpt {ckpt} --dataset-path {data} --run-dir {run} --mini-bs 8 --max-new-tokens 6 --lr 1e-3"
 SFT = TRAIN + " --algo sft --dataset-loader-fn {functions} --batch-size 6"
 POLICY = TRAIN + " --algo grpo --reward-fn-path {functions} --batch-size 2 --n-samples 4"
@@ -71,12 +53,17 @@ RUN_POLICY = (
     " rollout.scheduling_strategy.target=actor rollout.scheduling_strategy.fork=false reward.fn={functions}:letters"
     " actor.reward_norm.mean_level=group"
 )
+IN_TURN = ["reward function", "generating and training in turn on one device"]
 PLAIN = {
     "flags": (SFT, []),
     "yaml": (RUN_SFT, ["saving beside training"]),
-    "flags policy": (POLICY + " --epochs 1", ["reward function"]),
-    "yaml policy": (RUN_POLICY, ["reward function", "saving beside training"]),
+    "flags policy": (POLICY + " --epochs 1", IN_TURN),
+    "yaml policy": (RUN_POLICY, [*IN_TURN, "saving beside training"]),
 }
+APART = (
+    " rollout.scheduling_strategy.type=separation rollout.scheduling_strategy.target=null"
+    " rollout.scheduling_strategy.fork=true rollout.backend=areno:d2 rollout.max_head_offpolicyness=1"
+)
 HELD_OUT = " valid_dataset.path={held_out} valid_dataset.type=sft evaluator.freq_steps=1"
 DRIVES: dict[str, tuple[str, str]] = {
     "flags adapter": (
@@ -109,22 +96,61 @@ DRIVES: dict[str, tuple[str, str]] = {
         POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
         "algorithm by name or from your own file, KL in the reward",
     ),
-    "flags beside": (
-        POLICY.replace("--reward-fn-path {functions}", "--workflow {workflow}:Generous")
-        + " --max-steps 2 --rollout async --rollout-replicas 2 --max-staleness 1",
-        "workflows, asynchronous rollout, rollout replicas",
+    "flags async": (
+        TRAIN + " --algo grpo --workflow {workflow}:Quarter --batch-size 2 --n-samples 4 --max-steps 3 --rollout async"
+        " --rollout-replicas 2 --max-staleness 1",
+        "asynchronous rollout, rollout replicas, workflows",
     ),
-    "yaml beside": (
-        RUN + " total_train_steps=2 train_dataset.type=rl train_dataset.batch_size=2 gconfig.n_samples=4"
-        " gconfig.max_new_tokens=6 gconfig.max_tokens=128 rollout.backend=areno:d2 rollout.max_head_offpolicyness=1"
-        " rollout.max_concurrent_rollouts=8 workflow.path={workflow}:Generous",
-        "workflows, asynchronous rollout, rollout replicas",
+    "flags agent": (
+        POLICY + " --max-steps 1 --agent-fn {agent} --metrics-log-dir {run}/tb --track wandb",
+        "agents, TensorBoard, W&B, SwanLab, Trackio",
     ),
+    "flags equal": (
+        POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
+        "warnings about runs that cannot learn, tuned sizes",
+    ),
+    "flags dry": (POLICY + " --dry-run", "dry run"),
+    "flags terminal": (SFT + " --max-steps 1", "live display on a terminal"),
+    "yaml terminal": (RUN_SFT + " total_train_steps=1", "live display on a terminal"),
+    "flags pairs": (
+        TRAIN + " --algo dpo --batch-size 6 --max-steps 1 --dpo-label-smoothing 0.1",
+        "swapped labels of DPO, reference of DPO, scored once and kept on disk",
+    ),
+    "flags simpo": (TRAIN + " --algo simpo --batch-size 6 --max-steps 1", "preferences without a reference (SimPO)"),
+    "yaml pairs": (
+        RUN + " train_dataset.type=dpo total_train_steps=1 actor.label_smoothing=0.1 ref.path={ckpt}",
+        "swapped labels of DPO, reference of DPO, scored once and kept on disk",
+    ),
+    "yaml simpo": (
+        RUN + " train_dataset.type=dpo total_train_steps=1 actor.algorithm=simpo",
+        "preferences without a reference (SimPO)",
+    ),
+    "flags judge": (
+        TRAIN + " --algo grpo --reward-ckpt {judge} --batch-size 2 --n-samples 4 --max-steps 1",
+        "reward model",
+    ),
+    "yaml async": (
+        RUN_POLICY + " total_train_steps=3 workflow.path={workflow}:Quarter" + APART,
+        "asynchronous rollout, rollout replicas, workflows",
+    ),
+    "yaml agent": (
+        RUN_POLICY + " total_train_steps=1 rollout.agent.agent_cls_path=tests.experiments.settings_agents.Talker"
+        " stats_logger.tensorboard.path={run}/tb stats_logger.wandb.mode=offline",
+        "agents, TensorBoard, W&B, SwanLab, Trackio",
+    ),
+    "yaml equal": (
+        RUN_POLICY.replace(":letters", ":same") + " total_train_epochs=1",
+        "warnings about runs that cannot learn",
+    ),
+    "flags plan": (POLICY.replace("train", "plan", 1), "memory planned before a run (`areno plan`)"),
+    "yaml plan": (RUN_POLICY.replace("run", "plan", 1), "memory planned before a run (`areno plan`)"),
+    "yaml dry": (RUN_POLICY + " --dry-run", "dry run"),
     "yaml update": (
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
-        " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2",
+        " actor.ppo_n_minibatches=2 actor.enable_tree_training=true rollout.speculate=2 actor.kl_loss_coef=0.1"
+        " ref.path={ckpt}",
         "optimizer steps per rollout, passes over a rollout, prompts shared in training, speculative decoding, "
-        "reward function",
+        "KL in the loss, reward function",
     ),
     "yaml named": (
         RUN_POLICY + " total_train_steps=1 actor.algorithm=gmpo actor.kl_ctl=0.1 ref.path={ckpt}",
@@ -152,12 +178,14 @@ DRIVES: dict[str, tuple[str, str]] = {
         "checkpoints by the clock, models beside checkpoints, saving beside training, traces, most trained sequences",
     ),
 }
+AFTER_A_SIGNAL = ("saving on Ctrl-C, SIGTERM and SIGHUP", "exact resume")
 ENDS_AND_GOES_ON = {
     "flags": (POLICY + " --max-steps 3 --save-interval 1", "train --resume {run}"),
     "yaml": (RUN_POLICY + " total_train_steps=3 recover.mode=auto recover.freq_steps=1", ""),
 }
 
 
+OFFLOADING = ("optimizer in the computer's memory", "activations in the computer's memory")
 ON_A_GPU = {
     "flags": (SFT + " --offload-optimizer --offload-activations", ("--offload-optimizer", "--offload-activations")),
     "yaml": (
@@ -172,15 +200,14 @@ ON_A_GPU = {
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
     """Data and functions of all runs."""
     folder = tmp_path_factory.mktemp("features")
-    paths = {"data": folder / "rows.jsonl", "functions": folder / "functions.py", "yaml": folder / "run.yaml"}
-    paths["workflow"] = folder / "workflow.py"
+    paths = {"data": folder / "rows.jsonl", "functions": FUNCTIONS, "workflow": WORKFLOW, "yaml": folder / "run.yaml"}
     paths["held_out"] = folder / "held_out.jsonl"
     for name in ("data", "held_out"):
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in DATA), encoding="utf-8")
-    paths["functions"].write_text(FUNCTIONS, encoding="utf-8")
-    paths["workflow"].write_text(WORKFLOW, encoding="utf-8")
     paths["yaml"].write_text("{}\n", encoding="utf-8")
-    return {**paths, "ckpt": tiny_checkpoint}
+    agent = write_agent(folder, THREE_TURNS)
+    judge = save_classifier(folder / "judge", tiny_checkpoint)
+    return {**paths, "ckpt": tiny_checkpoint, "agent": agent, "judge": judge}
 
 
 @pytest.fixture
@@ -207,7 +234,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
         ) -> Any:
             if role == "actor":
                 seen.calls.append((len(rows), batching))
-                seen.losses.add(getattr(loss, "func", loss).__name__)
+                knobs = getattr(loss, "keywords", {})
+                seen.losses.add(knobs.get("loss_fn", getattr(loss, "func", loss)).__name__)
+                seen.knobs |= knobs
             return step(engine, rows, loss, batching, accumulation, role)
 
         return call
@@ -219,9 +248,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
 
         return call
 
-    def observed(report: Reporter, step: int, outcome: StepOutcome) -> bool:
+    def observed(reporter: Reporter, step: int, outcome: StepOutcome) -> bool:
         seen.rows.append(len(outcome.rows))
-        return observe(report, step, outcome)
+        return observe(reporter, step, outcome)
 
     observe = Reporter.observe
     monkeypatch.setattr(Reporter, "observe", observed)
@@ -234,6 +263,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
     monkeypatch.setattr(Role, "stage_model", staged)
     for name in ("score_logprobs", "score_rewards"):
         monkeypatch.setattr(Engine, name, scored(getattr(Engine, name)))
+
+    def fleet_made(fleet: RolloutFleet, path: Any, config: Any, options: FleetOptions, *more: Any) -> None:
+        seen.replicas += options.replicas
+        make_fleet(fleet, path, config, options, *more)
+
+    make_fleet = RolloutFleet.__init__
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(RolloutFleet, "__init__", fleet_made)
     monkeypatch.setattr(TrainingLoop, "set_up", loop_made)
     monkeypatch.setattr(Engine, "__init__", engine_made)
     monkeypatch.setattr(EngineGroup, "__init__", group_made)
@@ -244,6 +281,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
 
 def drive(run: Driven, command: str, files: dict[str, Path], folder: Path, capsys: Any) -> None:
     """Run a command in this process."""
+    run.root = folder
     run.code = main([word.format(run=folder, **files) for word in command.split()])
     run.output += "".join(capsys.readouterr())
 
@@ -262,9 +300,25 @@ def test_features(name, run, files, tmp_path, capsys, monkeypatch):
     if "clock" in name:  # on which ten seconds pass whenever it is looked at
         options = {**FrequencyControl.__init__.__kwdefaults__, "clock": itertools.count(0, 10).__next__}
         monkeypatch.setattr(FrequencyControl.__init__, "__kwdefaults__", options)
+    if "terminal" in name:
+        console = Console(file=io.StringIO(), force_terminal=True)
+        monkeypatch.setattr(report, "create_progress", lambda: LiveProgress(console))
     drive(run, command, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
-    assert [feature for feature in features.split(", ") if not shows(run, feature)] == []
+    assert [feature for feature in names(features) if not shows(run, feature)] == []
+
+
+@pytest.mark.parametrize(("side", "spelling"), [("flags", "flags"), ("yaml", "settings")])
+def test_each_feature_of_the_page_is_driven(side, spelling):
+    runs = [names(features) for name, (_, features) in DRIVES.items() if name.startswith(side)]
+    driven = {*IN_TURN, *AFTER_A_SIGNAL, *OFFLOADING, *itertools.chain.from_iterable(runs)}
+    assert {feature.name for feature in FEATURES if getattr(feature, spelling)} - driven == set()
+    assert driven <= {feature.name for feature in FEATURES}
+
+
+def names(features: str) -> list[str]:
+    """Names of features, one of which has commas in it."""
+    return re.split(r", (?!SwanLab|Trackio|scored once)", features)
 
 
 @pytest.mark.parametrize("side", ON_A_GPU)
@@ -290,5 +344,4 @@ def test_a_signal_saves_and_the_run_goes_on(side, run, files, tmp_path, capsys, 
     assert run.code == 128 + signal.SIGTERM
     drive(run, second or first, files, tmp_path / "run", capsys)
     assert run.code == 0, run.output
-    assert shows(run, "saving on Ctrl-C, SIGTERM and SIGHUP")
-    assert shows(run, "exact resume")
+    assert [feature for feature in AFTER_A_SIGNAL if not shows(run, feature)] == []

@@ -1,0 +1,26 @@
+"""Rewards of the driven runs, and a loader; importing this module imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def reward_fn(record: Any) -> float:
+    """Differs between answers."""
+    return sum(record.tokens) % 7 / 7
+
+
+def equal(record: Any) -> float:
+    return 1.0
+
+
+def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    return sum(completion_ids) % 7 / 7
+
+
+def same(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    return 1.0
+
+
+def load_training_dataset(path: str, *, default_loader: Any, **_: Any) -> Any:
+    return default_loader(path)
