@@ -137,6 +137,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "rollout replicas": lambda run: run.replicas == 2,
     "generating and training in turn on one device": lambda run: run.replicas == 0 and run.column(*REWARD) != [],
     "workflows": lambda run: {*run.column(*REWARD)} == {0.25},
+    "what a failing reward does": lambda run: sum(run.column("reward_errors", "rollout/reward_errors")) > 0,
     "agents": lambda run: {*run.column("agent_turns_mean", "num_turns/avg")} == {3.0},
     "evaluation": lambda run: (run.loop.state.evaluation or {"step": -1})["step"] == run.done,
     "evaluation before training": lambda run: (run.loop.state.best or {"step": -1})["step"] == 0,

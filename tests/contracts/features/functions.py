@@ -10,6 +10,12 @@ def reward_fn(record: Any) -> float:
     return sum(record.tokens) % 7 / 7
 
 
+def failing(record: Any) -> float:
+    if record.metadata["sample_index"] == 1:
+        raise ValueError("no reward for this one")
+    return reward_fn(record)
+
+
 def equal(record: Any) -> float:
     return 1.0
 

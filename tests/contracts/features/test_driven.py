@@ -102,8 +102,9 @@ DRIVES: dict[str, tuple[str, str]] = {
         "asynchronous rollout, rollout replicas, workflows",
     ),
     "flags agent": (
-        POLICY + " --max-steps 1 --agent-fn {agent} --metrics-log-dir {run}/tb --track wandb",
-        "agents, TensorBoard, W&B, SwanLab, Trackio",
+        POLICY.replace("{functions}", "{functions}:failing")
+        + " --max-steps 1 --agent-fn {agent} --on-reward-error drop --metrics-log-dir {run}/tb --track wandb",
+        "agents, what a failing reward does, TensorBoard, W&B, SwanLab, Trackio",
     ),
     "flags equal": (
         POLICY.replace("{functions}", "{functions}:equal") + " --epochs 1 --tune-params --tune-max-samples 8",
