@@ -111,14 +111,14 @@ def _memory(options: TrainOptions) -> Iterator[tuple[str, str]]:
     elif options.explicit.issuperset(TUNED_OPTIONS):
         flags = listed([flag_of(name) for name in TUNED_OPTIONS])
         yield "tune_params", f"has nothing to choose, because {flags} are all given; leave one of them out"
-    if options.device == "cpu":
-        yield "offload_optimizer", "has no effect on a CPU, whose memory holds the optimizer anyway; leave it out"
-        yield "offload_activations", "has no effect on a CPU, whose memory holds activations anyway; leave it out"
     if not options.activation_checkpointing:
         yield (
             "offload_activations",
             "has no effect with --no-activation-checkpointing, which leaves nothing to offload; leave one of the two out",
         )
+    for name, what in (("offload_optimizer", "the optimizer"), ("offload_activations", "activations")):
+        if options.device == "cpu" and getattr(options, name):
+            yield name, f"has no effect on a CPU, whose memory holds {what} anyway; leave it out"
 
 
 def _reference(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[str, str]]:
