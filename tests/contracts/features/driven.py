@@ -124,9 +124,6 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "recomputed activations": lambda run: run.engine.activation_checkpointing is True,
     "several devices": lambda run: run.layout.world_size == 2,
     "weights sharded over replicas (FSDP2)": lambda run: run.layout.fsdp,
-    "workflows": lambda run: any(value >= 9 for value in run.column("reward_mean", "rollout/reward/avg")),
-    "asynchronous rollout": lambda run: max([0.0, *run.column("staleness_max", "staleness/max")]) == 1,
-    "rollout replicas": lambda run: sum(config.trains == "nothing" for config, _ in run.engines) == 2,
     "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
     "swapped labels of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
     "reference of DPO, scored once and kept on disk": lambda run: (
