@@ -125,6 +125,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "several devices": lambda run: run.layout.world_size == 2,
     "weights sharded over replicas (FSDP2)": lambda run: run.layout.fsdp,
     "speculative decoding": lambda run: any(config.speculate == 2 for config, _ in run.engines),
+    "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)": lambda run: run.knobs["knobs"].eps_clip_higher == 0.3,
     "swapped labels of DPO": lambda run: run.knobs["label_smoothing"] == 0.1,
     "reference of DPO, scored once and kept on disk": lambda run: (
         run.losses == {"dpo_loss_fn"} and any(cache_folder(CACHE_KIND).iterdir())
@@ -134,7 +135,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "rollout replicas": lambda run: run.replicas == 2,
     "generating and training in turn on one device": lambda run: run.replicas == 0 and run.column(*REWARD) != [],
     "workflows": lambda run: {*run.column(*REWARD)} == {0.25},
-    "what a failing reward does": lambda run: sum(run.column("reward_errors", "rollout/reward_errors")) > 0,
+    "what a failing reward does": lambda run: sum(run.column("reward_errors", "rollout/failed")) > 0 < run.done,
     "agents": lambda run: {*run.column("agent_turns_mean", "num_turns/avg")} == {3.0},
     "evaluation": lambda run: (run.loop.state.evaluation or {"step": -1})["step"] == run.done,
     "evaluation before training": lambda run: (run.loop.state.best or {"step": -1})["step"] == 0,
@@ -151,7 +152,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "W&B, SwanLab, Trackio": lambda run: any(run.root.rglob("*.wandb")),
     "dry run": lambda run: "max_new_tokens" in run.output and not (run.loops or run.engines),
     "memory planned before a run (`areno plan`)": lambda run: "optimizer" in run.output and not run.loops,
-    "tuned sizes": lambda run: "auto tune chose" in run.log,
+    "tuned sizes": lambda run: "max_concurrent_rollouts=" in run.output or "auto tune chose" in run.log,
     "exact resume": lambda run: (
         run.loops[-1].resumed_from is not None and [line["step"] for line in run.metrics] == [0, 1, 2]
     ),

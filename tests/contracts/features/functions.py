@@ -24,6 +24,12 @@ def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids
     return sum(completion_ids) % 7 / 7
 
 
+def stumbling(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    if "1 plus 1?" in prompt:
+        raise ValueError("no reward for this one")
+    return letters(prompt, completions, prompt_ids, completion_ids)
+
+
 def same(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
     return 1.0
 

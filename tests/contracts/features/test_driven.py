@@ -144,7 +144,23 @@ DRIVES: dict[str, tuple[str, str]] = {
         "warnings about runs that cannot learn",
     ),
     "flags plan": (POLICY.replace("train", "plan", 1), "memory planned before a run (`areno plan`)"),
-    "yaml plan": (RUN_POLICY.replace("run", "plan", 1), "memory planned before a run (`areno plan`)"),
+    "yaml plan": (
+        RUN_POLICY.replace("run", "plan", 1) + " --tune-params",
+        "memory planned before a run (`areno plan`), tuned sizes",
+    ),
+    "yaml judge": (
+        RUN_POLICY.replace("reward.fn={functions}:letters", "reward.path={judge}") + " total_train_steps=1",
+        "reward model",
+    ),
+    "yaml failing": (
+        RUN_POLICY.replace(":letters", ":stumbling") + " total_train_steps=2 train_dataset.shuffle=false"
+        " reward.on_error=drop actor.eps_clip_higher=0.3",
+        "what a failing reward does, policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+    ),
+    "flags family": (
+        POLICY + " --max-steps 1 --algo dapo --eps-clip-higher 0.3",
+        "policy loss with knobs (DAPO, CISPO, SAPO, M2PO, IcePop)",
+    ),
     "yaml dry": (RUN_POLICY + " --dry-run", "dry run"),
     "yaml update": (
         RUN_POLICY + " total_train_steps=1 train_dataset.batch_size=4 gconfig.n_samples=2 actor.ppo_n_epochs=2"
@@ -319,7 +335,7 @@ def test_each_feature_of_the_page_is_driven(side, spelling):
 
 def names(features: str) -> list[str]:
     """Names of features, one of which has commas in it."""
-    return re.split(r", (?!SwanLab|Trackio|scored once)", features)
+    return re.split(r", (?!SwanLab|Trackio|scored once|CISPO|SAPO|M2PO|IcePop)", features)
 
 
 @pytest.mark.parametrize("side", ON_A_GPU)
