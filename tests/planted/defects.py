@@ -114,8 +114,8 @@ DEFECTS = (
     Defect(
         "adapter as its own reference counted twice",
         "areno/engine/plan/sizes.py",
-        "if kl and not (run.uses_lora and ref == ckpt):",
-        "if kl:",
+        "own = run.uses_lora and ref == ckpt",
+        "own = False",
         ("tests/engine/test_plan.py::test_roles_are_counted_where_a_run_holds_them",),
     ),
     Defect(
@@ -211,23 +211,23 @@ DEFECTS = (
     Defect(
         "room on the disk not asked for",
         "areno/training/checkpoints.py",
-        "return 0 if copied else store.checkpoint_bytes()",
+        "return 0 if copied else backend.checkpoint_bytes()",
         "return 0",
         ("tests/experiments/test_recovery.py::test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun",),
     ),
     Defect(
-        "upper clip width not passed on",
+        "knobs of the loss not passed on",
         "areno/experiments/trainers/update.py",
-        "eps_clip_higher=actor.eps_clip_higher,",
-        "eps_clip_higher=None,",
+        "if name in own} | others)",
+        "if name in others} | others)",
         ("tests/experiments/test_settings_update.py::test_a_knob_of_the_loss_gives_its_formula",),
     ),
     Defect(
         "samples numbered from 1",
-        "areno/experiments/trainers/samples.py",
-        "seen.get(row.group, -1) + 1",
-        "seen.get(row.group, 0) + 1",
-        ("tests/experiments/test_samples_told.py",),
+        "areno/observability/samples.py",
+        '"sample_index": counts[row.group],',
+        '"sample_index": counts[row.group] + 1,',
+        ("tests/observability/test_row_records.py",),
     ),
     Defect(
         "broken weights accepted",
