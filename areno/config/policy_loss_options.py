@@ -77,3 +77,57 @@ class PolicyLossOptions:
             yield ("c_clip",), "with use_cispo_loss, which keeps every token; leave it out"
         if not self.use_decoupled_loss:
             yield ("rejection_sampling", "prox_logp_method"), "without use_decoupled_loss; set it too"
+
+
+@dataclass
+class RejectionSamplingConfig:
+    """Leaves out, or bounds, tokens whose proximal policy has moved away from the policy that sampled them.
+
+    With r = proximal / behaviour probability, the importance weight of ``use_decoupled_loss``, which it needs.
+    """
+
+    level: str = option("token", choices=("token", "sequence"), help="Judge each token, or each sequence as a whole.")
+    action: str = option(
+        "mask",
+        choices=("mask", "clamp"),
+        help="mask removes what is outside the bounds from the loss; clamp keeps it with a bounded weight (ratio only).",
+    )
+    metric: str = option(
+        "ratio",
+        choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
+        help="What is compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
+        "divergences between the token's Bernoulli distributions.",
+    )
+    agg: str = option(
+        "mean",
+        choices=("sum", "mean", "max"),
+        help="How a sequence's tokens become one number; for ratio in log space, so that mean is the geometric mean.",
+    )
+    upper: float = option(5.0, help="Upper bound.")
+    lower: float | None = option(None, help="Lower bound; null sets none, and is 0 with clamp.")
+
+    def __post_init__(self) -> None:
+        if self.action == "clamp" and self.lower is None:
+            self.lower = 0.0
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Bounds that the metric can have, and actions that it allows: the name, and what is wrong with the remedy."""
+        lower, upper = self.lower, self.upper
+        if lower is not None and lower > upper:
+            yield "lower", f"{lower} is above upper {upper}, which would leave out everything; exchange them"
+        if self.metric == "ratio":
+            if upper <= 1:
+                yield (
+                    "upper",
+                    f"{upper} would leave out an unchanged policy, whose ratio is 1; give more than 1, such as 5",
+                )
+            if lower is not None and lower <= 0 and self.action == "mask":
+                yield "lower", f"{lower} is no bound of a ratio, which is always positive; give e.g. 0.5, or null"
+        elif self.action == "clamp":
+            yield "action", f"clamp bounds a ratio, and metric is {self.metric}; use action mask, or metric ratio"
+        if self.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
+            because = f"because {self.metric} is never negative; give more than 0"
+            yield "upper", f"{upper} would leave out everything, {because}"
+        if self.level == "token" and self.agg != RejectionSamplingConfig.agg:
+            because = "with level token, where nothing is aggregated; use level sequence"
+            yield "agg", f"{self.agg} has no effect {because}"

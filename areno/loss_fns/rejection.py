@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areno.config.experiment.section_checks import check_rejection
-from areno.config.experiment.update_sections import RejectionSamplingConfig
 from areno.config.options import check_options
+from areno.config.policy_loss_options import RejectionSamplingConfig
 from areno.loss_fns.pack import DataPack, in_float
 from areno.loss_fns.policy import MAX_LOG_RATIO, ratio_of, sequence_means
 
@@ -37,7 +36,7 @@ class RejectionSampling(RejectionSamplingConfig):
     def __post_init__(self) -> None:
         check_options(self, "rejection_sampling.")
         super().__post_init__()
-        for name, text in check_rejection(self):
+        for name, text in self.problems():
             raise ValueError(f"rejection_sampling.{name} {text}")
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from areno.errors import ArenoError, RewardError, UsageError
 from areno.experiments.trainers.engines import rollout_devices
+from areno.experiments.trainers.workflows import _reward_call
 from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
 from areno.types import Request, SamplingParams
@@ -175,17 +176,20 @@ class Greedy(RLVRWorkflow):
         return [{**t, "loss_mask": torch.ones_like(t["loss_mask"])} for t in found]
 
 
+def built_in(trainer: HereTrainer) -> dict[str, Any]:
+    """Arguments of the workflows that come with areno."""
+    reward = _reward_call(trainer.config)
+    return {"reward_fn": reward, "gconfig": trainer.config.gconfig, "tokenizer": trainer.engine.tokenizer}
+
+
 def test_trajectories_are_checked_when_asked_for(rl):
     def run(check: bool) -> RolloutRun:
         def own(trainer: HereTrainer) -> None:
-            trainer._workflow = lambda *_, evaluates: resolved(trainer)  # type: ignore[method-assign,assignment]
+            train = trainer.train
+            workflow = Greedy(**built_in(trainer))
+            trainer.train = lambda *_: train(workflow)  # type: ignore[method-assign]
 
         return rl({"rollout.check_trajectory_format": check}, watch=own)
-
-    def resolved(trainer: HereTrainer) -> Any:
-        from areno.rollouts.workflows.base import GroupedRolloutWorkflow
-
-        return GroupedRolloutWorkflow(Greedy(**trainer._built_in(trainer.config.gconfig)), 2)
 
     assert run(False).steps == 1
     with pytest.raises(RolloutStoppedError, match="loss_mask of a trajectory"):
@@ -284,7 +288,7 @@ def test_a_late_reward_is_called_again(tiny_checkpoint, tmp_path):
         calls.mkdir()
         given = {"reward.fn": REWARDS + "late", "reward.timeout_seconds": timeout, "reward.max_retries": retries}
         with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / str(retries), given)) as trainer:
-            reward = trainer._built_in(trainer.config.gconfig)["reward_fn"]
+            reward = built_in(trainer)["reward_fn"]
             with pytest.raises(RewardError, match=rf"{timeout:g} s"):
                 asyncio.run(reward("p", "c", [1], [2], folder=str(calls)))
             reward.close()
@@ -320,7 +324,7 @@ def test_numbers_of_workflows_are_reported_when_asked_for(tiny_checkpoint, tmp_p
     def run(name: str, **actor: Any) -> Run:
         given = {f"actor.{key}": value for key, value in actor.items()} | {"total_train_steps": 1}
         with HereTrainer(settings_of_kind("rl", tiny_checkpoint, tmp_path / name, given)) as trainer:
-            trainer.train(Telling, workflow_kwargs=trainer._built_in(trainer.config.gconfig))
+            trainer.train(Telling, workflow_kwargs=built_in(trainer))
             return Run(trainer)
 
     assert run("on", log_agent_stats=True, log_agent_stats_keys=["tools"]).column("rollout/agent/tools/avg") == [0.5]

@@ -30,8 +30,8 @@ from areno.config.experiment.update_sections import (
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
-    RejectionSamplingConfig,
 )
+from areno.config.policy_loss_options import RejectionSamplingConfig
 
 __all__ = [
     "EXPERIMENTS",

@@ -13,10 +13,9 @@ from areno.config.experiment.update_sections import (
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
-    RejectionSamplingConfig,
 )
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
-from areno.config.policy_loss_options import PolicyLossOptions
+from areno.config.policy_loss_options import PolicyLossOptions, RejectionSamplingConfig
 from areno.config.update_options import KL_TYPES
 
 AUTO = "auto"

@@ -20,11 +20,11 @@ from areno.config.experiment.update_sections import (
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
-    RejectionSamplingConfig,
 )
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.options import nearest
 from areno.config.packages import lora_packages_problem
+from areno.config.policy_loss_options import RejectionSamplingConfig
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
 
@@ -71,27 +71,6 @@ def check_norm(config: NormConfig) -> Problems:
         yield from idle(config, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
     if config.mean_level is None and config.std_level is None:
         yield "mean_level", "and std_level are both null, which normalises nothing; set the section to null instead"
-
-
-def check_rejection(config: RejectionSamplingConfig) -> Problems:
-    """Bounds that the metric can have, and actions that it allows."""
-    lower, upper = config.lower, config.upper
-    if lower is not None and lower > upper:
-        yield "lower", f"{lower} is above upper {upper}, which would leave out everything; exchange them"
-    if config.metric == "ratio":
-        if upper <= 1:
-            yield "upper", f"{upper} would leave out an unchanged policy, whose ratio is 1; give more than 1, such as 5"
-        if lower is not None and lower <= 0 and config.action == "mask":
-            yield "lower", f"{lower} is no bound of a ratio, which is always positive; give e.g. 0.5, or null"
-    elif config.action == "clamp":
-        yield "action", f"clamp bounds a ratio, and metric is {config.metric}; use action mask, or metric ratio"
-    if config.metric in ("kl_k2", "kl_k3", "binary_kl") and upper <= 0:
-        yield (
-            "upper",
-            f"{upper} would leave out everything, because {config.metric} is never negative; give more than 0",
-        )
-    if config.level == "token":
-        yield from idle(config, ("agg",), "with level token, where nothing is aggregated; use level sequence")
 
 
 def check_generation(config: GenerationHyperparameters) -> Problems:
@@ -221,7 +200,7 @@ CHECKS: dict[type, Callable[[Any], Problems]] = {
     OptimizerConfig: check_optimizer,
     MicroBatchSpec: check_micro_batches,
     NormConfig: check_norm,
-    RejectionSamplingConfig: check_rejection,
+    RejectionSamplingConfig: RejectionSamplingConfig.problems,
     GenerationHyperparameters: check_generation,
     TrainEngineConfig: check_train_engine,
     InferenceEngineConfig: check_rollout,

@@ -88,38 +88,6 @@ class NormConfig:
 
 
 @dataclass
-class RejectionSamplingConfig:
-    """Leaves out, or bounds, tokens whose proximal policy has moved away from the policy that sampled them.
-
-    With r = proximal / behaviour probability, the importance weight of ``use_decoupled_loss``, which it needs.
-    """
-
-    level: str = setting("token", choices=("token", "sequence"), help="Judge each token, or each sequence as a whole.")
-    action: str = setting(
-        "mask",
-        choices=("mask", "clamp"),
-        help="mask removes what is outside the bounds from the loss; clamp keeps it with a bounded weight (ratio only).",
-    )
-    metric: str = setting(
-        "ratio",
-        choices=("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
-        help="What is compared with the bounds: r, log r, (log r)^2 / 2, r - log r - 1, or the larger of the two KL "
-        "divergences between the token's Bernoulli distributions.",
-    )
-    agg: str = setting(
-        "mean",
-        choices=("sum", "mean", "max"),
-        help="How a sequence's tokens become one number; for ratio in log space, so that mean is the geometric mean.",
-    )
-    upper: float = setting(5.0, help="Upper bound.")
-    lower: float | None = setting(None, help="Lower bound; null sets none, and is 0 with clamp.")
-
-    def __post_init__(self) -> None:
-        if self.action == "clamp" and self.lower is None:
-            self.lower = 0.0
-
-
-@dataclass
 class FSDPWrapPolicy:
     """Which modules are sharded together."""
 
