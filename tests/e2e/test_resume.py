@@ -63,7 +63,9 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_the_same(al
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_saves_the_last_step_and_says_how_to_go_on(signum, tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
-    process = start(*task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1000, "--max-steps", 500)
+    process = start(
+        *task_arguments("grpo", tiny_checkpoint, task, run), "--save-interval", 1000, "--max-steps", 500, "--ignore-eos"
+    )
     wait_for_text(process, "step 4/")
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
