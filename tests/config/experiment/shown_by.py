@@ -207,7 +207,7 @@ EFFECTS: dict[str, str] = {
     "TrainEngineConfig.setup_timeout": _PROCESSES + "test_whoever_starts_too_slowly_is_named",
     "TrainEngineConfig.backend": _PROCESSES + "test_ranks_train_as_one_process_does",
     "TrainEngineConfig.request_timeout": _PROCESSES + "test_ranks_train_as_one_process_does",
-    "SchedulingStrategy.target": _CHECKS + "test_colocated_roles_share_devices_or_take_turns_in_one_process",
+    "SchedulingStrategy.target": "tests/config/experiment/test_machine.py::test_colocated_roles_share_devices_or_take_turns",
     "SchedulingStrategy.fork": "tests/experiments/test_runs.py::test_without_staleness_it_is_the_same_as_a_plain_loop",
     "AgentConfig.chat_template_type": _CHECKS + "test_conversations_go_on_by_their_own_tokens_in_any_case",
     "TrainEngineConfig.temperature": _CHECKS + "test_what_the_actor_repeats_must_be_equal",

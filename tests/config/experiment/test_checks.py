@@ -436,22 +436,6 @@ def test_environments_are_those_of_processes_that_are_started():
     accepted({"rollout.scheduling_spec.0.env_vars": {"A": "1"}})
 
 
-def test_colocated_roles_share_devices_or_take_turns_in_one_process():
-    shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
-    accepted(shared)
-    turns = shared | {"rollout.scheduling_strategy.fork": False}
-    accepted(turns)
-    assert "both need the same layout" in refused(turns | {"actor.backend": "fsdp:d2"})
-    wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
-    assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
-    for role in ("ref", "critic"):
-        given = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
-        assert f"type, target of {role}.scheduling_strategy: {role} lives in the actor's" in notice(accepted(given))
-        assert f"write {role}.scheduling_strategy.target=actor" in refused(
-            given | {f"{role}.scheduling_strategy.target": "rollout"}
-        )
-
-
 def test_a_teacher_has_the_section_of_its_engine_and_takes_the_rest_from_the_actor():
     teacher = {"teacher.path": "t", "teacher.rollout": {}}
     accepted(teacher)

@@ -10,9 +10,11 @@ import pytest
 from areno.config.experiment import SFTConfig, config_from
 from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.machine import Machine, devices_needed, resolve_for_machine
+from areno.config.experiment.notices import notice
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
 from tests.config.experiment.samples import SFT, rl
+from tests.config.experiment.test_checks import accepted, refused
 
 CPU = Machine(gpus=0, cores=4)
 NODE = Machine(gpus=8, cores=64, flash_attention=True)
@@ -126,6 +128,22 @@ def test_nothing_is_guessed_ahead_on_a_gpu():
     resolve_for_machine(rl(rollout__speculate=3), CPU)
     with pytest.raises(UsageError, match=r"rollout\.speculate 3: on a GPU"):
         resolve_for_machine(rl(rollout__speculate=3), NODE)
+
+
+def test_colocated_roles_share_devices_or_take_turns():
+    shared = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
+    accepted(shared)
+    turns = shared | {"rollout.scheduling_strategy.fork": False}
+    accepted(turns)
+    assert "both need the same layout" in refused(turns | {"actor.backend": "fsdp:d2"})
+    wrong = shared | {"rollout.scheduling_strategy.target": "critic"}
+    assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
+    for role in ("ref", "critic"):
+        given = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
+        assert f"type, target of {role}.scheduling_strategy: {role} lives in the actor's" in notice(accepted(given))
+        assert f"write {role}.scheduling_strategy.target=actor" in refused(
+            given | {f"{role}.scheduling_strategy.target": "rollout"}
+        )
 
 
 def test_cores_are_shared_by_the_processes():
