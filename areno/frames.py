@@ -27,13 +27,9 @@ class FrameError(ArenoError):
 
 
 class Frames:
-    """One end of a connection. One thread at a time may read from it, and one may write to it.
+    """One end of a connection with a ``key``; bodies of more than ``limit`` bytes are refused.
 
-    Args:
-        sock: connected.
-        key: of the connection.
-        limit: largest body that is accepted, in bytes.
-    """
+    One thread at a time may read from it, and one may write to it."""
 
     def __init__(self, sock: socket.socket, key: bytes, limit: int) -> None:
         sock.setblocking(False)
@@ -75,10 +71,7 @@ class Frames:
         return found
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message.
-
-        Args:
-            timeout_s: how long no byte of it may come; None waits for as long as the other side lives.
+        """Wait for the next message; ``timeout_s`` is how long no byte of it may come, None as long as the other side lives.
 
         Raises:
             EOFError: the other side is gone.
@@ -93,11 +86,7 @@ class Frames:
         return self._whole.popleft()
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
-        """Write a message.
-
-        Args:
-            body: its content.
-            timeout_s: how long the other side may take nothing off; after that the connection cannot be used any more.
+        """Write a message; if the other side takes nothing off for ``timeout_s``, the connection cannot be used any more.
 
         Raises:
             OSError: the other side is gone, or does not read (TimeoutError).

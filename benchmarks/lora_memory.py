@@ -43,10 +43,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from areno.api.run import run_training
-    from areno.config.hooks import load_hook
-    from areno.config.prepare import LOADER_KEYWORDS
+    from areno.config.hooks import LOADER_HOOK, load_hook
     from areno.config.train_options import TrainOptions
-    from areno.config.validate import LOADER_HOOK
 
     if settings["way"].get("lora_rank"):
         import peft  # noqa: F401
@@ -70,7 +68,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         shared |= {"n_samples": 4, "ignore_eos": True, "reward_fn_path": str(folder / "reward.py"), "kl_coef": 0.01}
         shared |= {"kv_cache_tokens": 4096, "reward_workers": 1, "eager_decode": True}
     else:
-        loader = load_hook(str(folder / "loader.py"), positional=1, keywords=LOADER_KEYWORDS, **LOADER_HOOK)
+        loader = load_hook(str(folder / "loader.py"), LOADER_HOOK)
     before = resident_mib()
     run_training(TrainOptions(**shared), loader_fn=loader, console_level="ERROR")
     lines = [json.loads(line) for line in (Path(settings["run_dir"]) / "metrics.jsonl").read_text().splitlines()]

@@ -9,12 +9,7 @@ from areno.loss_fns.family import PolicyLoss, policy_loss_fn
 
 
 def family(name: str, **presets: Any) -> AlgorithmSpec:
-    """A choice of the knobs of the policy loss, all of which stay flags.
-
-    Args:
-        name: of the algorithm.
-        presets: knobs whose defaults are others here.
-    """
+    """A choice of the knobs of the policy loss, all of which stay flags; ``presets`` are their defaults here."""
     return AlgorithmSpec(
         name,
         default_loss=policy_loss_fn,

@@ -22,12 +22,11 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.base import DataTrainer, spec_of
 from areno.api.trainers.rollout import RolloutTrainer
 from areno.config.algorithms import get_algorithm
-from areno.config.hooks import load_hook
+from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
-from areno.config.prepare import LOADER_KEYWORDS
 from areno.config.splits import TEST, TRAIN, rows_named
 from areno.config.train_options import TrainOptions
-from areno.config.validate import EVAL_LOADER_HOOK, check_length
+from areno.config.validate import check_length
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
 from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
@@ -154,7 +153,7 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
         )
     rng = capture_rng()
     if own is not None:
-        loader_fn = load_hook(own, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
+        loader_fn = load_hook(own, EVAL_LOADER_HOOK)
     rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", split=TEST)
     rows = _first(rows, options.eval_max_rows)
     restore_rng(rng)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from areno.cli.serve import load_engine, need_server_packages
-from areno.config.serve_options import ChatOptions, parse_chat
+from areno.config.serve_options import ChatOptions, ServeOptions, parse_chat
 from areno.errors import ArenoError
 from areno.observability.chart import printable
 from areno.observability.logs import setup_logging
@@ -18,18 +18,7 @@ _HELP = "/reset forgets the conversation, /system TEXT sets the system message, 
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``chat``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the input cannot work.
-        ArenoError: the server cannot be reached or refuses; in a terminal only before the first question.
-    """
+    """Run the command."""
     options = parse_chat(argv)
     with setup_logging(None, level="WARNING"), _server(options) as (client, model):
         conversation = Conversation(client, model, options)
@@ -53,7 +42,8 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
 
     model = str(options.model_path)
     print(f"loading {model} ...", file=sys.stderr, flush=True)
-    engine = load_engine(options, max_running=1)
+    shared = ("model_path", "attn_backend", "kv_cache_tokens", "device", "dtype", "trust_remote_code")
+    engine = load_engine(ServeOptions(**{name: getattr(options, name) for name in shared}, max_running_prompts=1))
     try:
         with ServerThread(Service(ServingConfig(model_name=model), engine)) as server:
             yield ChatClient(server.base_url), model
@@ -62,13 +52,7 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
 
 
 class Conversation:
-    """The messages so far, and how to go on.
-
-    Args:
-        client: the server.
-        model: name of the model there.
-        options: sampling and the system message.
-    """
+    """The messages so far, and how to go on: the server, the model's name there, and sampling with the system message."""
 
     def __init__(self, client: ChatClient, model: str, options: ChatOptions) -> None:
         self._client = client
@@ -85,11 +69,7 @@ class Conversation:
         }
 
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
-        """Ask; yields pieces of the answer, each with whether it is reasoning. Without an answer nothing is remembered.
-
-        Raises:
-            ArenoError: the server refuses or fails.
-        """
+        """Ask; yields pieces of the answer, each with whether it is reasoning. Without an answer nothing is remembered."""
         asked = [*self.messages, {"role": "user", "content": question}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,14 +42,7 @@ class Check:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``check``.
-
-    Returns:
-        1 if a check failed, else 0.
-    """
+    """Run the command."""
     TypedParser("areno check", description="Check whether this machine is ready to train.").parse_args(argv)
     results = checks(collect())
     print(format_checks(results))
@@ -58,16 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 def checks(report: dict[str, Any]) -> list[Check]:
     """Judge a report of ``areno env``."""
-    parts: tuple[Callable[[dict[str, Any]], list[Check]], ...] = (
-        _python,
-        _required,
-        _devices,
-        _cuda,
-        _optional,
-        _compiler,
-        _places,
-        _memory,
-    )
+    parts = (_python, _required, _devices, _cuda, _optional, _compiler, _places, _memory)
     return [check for part in parts for check in part(report)]
 
 
@@ -83,9 +67,8 @@ def format_checks(results: Sequence[Check]) -> str:
         lines += [f"{result.status:<4} {result.name}", f"     {result.detail}{how}"]
     if ready:
         lines += ["", f"Ready: {', '.join(_ready(results))}"]
-    remedies = [result.remedy for status in ("FAIL", "WARN") for result in results if result.status == status]
-    steps = remedies if not ready else [*remedies, "a first run: areno quickstart"]
-    steps += [] if ready else ["areno check"]
+    steps = [result.remedy for status in ("FAIL", "WARN") for result in results if result.status == status]
+    steps.append("a first run: areno quickstart" if ready else "areno check")
     return "\n".join([*lines, "", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, start=1))])
 
 
@@ -98,120 +81,116 @@ def _ready(results: Sequence[Check]) -> list[str]:
     return [f"training on {' and '.join(devices)}", *uses]
 
 
-def _python(report: dict[str, Any]) -> list[Check]:
-    version, system = report["python"]["version"], report["platform"]["system"]
-    fine = at_least(version, "3.11")
-    python = Check("OK", "Python >= 3.11", f"{version} ({report['python']['executable']})")
-    if not fine:
-        python = Check("FAIL", python.name, python.detail, "Install Python 3.11 or newer, and areno into it.")
-    place = report["platform"]["platform"]
-    if system in ("Linux", "Darwin"):
-        return [python, Check("OK", "platform", place)]
-    return [
-        python,
-        Check("WARN", "platform", f"{place} is not tested", "On Windows, use WSL 2 with a Linux distribution."),
-    ]
+def _judged(fine: bool, otherwise: Status, name: str, detail: str, remedy: str) -> Check:
+    return Check("OK", name, detail) if fine else Check(otherwise, name, detail, remedy)
 
 
-def _required(report: dict[str, Any]) -> list[Check]:
-    return [_one_required(name, minimum, report["dependencies"][name]) for name, minimum in REQUIRED.items()]
-
-
-def _one_required(name: str, minimum: str, found: dict[str, Any]) -> Check:
-    title = f"{name} >= {minimum}"
-    install = f'{Path(sys.executable).name} -m pip install --upgrade "{title.replace(" ", "")}"'
-    if found["version"] is None:
-        return Check("FAIL", title, "not installed", install)
-    if not at_least(found["version"], minimum):
-        return Check("FAIL", title, f"{found['version']} is too old", install)
-    if not found["imported"]:
-        repair = install.replace("--upgrade", "--force-reinstall")
-        return Check("FAIL", title, f"{found['version']} does not import: {found['error']}", repair)
-    return Check("OK", title, found["version"])
-
-
-def _devices(report: dict[str, Any]) -> list[Check]:
-    if report["gpus"]:
-        return [
-            Check(
-                "OK",
-                f"device cuda:{gpu['index']}",
-                f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_bytes'] / _GIB:.1f} GiB",
-            )
-            for gpu in report["gpus"]
-        ]
-    cpu = report["cpu"]
-    threads = cpu.get("torch_threads", "unknown")
-    return [Check("OK", "device cpu", f"{cpu['usable_cores']} cores, {threads} PyTorch threads; no GPU, none needed")]
-
-
-def _cuda(report: dict[str, Any]) -> list[Check]:
-    build, driver = report["torch"]["cuda_build"], report["cuda"]["driver"]
-    name, newest = "CUDA", driver["cuda_version"]
-    if report["torch"]["cuda_available"]:
-        return [Check("OK", name, f"PyTorch built for {build}, driver {driver['driver_version']} (CUDA {newest})")]
-    if driver["driver_version"] is None:
-        return [Check("INFO", name, "no NVIDIA driver found; training runs on the CPU")]
-    if build is None:
-        remedy = "For the GPU, reinstall PyTorch from a CUDA build: see pytorch.org/get-started/locally."
-        return [
-            Check(
-                "WARN", name, f"there is a GPU (driver {driver['driver_version']}), but PyTorch is a CPU build", remedy
-            )
-        ]
-    if newest is not None and not at_least(newest, build.split(".")[0]):
-        remedy = f"Update the NVIDIA driver, or install a PyTorch built for CUDA {newest} or older."
-        return [Check("WARN", name, f"PyTorch is built for CUDA {build}, the driver offers {newest}", remedy)]
-    remedy = "Check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists the GPU for this user."
-    return [Check("WARN", name, f"the driver is there, but PyTorch (CUDA {build}) sees no GPU", remedy)]
-
-
-def _optional(report: dict[str, Any]) -> list[Check]:
-    results = []
-    for name in OPTIONAL:
-        found = report["dependencies"][name]
-        extra, use = _EXTRAS[name]
-        if found["imported"]:
-            results.append(Check("OK", f"{name} (optional)", found["version"]))
-        elif name != "flash-attn" or report["gpus"]:
-            results.append(
-                Check("INFO", f"{name} (optional)", f"{found['error']}; needed for {use}", install_command(extra))
-            )
-        else:
-            results.append(Check("INFO", f"{name} (optional)", f"{found['error']}; of no use without a GPU"))
-    return results
-
-
-def _compiler(report: dict[str, Any]) -> list[Check]:
-    named = os.environ.get("CXX")
-    found = next((path for path in map(shutil.which, (named or "c++", "g++", "clang++")) if path), None)
-    if found:
-        return [Check("OK", "C++ compiler (optional)", found)]
-    mac = report["platform"]["system"] == "Darwin"
-    remedy = (
-        "xcode-select --install" if mac else "Install g++ from your distribution (Debian and Ubuntu: apt install g++)."
+def _python(report: dict[str, Any]) -> Iterator[Check]:
+    python, system = report["python"], report["platform"]
+    yield _judged(
+        at_least(python["version"], "3.11"),
+        "FAIL",
+        "Python >= 3.11",
+        f"{python['version']} ({python['executable']})",
+        "Install Python 3.11 or newer, and areno into it.",
     )
-    return [Check("INFO", "C++ compiler (optional)", "none found; torch.compile is not used then", remedy)]
+    tested = system["system"] in ("Linux", "Darwin")
+    detail = system["platform"] if tested else f"{system['platform']} is not tested"
+    yield _judged(tested, "WARN", "platform", detail, "On Windows, use WSL 2 with a Linux distribution.")
 
 
-def _places(report: dict[str, Any]) -> list[Check]:
+def _required(report: dict[str, Any]) -> Iterator[Check]:
+    for name, minimum in REQUIRED.items():
+        package = report["dependencies"][name]
+        version, title = package["version"], f"{name} >= {minimum}"
+        install = f'{Path(sys.executable).name} -m pip install --upgrade "{name}>={minimum}"'
+        if version is None:
+            yield Check("FAIL", title, "not installed", install)
+        elif not at_least(version, minimum):
+            yield Check("FAIL", title, f"{version} is too old", install)
+        elif not package["imported"]:
+            repair = install.replace("--upgrade", "--force-reinstall")
+            yield Check("FAIL", title, f"{version} does not import: {package['error']}", repair)
+        else:
+            yield Check("OK", title, version)
+
+
+def _devices(report: dict[str, Any]) -> Iterator[Check]:
+    for gpu in report["gpus"]:
+        detail = f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_bytes'] / _GIB:.1f} GiB"
+        yield Check("OK", f"device cuda:{gpu['index']}", detail)
+    if not report["gpus"]:
+        cores, threads = report["cpu"]["usable_cores"], report["cpu"].get("torch_threads", "unknown")
+        yield Check("OK", "device cpu", f"{cores} cores, {threads} PyTorch threads; no GPU, none needed")
+
+
+def _cuda(report: dict[str, Any]) -> Iterator[Check]:
+    build, driver = report["torch"]["cuda_build"], report["cuda"]["driver"]
+    version, newest = driver["driver_version"], driver["cuda_version"]
+    if report["torch"]["cuda_available"]:
+        yield Check("OK", "CUDA", f"PyTorch built for {build}, driver {version} (CUDA {newest})")
+        return
+    if version is None:
+        yield Check("INFO", "CUDA", "no NVIDIA driver found; training runs on the CPU")
+        return
+    if build is None:
+        detail = f"there is a GPU (driver {version}), but PyTorch is a CPU build"
+        remedy = "For the GPU, reinstall PyTorch from a CUDA build: see pytorch.org/get-started/locally."
+    elif newest is not None and not at_least(newest, build.split(".")[0]):
+        detail = f"PyTorch is built for CUDA {build}, the driver offers {newest}"
+        remedy = f"Update the NVIDIA driver, or install a PyTorch built for CUDA {newest} or older."
+    else:
+        detail = f"the driver is there, but PyTorch (CUDA {build}) sees no GPU"
+        remedy = "Check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists the GPU for this user."
+    yield Check("WARN", "CUDA", detail, remedy)
+
+
+def _optional(report: dict[str, Any]) -> Iterator[Check]:
+    for name in OPTIONAL:
+        package, (extra, use) = report["dependencies"][name], _EXTRAS[name]
+        if package["imported"]:
+            yield Check("OK", f"{name} (optional)", package["version"])
+        elif name != "flash-attn" or report["gpus"]:
+            yield Check("INFO", f"{name} (optional)", f"{package['error']}; needed for {use}", install_command(extra))
+        else:
+            yield Check("INFO", f"{name} (optional)", f"{package['error']}; of no use without a GPU")
+
+
+def _compiler(report: dict[str, Any]) -> Iterator[Check]:
+    candidates = (os.environ.get("CXX") or "c++", "g++", "clang++")
+    compiler = next((path for path in map(shutil.which, candidates) if path), None)
+    install = "Install g++ from your distribution (Debian and Ubuntu: apt install g++)."
+    yield _judged(
+        compiler is not None,
+        "INFO",
+        "C++ compiler (optional)",
+        compiler or "none found; torch.compile is not used then",
+        "xcode-select --install" if report["platform"]["system"] == "Darwin" else install,
+    )
+
+
+def _places(report: dict[str, Any]) -> Iterator[Check]:
     free = shutil.disk_usage(".").free
-    remedy = "" if free >= 5 * _GIB else "Free some disk space, or work in a folder on a larger disk (--run-dir)."
-    results = [
-        Check("WARN" if remedy else "OK", "disk space here", f"{free / _GIB:.1f} GiB free in {Path.cwd()}", remedy)
-    ]
+    yield _judged(
+        free >= 5 * _GIB,
+        "WARN",
+        "disk space here",
+        f"{free / _GIB:.1f} GiB free in {Path.cwd()}",
+        "Free some disk space, or work in a folder on a larger disk (--run-dir).",
+    )
     for name, place, advice in (
         ("run folder", report["paths"]["runs"], "Work in a folder that you may write to, or pass --run-dir."),
         ("Hugging Face cache", report["paths"]["hf_cache"], "Set HF_HOME to a folder that you may write to."),
     ):
         problem = unwritable(Path(place), name)
-        results.append(Check("WARN", name, problem, advice) if problem else Check("OK", name, f"{place} is writable"))
-    return results
+        yield _judged(not problem, "WARN", name, problem or f"{place} is writable", advice)
 
 
-def _memory(report: dict[str, Any]) -> list[Check]:
+def _memory(report: dict[str, Any]) -> Iterator[Check]:
     available = report["cpu"].get("available_bytes")
-    if available is None:
-        return []  # without torch there is no figure, and the torch check has failed already
-    remedy = "" if available >= 2 * _GIB else "Close other programs; a tiny model needs about 2 GiB."
-    return [Check("WARN" if remedy else "OK", "memory", f"{available / _GIB:.1f} GiB available", remedy)]
+    if available is not None:  # without torch there is no figure, and the torch check has failed already
+        detail, remedy = (
+            f"{available / _GIB:.1f} GiB available",
+            "Close other programs; a tiny model needs about 2 GiB.",
+        )
+        yield _judged(available >= 2 * _GIB, "WARN", "memory", detail, remedy)

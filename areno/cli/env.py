@@ -74,14 +74,7 @@ _VARIABLES = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``env``.
-
-    Returns:
-        0.
-    """
+    """Run the command."""
     parser = TypedParser("areno env", description="Print a report about this machine, for bug reports.")
     parser.add_argument("--json", action="store_true", help="Print JSON with sorted keys.")
     arguments = parser.parse_args(argv)
@@ -91,11 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Probe the machine; imports torch and every dependency, which takes seconds.
-
-    Returns:
-        A report of JSON types with the keys areno, python, platform, cpu, torch, cuda, gpus, dependencies, env, paths.
-    """
+    """Probe the machine, as a report of JSON types; imports torch and every dependency, which takes seconds."""
     torch_report, gpus = _torch()
     return {
         "areno": {"version": __version__},
@@ -117,11 +106,7 @@ def collect() -> dict[str, Any]:
 
 
 def dependency(name: str) -> dict[str, Any]:
-    """Import a distribution's module.
-
-    Returns:
-        ``version`` (None when it is not installed), ``imported``, and ``error`` (None if it was).
-    """
+    """Import a distribution's module: its ``version`` (None if not installed), whether it ``imported``, else the ``error``."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -21,17 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``eval``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the input cannot work.
-    """
+    """Run the command."""
     options = parse_eval(argv)
     settings = options.as_train_options()
     loader_fn = load_hooks(settings)
@@ -45,12 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Watch:
-    """Follows an evaluation: a progress bar on a terminal, log lines elsewhere, and the answers to a file.
-
-    Args:
-        n_samples: answers per prompt.
-        answers: gets every answer; None writes none.
-    """
+    """Follows an evaluation: a progress bar on a terminal, log lines elsewhere, and the answers to a file if there is one."""
 
     def __init__(self, n_samples: int, answers: AnswerFile | None) -> None:
         from rich.console import Console
@@ -96,14 +81,7 @@ class Watch:
 
 
 class AnswerFile:
-    """Every answer with its reward, one JSON object a line, written as the evaluation goes on.
-
-    Args:
-        place: path; an existing file is replaced.
-
-    Raises:
-        ArenoError: the file cannot be written.
-    """
+    """Every answer with its reward, one JSON object a line, written as the evaluation goes on; replaces an existing file."""
 
     def __init__(self, place: str) -> None:
         self._path = Path(place).expanduser()

@@ -8,17 +8,7 @@ from areno.config.export_options import parse_export
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``export``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the input cannot work.
-    """
+    """Run the command."""
     options = parse_export(argv)
     from areno.engine.checkpoint.export import export_model
 

@@ -19,17 +19,7 @@ _GIVEN_TEXT = 400
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``inspect``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: there is no such run or sample.
-    """
+    """Run the command."""
     parser = TypedParser(
         prog="areno inspect",
         description="Show the samples of a run: without --sample a list of them, with it one of them token by token, with "

@@ -27,18 +27,12 @@ COMMANDS = {
     "serve": "Serve a model over HTTP with the OpenAI protocol.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }
-"""Command names and their one-line help; each has a module ``areno.cli.<name>`` with ``run(argv) -> int``."""
+"""Command names and their one-line help. Each has a module ``areno.cli.<name>``, whose ``run`` takes the arguments after the
+name and returns the exit code; it raises an `ArenoError` for what ``main`` reports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program name; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command line, without the program's name in ``argv``, and return the exit code."""
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try

@@ -12,17 +12,7 @@ TUNE = "--tune-params"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``plan``.
-
-    Returns:
-        0 if the run fits, else 1.
-
-    Raises:
-        UsageError: options or settings cannot work, or the model's configuration cannot be read.
-    """
+    """Run the command."""
     words = [word for word in argv if word != "--json"]
     if "-h" in argv or "--help" in argv:
         print(train_help(words, PLAN), end="")

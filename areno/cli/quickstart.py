@@ -8,17 +8,7 @@ from areno.config.parser import TypedParser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``quickstart``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the arguments cannot work.
-    """
+    """Run the command."""
     parser = TypedParser(
         prog="areno quickstart",
         description="Make a tiny model and a toy task on the spot, teach it by SFT and then by GSPO, and measure it. "

@@ -13,12 +13,7 @@ OPTION = "--resume"
 def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
     """The experiment's run directory that ``--resume`` names, and the other arguments.
 
-    Returns:
-        None where it names no directory, or one that ``areno train`` wrote.
-
-    Raises:
-        UsageError: the run's configuration is unreadable.
-    """
+    None where it names no directory, or one that ``areno train`` wrote."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{OPTION}=") else [word])]
     if OPTION not in words[:-1]:
         return None

@@ -20,17 +20,7 @@ directory, also one of areno train, which then takes the options of areno train.
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``run``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ArenoError: the configuration is wrong, or the experiment failed.
-    """
+    """Run the command."""
     words = list(argv)
     if not words or words in (["-h"], ["--help"]):
         print(USAGE, end="")

@@ -15,17 +15,7 @@ from areno.gpus import visible_gpus
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after ``train``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the input cannot work.
-    """
+    """Run the command."""
     if "-h" in argv or "--help" in argv:
         print(train_help(argv), end="")
         return 0

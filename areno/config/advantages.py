@@ -21,12 +21,7 @@ _REGISTRY: dict[str, AdvantageFn | str] = {
 
 
 def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
-    """Add an estimator under a name that ``--advantage`` takes.
-
-    Args:
-        name: what it is found by.
-        fn: the estimator.
-        replace: allow a name that is taken.
+    """Add an estimator under a name that ``--advantage`` takes; ``replace`` allows a name that is taken.
 
     Raises:
         ValueError: the name is taken.

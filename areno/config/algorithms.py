@@ -181,14 +181,7 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 
 
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
-    """Add an algorithm under its name in lower case.
-
-    Args:
-        spec: the algorithm.
-        replace: allow a name that is taken.
-
-    Returns:
-        The spec, so that a module can register and keep it in one statement.
+    """Add an algorithm under its name in lower case, and return it; ``replace`` allows a name that is taken.
 
     Raises:
         ValueError: the name is taken.
@@ -214,10 +207,6 @@ def _files() -> tuple[str, ...]:
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
     """Find an algorithm by registered name (any case), by entry point, or as ``file.py:NAME``. One of a file loads torch.
-
-    Args:
-        name: as a user has given it.
-        option: how, for messages.
 
     Raises:
         UsageError: there is no such algorithm, or what was found is not an `AlgorithmSpec`.

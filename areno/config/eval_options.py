@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.options import flag_of, option, options_of
-from areno.config.parser import CommandText, Problems, parse_flags
+from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import unwritable
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
 from areno.config.train_options import TrainOptions
 from areno.config.update_options import UpdateOptions
-from areno.config.validate import decoding_problems, shared_problems, value_problem
+from areno.config.validate import decoding_problems, shared_problems, value_problems
 from areno.storage.layout import newest_model
 
 COMMAND = CommandText(
@@ -41,12 +41,8 @@ def as_in(declaration: type, name: str, **changes: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """All options of ``areno eval``.
-
-    Attributes:
-        explicit: names of the options that were given.
-    """
+class EvalOptions(CommandOptions):
+    """All options of ``areno eval``."""
 
     ckpt: str | None = as_in(
         BasicOptions,
@@ -117,8 +113,6 @@ class EvalOptions:
     )
     json: bool = option(False, group="Evaluation", help="Print one line of JSON instead of a table.")
 
-    explicit: frozenset[str] = frozenset()
-
     def as_train_options(self) -> TrainOptions:
         """The same settings as a run has them."""
         names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _OWN]
@@ -127,19 +121,17 @@ class EvalOptions:
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
-    """Parse and check the arguments of ``areno eval``; run directories become their newest checkpoints.
+    """Parse and check the arguments of ``areno eval``; run directories become their newest checkpoints."""
+    return parse_command(argv, EvalOptions, COMMAND, _with_checkpoints, _problems)
 
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
-    options: EvalOptions = parse_flags(argv, EvalOptions, COMMAND)
-    options = replace(
+
+def _with_checkpoints(options: EvalOptions) -> EvalOptions:
+    ckpt, reward_ckpt = options.ckpt, options.reward_ckpt
+    return replace(
         options,
-        ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"),
-        reward_ckpt=options.reward_ckpt and newest_model(options.reward_ckpt, "--reward-ckpt"),
+        ckpt=ckpt and newest_model(ckpt, "--ckpt"),
+        reward_ckpt=reward_ckpt and newest_model(reward_ckpt, "--reward-ckpt"),
     )
-    Problems.raise_all(_problems(options))
-    return options
 
 
 def _problems(options: EvalOptions) -> Iterator[str]:
@@ -149,8 +141,7 @@ def _problems(options: EvalOptions) -> Iterator[str]:
         yield "--dataset-path is required; give a data file, a folder or a hub reference such as gsm8k:main:test"
     if not options.reward_fn_path and not options.reward_ckpt:
         yield "--reward-fn-path or --reward-ckpt is required; give --reward-fn-path file.py with reward_fn(record)"
-    for entry in options_of(EvalOptions):
-        yield value_problem(entry, getattr(options, entry.name))
+    yield from value_problems(options)
     for name, because in _useless(options):
         if name in options.explicit:
             yield f"{flag_of(name)} {getattr(options, name)} has no effect {because}"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areno.config.eval_options import as_in
-from areno.config.options import option, options_of
-from areno.config.parser import CommandText, Problems, parse_flags
+from areno.config.options import option
+from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem, unwritable
 from areno.config.run_options import BasicOptions
-from areno.config.validate import value_problem
+from areno.config.validate import value_problems
 from areno.storage.layout import newest_model
 
 COMMAND = CommandText(
@@ -23,12 +23,8 @@ COMMAND = CommandText(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """All options of ``areno export``.
-
-    Attributes:
-        explicit: names of the options that were given.
-    """
+class ExportOptions(CommandOptions):
+    """All options of ``areno export``."""
 
     ckpt: str | None = as_in(
         BasicOptions,
@@ -44,19 +40,14 @@ class ExportOptions:
     )
     trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
 
-    explicit: frozenset[str] = frozenset()
-
 
 def parse_export(argv: Sequence[str]) -> ExportOptions:
-    """Parse and check the arguments of ``areno export``.
+    """Parse and check the arguments of ``areno export``."""
+    return parse_command(argv, ExportOptions, COMMAND, _with_checkpoint, _problems)
 
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
-    options: ExportOptions = parse_flags(argv, ExportOptions, COMMAND)
-    options = replace(options, ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"))
-    Problems.raise_all(_problems(options))
-    return options
+
+def _with_checkpoint(options: ExportOptions) -> ExportOptions:
+    return replace(options, ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"))
 
 
 def _problems(options: ExportOptions) -> Iterator[str]:
@@ -64,8 +55,7 @@ def _problems(options: ExportOptions) -> Iterator[str]:
         yield "--ckpt is required; give an adapter, a model folder or a run directory"
     else:
         yield ckpt_problem(options.ckpt)
-    for entry in options_of(ExportOptions):
-        yield value_problem(entry, getattr(options, entry.name))
+    yield from value_problems(options)
     if not options.output:
         yield "--output is required; give the folder to write"
         return

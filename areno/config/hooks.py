@@ -18,12 +18,49 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from areno.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A callable of the user's that an option names as ``file.py`` or ``file.py:function``.
+
+    Attributes:
+        option: the flag.
+        default_name: function looked for where none is named.
+        signature: its parameters in words, for error messages.
+        positional: how many positional arguments it is called with.
+        keywords: keyword arguments it is called with.
+    """
+
+    option: str
+    default_name: str
+    signature: str
+    positional: int = 1
+    keywords: tuple[str, ...] = ()
+
+    def split(self, spec: str) -> tuple[Path, str]:
+        """Path and function name of what the user gave."""
+        return split_spec(spec, option=self.option, default_name=self.default_name)
+
+
+REWARD_HOOK = Hook("--reward-fn-path", "reward_fn", "record")
+LOADER_HOOK = Hook(
+    "--dataset-loader-fn",
+    "load_training_dataset",
+    "dataset_path, *, default_loader, **_",
+    keywords=("default_loader", "load_dataset", "load_from_disk"),
+)
+EVAL_LOADER_HOOK = replace(LOADER_HOOK, option="--eval-dataset-loader-fn")
+AGENT_HOOK = Hook("--agent-fn", "run_agent", "ctx, batch", positional=2)
+ADVANTAGE_HOOK = Hook("--advantage", "advantage_fn", "rewards, groups", positional=2)
+WORKFLOW_HOOK = Hook("--workflow", "NAME", "gconfig, tokenizer")
 
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
@@ -45,25 +82,14 @@ def _split_at_suffix(spec: str) -> tuple[str, str, str]:
     return spec[:end] + head, colon, name
 
 
-def hook_file_problem(spec: str, *, option: str, default_name: str, signature: str) -> str:
-    """Say why the file of a hook cannot be used, without reading it; empty if it can.
-
-    Args:
-        spec: ``file.py`` or ``file.py:function``.
-        option: flag that named it.
-        default_name: function looked for when the spec names none.
-        signature: parameters of the expected callable, such as ``record``.
-    """
+def hook_file_problem(spec: str, hook: Hook) -> str:
+    """Why the file of a hook cannot be used, without reading it; empty if it can."""
     try:
-        path, name = split_spec(spec, option=option, default_name=default_name)
+        path, name = hook.split(spec)
     except UsageError as error:
         return str(error)
-    expected = f"expected callable {name}({signature})"
-    if not path.exists():
-        return f"{option} file does not exist: {path}; {expected}"
-    if not path.is_file():
-        return f"{option} is not a file: {path}; {expected}"
-    return ""
+    problem = f"is not a file: {path}" if path.exists() else f"file does not exist: {path}"
+    return "" if path.is_file() else f"{hook.option} {problem}; expected callable {name}({hook.signature})"
 
 
 def import_user_file(path: Path, *, option: str) -> ModuleType:
@@ -120,75 +146,57 @@ def user_frame(error: BaseException, path: Path) -> str:
     return f" (at {Path(own[-1].filename).name} line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
-def load_hook(
-    spec: str,
-    *,
-    option: str,
-    default_name: str,
-    positional: int,
-    signature: str,
-    keywords: Collection[str] = (),
-) -> Callable[..., Any]:
+def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
     """Load the callable that ``file.py`` or ``file.py:function`` names.
-
-    Args:
-        spec: what the user gave.
-        option: flag that gave it, for error messages.
-        default_name: function name when ``spec`` has none.
-        positional: how many positional arguments it will be called with.
-        signature: its parameters in words, for error messages.
-        keywords: keyword arguments it will be called with.
 
     Raises:
         UsageError: anything from a missing file to a callable that cannot take these arguments.
     """
-    problem = hook_file_problem(spec, option=option, default_name=default_name, signature=signature)
-    if problem:
+    if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
-    path, name = split_spec(spec, option=option, default_name=default_name)
-    module = import_user_file(path, option=option)
+    path, name = hook.split(spec)
+    module, wanted = import_user_file(path, option=hook.option), f"{name}({hook.signature})"
     if not hasattr(module, name):
+        raise UsageError(f"{hook.option} {path} defines no {name}; define {wanted}, or name yours as {path}:function")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UsageError(f"{hook.option} {path}: {name} is a {type(function).__name__}; make it a function {wanted}")
+    try:
+        inspect.signature(function).bind(*[None] * hook.positional, **dict.fromkeys(hook.keywords))
+    except ValueError:
+        pass  # some C callables publish no signature; only calling them can tell
+    except TypeError as error:
         raise UsageError(
-            f"{option} {path} defines no {name}; define {name}({signature}), or name yours as {path}:function"
-        )
-    hook = getattr(module, name)
-    if not callable(hook):
-        raise UsageError(f"{option} {path}: {name} is a {type(hook).__name__}; make it a function {name}({signature})")
-    mismatch = _signature_mismatch(hook, positional, keywords)
-    if mismatch:
-        raise UsageError(f"{option} {path}: {name} {mismatch}; define it as {name}({signature})")
-    return hook  # type: ignore[no-any-return]
+            f"{hook.option} {path}: {name} does not fit the call it will get: {error}; define it as {wanted}"
+        ) from error
+    return function  # type: ignore[no-any-return]
 
 
-def check_hook(spec: str, **expected: Any) -> None:
-    """Check a callable as :func:`load_hook` does, without importing its file here: it runs in processes of its own.
-
-    Args:
-        spec: what the user gave.
-        expected: further arguments of :func:`load_hook`, which JSON can hold.
+def check_hook(spec: str, hook: Hook) -> None:
+    """Check a callable as :func:`load_hook` does, in a process of its own.
 
     Raises:
         UsageError: anything from a missing file to a callable that cannot take these arguments.
     """
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
-        told = Path(folder, "problem")
-        words = [sys.executable, "-c", _CHECK, spec, json.dumps(expected), str(told)]
+        report = Path(folder, "problem")
+        words = [sys.executable, "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
         code = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode
         if code:
             raise UsageError(
-                f"{expected['option']} {spec}: importing it ended the process with exit code {code}; fix the file"
+                f"{hook.option} {spec}: importing it ended the process with exit code {code}; fix the file"
             )
-        if problem := told.read_text(encoding="utf-8"):
+        if problem := report.read_text(encoding="utf-8"):
             raise UsageError(problem)
 
 
 _CHECK = """
 import json, sys
 from pathlib import Path
-from areno.config.hooks import load_hook
+from areno.config.hooks import Hook, load_hook
 from areno.errors import UsageError
 try:
-    load_hook(sys.argv[1], **json.loads(sys.argv[2]))
+    load_hook(sys.argv[1], Hook(**json.loads(sys.argv[2])))
     problem = ""
 except UsageError as error:
     problem = str(error)
@@ -196,22 +204,8 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 """
 
 
-def _signature_mismatch(hook: Callable[..., Any], positional: int, keywords: Collection[str]) -> str:
-    try:
-        inspect.signature(hook).bind(*[None] * positional, **dict.fromkeys(keywords))
-    except ValueError:
-        return ""  # some C callables publish no signature; only calling them can tell
-    except TypeError as error:
-        return f"does not fit the call it will get: {error}"
-    return ""
-
-
 def named_object(spec: str, *, option: str) -> Any:
-    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names.
-
-    Args:
-        spec: what the user gave.
-        option: field that gave it, for error messages.
+    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names; ``option`` is the field that gave it.
 
     Raises:
         UsageError: there is no such module, file or name, or importing it fails.

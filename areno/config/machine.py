@@ -12,15 +12,10 @@ _NODE, _NODE_TP = 8, 4
 
 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:
-    """Fill in ``--world-size`` and ``--tp-size`` where they are not given.
+    """Fill in ``--world-size`` and ``--tp-size`` where they are not given, on a machine with so many ``gpus``.
 
     All visible GPUs are used; eight of them hold two copies of the model, if it can be divided. On a CPU, and with
-    ``--device cuda:N``, there is one rank. A resumed run keeps the layout that it was stored with.
-
-    Args:
-        options: merged with the resumed run, if there is one.
-        gpus: that this process may use.
-    """
+    ``--device cuda:N``, there is one rank. A resumed run keeps the layout that it was stored with."""
     if options.resume is not None:
         return options
     world, tp = options.world_size, options.tp_size
@@ -74,14 +69,9 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:
-    """Say why ranks cannot have a GPU each; empty if they can, or compute on the CPU.
+    """Why ranks cannot have a GPU each; empty if they can, or compute on the CPU.
 
-    Args:
-        device: of rank 0, resolved; the following ranks take the following GPUs.
-        ranks: how many there are.
-        gpus: that this process may use.
-        chosen: GPU of each rank, where the user names them.
-    """
+    Rank 0 is on ``device``, which is resolved, and the others take the following GPUs, or each rank that of ``chosen``."""
     if not device.startswith("cuda"):
         return ""
     if not gpus:

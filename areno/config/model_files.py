@@ -23,14 +23,7 @@ def model_config(place: str) -> Mapping[str, Any]:
 
 
 def heads_problem(config: Mapping[str, Any], tp_size: int, place: str, option: str = "--tp-size") -> str:
-    """Say why ranks cannot share the attention heads of a model; empty if they can.
-
-    Args:
-        config: of its language model, at least the values of `HEADS`.
-        tp_size: ranks that share a copy.
-        place: names the model in the message.
-        option: names the ranks in the message.
-    """
+    """Why ``tp_size`` ranks cannot share the attention heads (`HEADS`) of a model; empty if they can."""
     for name in HEADS:
         heads = config.get(name)
         if isinstance(heads, int) and heads % tp_size:

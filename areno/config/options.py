@@ -103,7 +103,7 @@ class Option:
         return str(self.default)
 
     def bounds_problem(self, value: float) -> str:
-        """Say which bound ``value`` breaks, as ``must be positive``; empty when it breaks none."""
+        """The bound that ``value`` breaks, as ``must be positive``; empty when it breaks none."""
         info = self.info
         if info.above is not None and not value > info.above:
             return "must be positive" if info.above == 0 else f"must be above {info.above:g}"
@@ -131,21 +131,13 @@ class Option:
 
 
 def option(default: Any, **info: Any) -> Any:
-    """Declare an option as a dataclass field.
-
-    Args:
-        default: the value when it is not given; a tuple for repeatable options.
-        **info: the fields of `OptionInfo`; ``help`` is required.
-
-    Returns:
-        A ``dataclasses.field`` with the declaration in its metadata.
-    """
+    """Declare an option as a dataclass field: its default (a tuple if it is repeatable) and the fields of `OptionInfo`."""
     return field(default=default, metadata={METADATA_KEY: OptionInfo(**info)})
 
 
 @functools.cache
 def options_of(declaration: type) -> tuple[Option, ...]:
-    """List the options that a dataclass declares, in order; fields not made by ``option`` are left out.
+    """The options that a dataclass declares, in order; fields not made by ``option`` are left out.
 
     Raises:
         UsageError: an option has a type that no flag can carry, or no default.
@@ -164,12 +156,8 @@ def options_of(declaration: type) -> tuple[Option, ...]:
 def check_options(values: Any, prefix: str = "") -> None:
     """Check a dataclass instance against the bounds and choices of its options; None is always allowed.
 
-    Args:
-        values: the instance.
-        prefix: put in front of names in messages.
-
     Raises:
-        ValueError: a value lies outside, with the option's name and what is allowed.
+        ValueError: a value lies outside, with the option's name behind ``prefix`` and what is allowed.
     """
     declaration: type = type(values)
     for entry in options_of(declaration):
@@ -214,12 +202,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:
-    """Turn a raw value, text from a flag or a scalar or list from YAML, into the option's type.
-
-    Args:
-        entry: the option.
-        raw: what was given.
-        label: how to name the option in an error, such as ``--epochs`` or ``run.yaml: epochs``.
+    """Turn text from a flag, or a scalar or list from YAML, into the option's type; ``label`` names the option in an error.
 
     Raises:
         UsageError: the value is not of the option's type.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.options import GROUPS, Option, convert, flag_of, nearest, options_of
@@ -76,11 +76,7 @@ class Problems:
         problems.raise_if_any()
 
     def raise_if_any(self) -> None:
-        """Raise.
-
-        Raises:
-            UsageError: with the one problem, or with the numbered list of them.
-        """
+        """Raise a `UsageError` with the one problem, or with the numbered list of them."""
         if len(self.found) == 1:
             raise UsageError(self.found[0])
         if self.found:
@@ -107,11 +103,7 @@ class TypedParser(argparse.ArgumentParser):
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the arguments of ``areno train``; values from ``--config`` fill in what no flag gives.
 
-    Args:
-        argv: arguments after ``train``.
-
-    Returns:
-        Options with ``explicit`` set. Types are right; whether values make sense is for `areno.config.validate`.
+    Types are right in the result; whether values make sense is for `areno.config.validate`.
 
     Raises:
         UsageError: unknown flags or keys (with the nearest match), missing or wrong-typed values; all of them at once.
@@ -131,35 +123,47 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
     return build_options(values, spec, explicit=frozenset(values))
 
 
-def parse_flags(argv: Sequence[str], declaration: type, command: CommandText) -> Any:
-    """Parse the arguments of a command whose options are one dataclass with a field ``explicit``.
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """Options of a command other than ``areno train``; ``explicit`` has the names of those that were given."""
 
-    Args:
-        argv: arguments after the command's name.
-        declaration: the dataclass.
-        command: its name, for messages.
+    explicit: frozenset[str] = frozenset()
 
-    Returns:
-        An instance of the dataclass; types are right, values are not checked.
+
+CommandT = TypeVar("CommandT", bound=CommandOptions)
+
+
+def parse_command(
+    argv: Sequence[str],
+    declaration: type[CommandT],
+    command: CommandText,
+    complete: Callable[[CommandT], CommandT],
+    problems_of: Callable[[CommandT], Iterable[str]],
+) -> CommandT:
+    """Parse the arguments of a command, ``complete`` them, and check them.
 
     Raises:
-        UsageError: unknown flags (with the nearest match), missing or wrong-typed values; all of them at once.
+        UsageError: unknown flags (with the nearest match), missing or wrong-typed values, or what ``problems_of`` says;
+            all of them at once.
         SystemExit: help was asked for, and has been printed.
     """
+    kind: type = declaration
+    entries = {entry.name: entry for entry in options_of(kind)}
     if "-h" in argv or "--help" in argv:
-        sys.stdout.write(_help_of(options_of(declaration), command, {}))
+        sys.stdout.write(_help_of(list(entries.values()), command, {}))
         raise SystemExit(0)
-    entries = {entry.name: entry for entry in options_of(declaration)}
     flags, unread = _read(argv, list(entries.values()), command)
     problems = Problems()
     _add_unread(unread, entries.values(), command, problems)
     values = convert_values(flags, entries, flag_of, problems)
     problems.raise_if_any()
-    return declaration(**values, explicit=frozenset(values))
+    options = complete(declaration(**values, explicit=frozenset(values)))
+    Problems.raise_all(problems_of(options))
+    return options
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """List the options that the algorithm itself declares.
+    """The options that the algorithm itself declares.
 
     Raises:
         UsageError: one has the name of a built-in option.
@@ -177,15 +181,10 @@ def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
 def convert_values(
     raw: Mapping[str, Any], entries: Mapping[str, Option], label: Any, problems: Problems, known_only: bool = False
 ) -> dict[str, Any]:
-    """Convert raw values by option name; what is unknown or of a wrong type goes to ``problems``.
+    """Convert raw values of flags or YAML by option name; what is unknown or of a wrong type goes to ``problems``.
 
-    Args:
-        raw: values from flags or YAML.
-        entries: the known options.
-        label: function that names an option in a message.
-        problems: receives what is wrong.
-        known_only: pass over unknown names in silence, when they may belong to an algorithm that was not found.
-    """
+    ``label`` names an option in a message. With ``known_only`` unknown names are passed over: they may belong to an algorithm
+    that was not found."""
     values = {}
     for name, value in raw.items():
         if name not in entries:

@@ -37,10 +37,7 @@ def looks_like_path(text: str) -> bool:
 def anchored(value: Any, *, python: bool) -> Any:
     """The name of a file or folder that exists as an absolute path; anything else, such as a repo id, as it is.
 
-    Args:
-        value: of an option.
-        python: it is ``file.py`` or ``file.py:name``, or a name that no file has.
-    """
+    With ``python`` it is ``file.py`` or ``file.py:name``, or a name that no file has."""
     if not isinstance(value, str) or (python and ".py" not in value):
         return value
     end = value.rindex(".py") + len(".py") if python else len(value)
@@ -98,11 +95,7 @@ def adapter_config(place: str | Path) -> dict[str, Any]:
 
 
 def base_of(place: str) -> str:
-    """The model that an adapter folder belongs to; ``place`` itself where it is no adapter folder.
-
-    Raises:
-        UsageError: its configuration is unreadable, or names no base model.
-    """
+    """The model that an adapter folder belongs to; ``place`` itself where it is no adapter folder."""
     return str(adapter_config(place)["base_model_name_or_path"]) if is_adapter(place) else place
 
 
@@ -136,13 +129,7 @@ def _adapter_folder_problem(path: Path, option: str) -> str:
 
 
 def dataset_problem(text: str, *, has_loader: bool, option: str = "--dataset-path") -> str:
-    """Say why a data reference cannot work.
-
-    Args:
-        text: path or ``repo[:config[:split]]``.
-        has_loader: a loader of the user's reads it, which may give other texts a meaning.
-        option: the flag that gave it.
-    """
+    """Why a path or ``repo[:config[:split]]`` cannot work; a loader of the user's may give other texts a meaning."""
     path = Path(text).expanduser()
     if path.exists():
         return _data_file_problem(path, has_loader, option)

@@ -7,17 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.hooks import check_hook, load_hook, named_object
+from areno.config.hooks import (
+    ADVANTAGE_HOOK,
+    AGENT_HOOK,
+    EVAL_LOADER_HOOK,
+    LOADER_HOOK,
+    REWARD_HOOK,
+    check_hook,
+    load_hook,
+    named_object,
+)
 from areno.config.machine import resolved_device, rollout_gpu_problem, with_layout
 from areno.config.packages import install_command, missing_server_packages
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
-from areno.config.validate import ADVANTAGE_HOOK, AGENT_HOOK, EVAL_LOADER_HOOK, LOADER_HOOK, REWARD_HOOK, validate
+from areno.config.validate import validate
 from areno.errors import UsageError
 from areno.gpus import visible_gpus
-
-LOADER_KEYWORDS = ("default_loader", "load_dataset", "load_from_disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +36,13 @@ class PreparedRun:
 
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
-    """Parse the arguments of ``areno train``, merge them with a resumed run, validate, and load the hooks.
-
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
+    """Parse the arguments of ``areno train``, merge them with a resumed run, validate, and load the hooks."""
     options = _checked(argv)
     return PreparedRun(options, load_hooks(options))
 
 
 def prepare_plan(argv: Sequence[str]) -> TrainOptions:
-    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing.
-
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
+    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing."""
     return _checked(argv, needs_data=False)
 
 
@@ -58,38 +57,25 @@ def _checked(argv: Sequence[str], *, needs_data: bool = True) -> TrainOptions:
 
 
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
-    """Import the user's data set loaders, advantage and agent functions, where given, and check all signatures.
+    """Import the user's loaders, advantage and agent functions, check all signatures, and return the loader of the data set.
 
-    The file of the reward function runs in workers alone, and is checked in a process of its own.
-
-    Returns:
-        The loader.
-
-    Raises:
-        UsageError: a file or its function cannot be used.
-    """
-    loader = None
-    if options.dataset_loader_fn:
-        loader = load_hook(options.dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **LOADER_HOOK)
+    The file of the reward function runs in workers alone, and is checked in a process of its own."""
+    loader = load_hook(options.dataset_loader_fn, LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:
-        check_hook(options.reward_fn_path, positional=1, **REWARD_HOOK)
+        check_hook(options.reward_fn_path, REWARD_HOOK)
     if options.eval_dataset_loader_fn:
-        load_hook(options.eval_dataset_loader_fn, positional=1, keywords=LOADER_KEYWORDS, **EVAL_LOADER_HOOK)
+        load_hook(options.eval_dataset_loader_fn, EVAL_LOADER_HOOK)
     if options.agent_fn:
-        load_hook(options.agent_fn, positional=2, **AGENT_HOOK)
+        load_hook(options.agent_fn, AGENT_HOOK)
     if options.workflow:
         check_workflow(options.workflow)
     if ".py" in options.advantage:
-        load_hook(options.advantage, positional=2, **ADVANTAGE_HOOK)
+        load_hook(options.advantage, ADVANTAGE_HOOK)
     return loader
 
 
 def check_workflow(named: str) -> None:
-    """Import the class or object of ``--workflow``.
-
-    Raises:
-        UsageError: it cannot be found, is neither a workflow nor an agent, cannot be made, or could not be served.
-    """
+    """Import the class or object of ``--workflow``, and check that it can be made and served."""
     found = named_object(named, option="--workflow")
     if inspect.isclass(found):
         signature = inspect.signature(found)

@@ -31,12 +31,7 @@ _AUTO = "auto"  # what the bare flag stands for
 def apply_resume(options: TrainOptions) -> TrainOptions:
     """Fix the run directory: a new one, or with ``--resume`` the old one together with its configuration.
 
-    Args:
-        options: as parsed.
-
-    Returns:
-        Options with ``run_dir`` set. With ``--resume``, everything not in ``explicit`` comes from the old run, and
-        ``resume`` is its directory.
+    With ``--resume``, everything not in ``explicit`` comes from the old run, and ``resume`` is its directory.
 
     Raises:
         UsageError: there is no run to resume, or an explicit option would change its results.
@@ -64,11 +59,7 @@ def new_run_dir(algo: str, now: datetime | None = None) -> Path:
 
 
 def claim_run_dir(options: TrainOptions) -> TrainOptions:
-    """Make the directory of a new run whose name was chosen here; another name where a second run was quicker.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """Make the directory of a new run whose name was chosen here; another name where a second run was quicker."""
     if options.resume is not None or "run_dir" in options.explicit:
         return options
     while True:

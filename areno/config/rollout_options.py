@@ -8,14 +8,9 @@ from functools import partial
 from areno.config.options import option
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
+_rollout_free = partial(_rollout, changes_results=False)
 _shared = partial(option, group="Rollout")
-_tuning = partial(
-    option,
-    group="Parameter tuning",
-    rollout_only=True,
-    changes_results=False,
-    stored=False,
-)
+_tuning = partial(option, group="Parameter tuning", rollout_only=True, changes_results=False, stored=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +19,8 @@ class RolloutOptions:
 
     batch_size: int = _shared(32, minimum=1, help="Prompts (RL), rows (SFT) or pairs (DPO) of one step.")
     n_samples: int = _rollout(8, minimum=1, help="Completions per prompt; their rewards are compared with each other.")
-    max_running_prompts: int | None = _rollout(
-        None,
-        minimum=1,
-        changes_results=False,
-        unset="batch-size x n-samples",
-        help="Most sequences that are generated at the same time.",
+    max_running_prompts: int | None = _rollout_free(
+        None, minimum=1, unset="batch-size x n-samples", help="Most sequences that are generated at the same time."
     )
     max_prompt_tokens: int = _shared(1024, minimum=1, help="Longer prompts are skipped and counted, never cut.")
     max_new_tokens: int = _shared(3071, minimum=1, help="Most tokens of a generated or supervised response.")
@@ -50,25 +41,18 @@ class RolloutOptions:
         (), minimum=0, help="End a completion at these token ids, besides EOS. Repeatable, or separated by commas."
     )
     ignore_eos: bool = _rollout(False, help="Generate on past EOS, up to --max-new-tokens.")
-    kv_cache_tokens: int | None = _rollout(
-        None,
-        minimum=1,
-        changes_results=False,
-        unset="from free memory",
-        help="Budget of the KV cache in tokens, over all running sequences.",
+    kv_cache_tokens: int | None = _rollout_free(
+        None, minimum=1, unset="from free memory", help="Budget of the KV cache in tokens, over all running sequences."
     )
-    eager_decode: bool = _rollout(
-        False, changes_results=False, help="Never compile the decode step, nor capture it as CUDA graphs."
-    )
-    speculate: int = _rollout(
+    eager_decode: bool = _rollout_free(False, help="Never compile the decode step, nor capture it as CUDA graphs.")
+    speculate: int = _rollout_free(
         0,
         minimum=0,
         maximum=63,
-        changes_results=False,
         help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
     )
-    drop_rollout_state: bool = _rollout(
-        False, changes_results=False, help="Free the KV cache after each rollout, for less memory and a slower start."
+    drop_rollout_state: bool = _rollout_free(
+        False, help="Free the KV cache after each rollout, for less memory and a slower start."
     )
     attn_backend: str = _shared(
         "flash",
@@ -81,11 +65,8 @@ class RolloutOptions:
         choices=("sync", "async"),
         help="Generate in turn with training (sync), or beside it in processes of its own (async).",
     )
-    rollout_replicas: int = _rollout(
-        1,
-        minimum=1,
-        changes_results=False,
-        help="Asynchronous rollout: processes that generate, each of --tp-size ranks.",
+    rollout_replicas: int = _rollout_free(
+        1, minimum=1, help="Asynchronous rollout: processes that generate, each of --tp-size ranks."
     )
     max_staleness: int = _rollout(
         1,
@@ -105,23 +86,16 @@ class RolloutOptions:
         metavar="FILE.PY[:FUNCTION]",
         help="Agentic rollout: Python function that does the tasks; run_agent(ctx, batch) unless named.",
     )
-    agent_timeout_s: float = _rollout(
-        300.0,
-        above=0,
-        changes_results=False,
-        help="Agentic rollout: deadline of each call of the agent and of each of its requests.",
+    agent_timeout_s: float = _rollout_free(
+        300.0, above=0, help="Agentic rollout: deadline of each call of the agent and of each of its requests."
     )
-    agent_retries: int = _rollout(
-        1,
-        minimum=0,
-        changes_results=False,
-        help="Agentic rollout: how often a sample that the agent did not finish is run again, alone.",
+    agent_retries: int = _rollout_free(
+        1, minimum=0, help="Agentic rollout: how often a sample that the agent did not finish is run again, alone."
     )
-    agent_max_failures: float = _rollout(
+    agent_max_failures: float = _rollout_free(
         0.5,
         minimum=0,
         maximum=1,
-        changes_results=False,
         help="Agentic rollout: stop when more than this share of a step's samples fails for good (of its prompts, with "
         "--workflow); fewer are dropped.",
     )
@@ -148,24 +122,20 @@ class RolloutOptions:
         path="place",
         help="Reward model in place of a function: a sequence classifier in Hugging Face format, or a repo id.",
     )
-    reward_timeout_s: float = _rollout(
-        60.0, above=0, changes_results=False, help="Seconds that one call of the reward function may take."
+    reward_timeout_s: float = _rollout_free(
+        60.0, above=0, help="Seconds that one call of the reward function may take."
     )
-    reward_workers: int | None = _rollout(
-        None, minimum=1, changes_results=False, unset="by CPU count", help="Processes that run the reward function."
+    reward_workers: int | None = _rollout_free(
+        None, minimum=1, unset="by CPU count", help="Processes that run the reward function."
     )
-    reward_memory_gb: float | None = _rollout(
+    reward_memory_gb: float | None = _rollout_free(
         None,
         above=0,
-        changes_results=False,
         unset="no limit",
         help="GiB of data that each process of a reward file may have; beyond it, its record fails.",
     )
-    on_reward_error: str = _rollout(
-        "stop",
-        choices=("stop", "drop"),
-        changes_results=False,
-        help="When a reward fails: stop the run, or drop that sample and count it.",
+    on_reward_error: str = _rollout_free(
+        "stop", choices=("stop", "drop"), help="When a reward fails: stop the run, or drop that sample and count it."
     )
 
 

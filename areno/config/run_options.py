@@ -8,9 +8,10 @@ from functools import partial
 from areno.config.options import option
 
 _basic = partial(option, group="Basic")
+_basic_free = partial(_basic, changes_results=False)
 _checkpoint = partial(option, group="Checkpoint", changes_results=False)
-
 _evaluation = partial(option, group="Evaluation", changes_results=False)
+_observability = partial(option, group="Observability", changes_results=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +19,7 @@ class BasicOptions:
     """What to train, on which data, for how long and on which devices."""
 
     ckpt: str | None = _basic(
-        None,
-        path="place",
-        help="Model and tokenizer to train: a folder in Hugging Face format or a repo id. Required.",
+        None, path="place", help="Model and tokenizer to train: a folder in Hugging Face format or a repo id. Required."
     )
     dataset_path: str | None = _basic(
         None,
@@ -42,41 +41,36 @@ class BasicOptions:
         "model), one that an installed package registers, or your own as file.py:NAME.",
     )
     epochs: int = _basic(10, minimum=1, changes_results=False, help="Passes over the data set.")
-    max_steps: int | None = _basic(
-        None, minimum=1, changes_results=False, unset="no limit", help="Stop after this many steps, whatever the epoch."
+    max_steps: int | None = _basic_free(
+        None, minimum=1, unset="no limit", help="Stop after this many steps, whatever the epoch."
     )
-    max_sequences: int | None = _basic(
+    max_sequences: int | None = _basic_free(
         None,
         minimum=1,
-        changes_results=False,
         unset="no limit",
         help="Stop after the step in which this many sequences have been trained on, whatever the epoch.",
     )
-    world_size: int = _basic(
+    world_size: int = _basic_free(
         1,
         minimum=1,
         documented_default="all visible GPUs (8 on a node with 8); 1 on a CPU",
-        changes_results=False,
         help="Number of devices, or of processes on a CPU. Must be divisible by --tp-size.",
     )
-    tp_size: int = _basic(
+    tp_size: int = _basic_free(
         1,
         minimum=1,
         documented_default="4 on 8 GPUs, if the model can be divided so; else 1",
-        changes_results=False,
         help="Devices that share one copy of the model (tensor parallel).",
     )
-    fsdp: bool = _basic(
+    fsdp: bool = _basic_free(
         False,
-        changes_results=False,
         help="Spread weights and gradients over the replicas (FSDP2), which otherwise share the optimizer's state alone: "
         "for models that do not fit. Needs --world-size 2 or more.",
     )
-    stall_timeout: float = _basic(
+    stall_timeout: float = _basic_free(
         600.0,
         above=0,
         metavar="SECONDS",
-        changes_results=False,
         help="End the run when a rank of several has work and makes no progress for so long.",
     )
     seed: int = _basic(
@@ -87,32 +81,22 @@ class BasicOptions:
         "of CPU threads (OMP_NUM_THREADS fixes it).",
     )
     shuffle: bool = _basic(True, help="Visit the rows in a new random order each epoch, drawn from --seed.")
-    device: str = _basic(
-        "auto",
-        metavar="[auto|cpu|cuda|cuda:N]",
-        changes_results=False,
-        help="Where to run; auto takes a CUDA device if there is one.",
+    device: str = _basic_free(
+        "auto", metavar="[auto|cpu|cuda|cuda:N]", help="Where to run; auto takes a CUDA device if there is one."
     )
     dtype: str = _basic(
         "auto",
         choices=("auto", "float32", "bfloat16"),
         help="Compute type; auto is float32 on a CPU, bfloat16 on CUDA.",
     )
-    trust_remote_code: bool = _basic(
-        False,
-        changes_results=False,
-        help="Run Python code that ships inside the checkpoint. Only for sources you trust.",
+    trust_remote_code: bool = _basic_free(
+        False, help="Run Python code that ships inside the checkpoint. Only for sources you trust."
     )
-    config: str | None = _basic(
-        None,
-        metavar="FILE",
-        changes_results=False,
-        stored=False,
-        help="YAML file of option names and values; flags win.",
+    config: str | None = _basic_free(
+        None, metavar="FILE", stored=False, help="YAML file of option names and values; flags win."
     )
-    dry_run: bool = _basic(
+    dry_run: bool = _basic_free(
         False,
-        changes_results=False,
         stored=False,
         help="Check everything, print the resolved configuration and the memory plan, and run nothing.",
     )
@@ -214,33 +198,19 @@ class EvaluationOptions:
 class ObservabilityOptions:
     """Where metrics go."""
 
-    metrics_log_dir: str | None = option(
-        None,
-        path="place",
-        group="Observability",
-        metavar="PATH",
-        changes_results=False,
-        unset="<run>/events",
-        help="Directory for TensorBoard event files.",
+    metrics_log_dir: str | None = _observability(
+        None, path="place", metavar="PATH", unset="<run>/events", help="Directory for TensorBoard event files."
     )
-    track: tuple[str, ...] = option(
+    track: tuple[str, ...] = _observability(
         (),
-        group="Observability",
         metavar="SERVICE",
-        changes_results=False,
         help="Also send all metrics to a service: wandb, swanlab or trackio; WANDB_MODE and SWANLAB_MODE choose its mode. "
         "Repeatable.",
     )
-    track_project: str = option(
-        "areno",
-        group="Observability",
-        metavar="NAME",
-        changes_results=False,
-        help="Project that services show the run in, under the name of the run directory.",
+    track_project: str = _observability(
+        "areno", metavar="NAME", help="Project that services show the run in, under the name of the run directory."
     )
-    trace: bool = option(
+    trace: bool = _observability(
         False,
-        group="Observability",
-        changes_results=False,
         help="Write where the time of each step goes, as events for Perfetto, to perf_tracer/ in the run directory.",
     )

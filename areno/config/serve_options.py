@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from areno.config.eval_options import as_in
-from areno.config.options import flag_of, option, options_of
-from areno.config.parser import CommandText, Problems, parse_flags
+from areno.config.options import flag_of, option
+from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions
 from areno.config.train_options import TrainOptions
-from areno.config.validate import shared_problems, value_problem
+from areno.config.validate import shared_problems, value_problems
 from areno.storage.layout import newest_model
 
 SERVE = CommandText(
@@ -45,12 +45,8 @@ _MODEL_HELP = "Model: a folder in Hugging Face format, a repo id, or a run direc
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """All options of ``areno serve``.
-
-    Attributes:
-        explicit: names of the options that were given.
-    """
+class ServeOptions(CommandOptions):
+    """All options of ``areno serve``."""
 
     model_path: str | None = _basic(None, help=f"{_MODEL_HELP} Required.")
     served_model_name: str | None = _basic(
@@ -120,8 +116,6 @@ class ServeOptions:
         0.0, group="Observability", minimum=0, help="Seconds between two log lines on decode speed; 0 writes none."
     )
 
-    explicit: frozenset[str] = frozenset()
-
     @property
     def model_name(self) -> str:
         """Name of the model in requests and answers."""
@@ -129,12 +123,8 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """All options of ``areno chat``.
-
-    Attributes:
-        explicit: names of the options that were given.
-    """
+class ChatOptions(CommandOptions):
+    """All options of ``areno chat``."""
 
     model_path: str | None = _basic(None, help=f"{_MODEL_HELP} It is loaded into this process.")
     base_url: str | None = _basic(None, metavar="URL", help="A running server, such as http://127.0.0.1:8000/v1.")
@@ -156,32 +146,15 @@ class ChatOptions:
     kv_cache_tokens: int | None = as_in(RolloutOptions, "kv_cache_tokens")
     attn_backend: str = as_in(RolloutOptions, "attn_backend")
 
-    explicit: frozenset[str] = frozenset()
-
 
 def parse_serve(argv: Sequence[str]) -> ServeOptions:
-    """Parse and check the arguments of ``areno serve``.
-
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
-    options: ServeOptions = parse_flags(argv, ServeOptions, SERVE)
-    name = options.served_model_name or options.model_path
-    options = _with_key(_with_checkpoint(options))
-    Problems.raise_all(_serve_problems(options))
-    return replace(options, served_model_name=name)
+    """Parse and check the arguments of ``areno serve``."""
+    return parse_command(argv, ServeOptions, SERVE, _served, _serve_problems)
 
 
 def parse_chat(argv: Sequence[str]) -> ChatOptions:
-    """Parse and check the arguments of ``areno chat``.
-
-    Raises:
-        UsageError: the input cannot work; the message names options, values and remedies.
-    """
-    options: ChatOptions = parse_flags(argv, ChatOptions, CHAT)
-    options = _with_key(_with_checkpoint(options))
-    Problems.raise_all(_chat_problems(options))
-    return options
+    """Parse and check the arguments of ``areno chat``."""
+    return parse_command(argv, ChatOptions, CHAT, _resolved, _chat_problems)
 
 
 def is_loopback(host: str) -> bool:
@@ -197,15 +170,16 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _with_checkpoint(options: Any) -> Any:
-    path = options.model_path
-    return replace(options, model_path=path and newest_model(path, "--model-path"))
+def _served(options: ServeOptions) -> ServeOptions:
+    name = options.model_path if options.served_model_name is None else options.served_model_name
+    return replace(_resolved(options), served_model_name=name)
 
 
-def _with_key(options: Any) -> Any:
-    if options.api_key is None:
-        return replace(options, api_key=os.environ.get(API_KEY_VARIABLE) or None)
-    return options
+def _resolved(options: Any) -> Any:
+    """With the newest checkpoint of a run directory, and the key of the environment where none is given."""
+    path, key = options.model_path, options.api_key
+    key = os.environ.get(API_KEY_VARIABLE) or None if key is None else key
+    return replace(options, model_path=path and newest_model(path, "--model-path"), api_key=key)
 
 
 def _serve_problems(options: ServeOptions) -> Iterator[str]:
@@ -213,9 +187,7 @@ def _serve_problems(options: ServeOptions) -> Iterator[str]:
         yield "--model-path is required; give a model folder, a run directory or a repo id such as Qwen/Qwen3-0.6B"
     else:
         yield ckpt_problem(options.model_path, "--model-path")
-    for entry in options_of(ServeOptions):
-        value = getattr(options, entry.name)
-        yield value_problem(entry, value)
+    yield from value_problems(options)
     yield from shared_problems(
         TrainOptions(device=options.device, world_size=options.world_size, tp_size=options.tp_size)
     )
@@ -257,8 +229,7 @@ def _chat_problems(options: ChatOptions) -> Iterator[str]:
             yield f"--base-url {options.base_url!r} is no URL; write it as http://127.0.0.1:8000/v1"
         names = ("device", "dtype", "trust_remote_code", "kv_cache_tokens", "attn_backend")
         yield from _idle(options, names, "--base-url")
-    for entry in options_of(ChatOptions):
-        yield value_problem(entry, getattr(options, entry.name))
+    yield from value_problems(options)
     yield from shared_problems(TrainOptions(device=options.device))
 
 

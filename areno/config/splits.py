@@ -16,15 +16,10 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 
 
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """The data files of a split in a folder, by name.
+    """The data files of a split in a folder, by name; ``valid``, ``val`` and ``dev`` are ``validation``, ``eval`` is ``test``.
 
     A file belongs to the split that its name begins with (``test.jsonl``, ``test-00000-of-00002.parquet``). Files that
     name no split are training data; a folder whose files all name none has no splits, and is taken whole.
-
-    Args:
-        folder: what ``option`` gave.
-        split: any name; ``valid``, ``val`` and ``dev`` are ``validation``, ``eval`` is ``test``.
-        option: for error messages.
 
     Raises:
         UsageError: there is no file of that split, or files of several kinds.
@@ -88,11 +83,7 @@ def own_split(reference: str) -> str | None:
 
 
 def rows_named(reference: str, split: str) -> frozenset[str]:
-    """Names of what a reference and a split give: two references with a name in common share rows.
-
-    Raises:
-        UsageError: see :func:`split_problem`.
-    """
+    """Names of what a reference and a split give: two references with a name in common share rows."""
     path = Path(reference).expanduser()
     if not path.exists():
         name, config, own = (*reference.split(":"), "", "")[:3]

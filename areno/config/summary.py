@@ -16,17 +16,9 @@ _NA = "n/a"
 
 
 def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
-    """Lay out the configuration as text.
+    """Lay out the configuration as text under the title ``AReno training config``.
 
-    Args:
-        options: the resolved options.
-        spec: their algorithm.
-        gpus: that the run may use; what is left to the machine depends on them.
-        width: columns to wrap at; None takes the terminal's.
-
-    Returns:
-        Lines under the title ``AReno training config``, without a newline at the end.
-    """
+    What is left to the machine depends on its ``gpus``; lines are wrapped at ``width`` columns, or those of the terminal."""
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {
         "Algorithm": _algorithm(options, spec),

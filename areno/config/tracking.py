@@ -20,17 +20,9 @@ def mode_of(service: str) -> str:
 
 
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
-    """What a service lacks: its package or, as far as it can be known, a login.
+    """What a service lacks in a mode: its package or, as far as it can be known, a login; None if nothing.
 
-    Args:
-        service: one of ``SERVICES``.
-        mode: how it is used.
-        key: key that the run gives it; only W&B is asked for one.
-        address: of a W&B server; empty is the usual one.
-
-    Returns:
-        The problem with its remedy, to stand behind the name of the option; None if there is none.
-    """
+    ``key`` is what the run gives it, and ``address`` a W&B server's; only W&B is asked for a login."""
     if importlib.util.find_spec(service) is None:
         return f"needs the package {service}; install it: {install_command('track')}"
     if service == "wandb" and mode == "online" and not (key or has_wandb_login(address)):

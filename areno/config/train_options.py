@@ -39,11 +39,7 @@ class TrainOptions(
 
     @property
     def run_path(self) -> Path:
-        """The run directory.
-
-        Raises:
-            ArenoError: it is not resolved yet.
-        """
+        """The run directory; an `ArenoError` while it is not resolved."""
         if self.run_dir is None:
             raise ArenoError("run_dir is not resolved; call areno.config.resume.apply_resume(options) first, or set it")
         return Path(self.run_dir)

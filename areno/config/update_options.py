@@ -11,6 +11,7 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of a KL term of the loss."""
 
 _train = partial(option, group="Train")
+_train_free = partial(_train, changes_results=False)
 _ppo = partial(option, group="Train", algorithms=("ppo",))
 _dpo = partial(option, group="Train", algorithms=("dpo",))
 _groups = partial(option, group="Train", algorithms=("gspo", "grpo"))
@@ -34,10 +35,8 @@ class UpdateOptions:
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
         help="Compute tokens that rows of a pass begin with once: saves time where a long prompt has short answers.",
     )
-    offload_activations: bool = _train(
-        False,
-        changes_results=False,
-        help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass.",
+    offload_activations: bool = _train_free(
+        False, help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass."
     )
     lr: float = _train(1e-6, above=0, help="Learning rate.")
     min_lr: float = _train(1e-7, minimum=0, help="Learning rate at the end of the decay.")
@@ -50,10 +49,8 @@ class UpdateOptions:
     adam_8bit: bool = _train(
         False, help="Keep AdamW's moments in 8 bits instead of 32: two bytes per weight instead of eight."
     )
-    offload_optimizer: bool = _train(
-        False,
-        changes_results=False,
-        help="GPU only: keep optimizer states and summed gradients in the computer's memory, and update there.",
+    offload_optimizer: bool = _train_free(
+        False, help="GPU only: keep optimizer states and summed gradients in the computer's memory, and update there."
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")

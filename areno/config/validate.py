@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
-from areno.config.hooks import hook_file_problem
+from areno.config.hooks import (
+    ADVANTAGE_HOOK,
+    AGENT_HOOK,
+    EVAL_LOADER_HOOK,
+    LOADER_HOOK,
+    REWARD_HOOK,
+    WORKFLOW_HOOK,
+    hook_file_problem,
+)
 from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import install_command, lora_packages_problem, missing_server_packages
 from areno.config.parser import Problems, extra_options
@@ -29,84 +37,71 @@ from areno.errors import UsageError
 from areno.storage.checkpoints import CheckpointFolder
 from areno.storage.layout import is_run
 
-REWARD_HOOK = {"option": "--reward-fn-path", "default_name": "reward_fn", "signature": "record"}
-"""How the reward function is named and called; the keyword arguments that the loaders of `areno.config.hooks` take."""
-
-LOADER_HOOK = {
-    "option": "--dataset-loader-fn",
-    "default_name": "load_training_dataset",
-    "signature": "dataset_path, *, default_loader, **_",
-}
-"""The same for the data set loader."""
-
-EVAL_LOADER_HOOK = LOADER_HOOK | {"option": "--eval-dataset-loader-fn"}
-"""And for that of the held-out data."""
-
-AGENT_HOOK = {"option": "--agent-fn", "default_name": "run_agent", "signature": "ctx, batch"}
-"""And for an agent."""
-
-ADVANTAGE_HOOK = {"option": "--advantage", "default_name": "advantage_fn", "signature": "rewards, groups"}
-"""And for a function that turns rewards into advantages."""
-
-WORKFLOW_HOOK = {"option": "--workflow", "default_name": "NAME", "signature": "gconfig, tokenizer"}
-"""And for a workflow."""
-
 
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
-    """Check that the options make a run that can work and learn.
+    """Check that parsed options, merged with the resumed run if there is one, make a run that can work and learn.
 
-    Args:
-        options: parsed, and merged with the resumed run if there is one.
-        needs_data: data and rewards must be given; False for planning, which reads none.
+    ``needs_data`` is False for planning, which reads neither data nor rewards.
 
     Raises:
         UsageError: naming every problem with its option, value and remedy; numbered if there are several.
     """
-    problems = Problems()
+    Problems.raise_all(_problems(options, needs_data))
+
+
+def _problems(options: TrainOptions, needs_data: bool) -> Iterator[str]:
     spec: AlgorithmSpec | None = None
+    entries = options_of(TrainOptions)
     try:
         spec = get_algorithm(options.algo)
-        entries = (*options_of(TrainOptions), *extra_options(spec))
+        entries += extra_options(spec)
     except UsageError as error:
-        problems.add(str(error))
-        entries = options_of(TrainOptions)
+        yield str(error)
     if not options.ckpt:
-        problems.add("--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B")
+        yield "--ckpt is required; give a model folder or a repo id such as Qwen/Qwen3-0.6B"
     if needs_data:
-        for text in _required(options, spec):
-            problems.add(text)
-    for text in _problems(options, spec, entries):
-        problems.add(text)
-    problems.raise_if_any()
-
-
-def _problems(options: TrainOptions, spec: AlgorithmSpec | None, entries: tuple[Option, ...]) -> Iterator[str]:
+        yield from _required(options, spec)
     for entry in entries:
         yield value_problem(entry, value_of(options, entry.name))
     if spec is not None:
-        yield from _useless(options, spec, entries)
-        yield from _knobs(options, spec)
-        yield from _pairs(options, spec)
-        yield from _adapter(options, spec)
-        if spec.requires_rollout:
-            yield from _rollout_combinations(options, spec)
-            yield from decoding_problems(options)
-            yield from _updates(options)
-            yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
-            yield from _agents(options)
-            yield from _rollout_source(options)
+        yield from _of_algorithm(options, spec, entries)
     yield from shared_problems(options)
-    yield from _tracking(options)
+    for service in options.track:
+        if service not in SERVICES:
+            yield f"--track {service} is unknown{nearest(service, SERVICES)}; choose {', '.join(SERVICES)}"
+        elif problem := service_problem(service, mode_of(service)):
+            yield f"--track {service} {problem}"
     yield from _output_paths(options)
 
 
-def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
-    """Say what is wrong with combinations and input paths, as far as training and ``areno eval`` check them alike.
+def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[Option]) -> Iterator[str]:
+    idle = without_effect(options, spec)
+    for entry in entries:
+        if entry.name in idle and entry.name in options.explicit:
+            yield f"{_spelled(entry, value_of(options, entry.name))} {idle[entry.name]}"
+    yield from _knobs(options, spec)
+    if spec.learns_from_pairs and options.mini_bs % 2:
+        yield (
+            f"--mini-bs {options.mini_bs} would part a pair: --algo {spec.name} trains on chosen and rejected rows "
+            f"together, two rows a pair; give an even number such as {options.mini_bs + 1}"
+        )
+    if options.uses_lora:
+        yield from _adapter(options, spec)
+    if spec.requires_rollout:
+        yield from _samples(options, spec)
+        yield from decoding_problems(options)
+        yield from _updates(options)
+        yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
+        if options.agent_fn is not None:
+            yield from _agent(options.agent_fn)
+        if options.workflow is not None:
+            yield from _workflow(options, options.workflow)
+        if options.rollout == "async":
+            yield from _asynchronous(options)
 
-    Args:
-        options: of the run.
-        split: what is read of ``--dataset-path``.
-    """
+
+def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
+    """Problems of combinations and input paths, as training and ``areno eval`` check them alike; ``split`` is what is read."""
     yield from _combinations(options)
     yield from _paths(options, split)
 
@@ -134,6 +129,13 @@ def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str
         )
 
 
+def value_problems(options: Any) -> Iterator[str]:
+    """What is wrong with single values of a dataclass of options."""
+    declaration: type = type(options)
+    for entry in options_of(declaration):
+        yield value_problem(entry, getattr(options, entry.name))
+
+
 def value_problem(entry: Option, value: Any) -> str:
     """Say what is wrong with the value of one option, whatever the others are; empty if nothing is."""
     values = value if entry.many else (value,)
@@ -151,16 +153,6 @@ def value_problem(entry: Option, value: Any) -> str:
             remedy = "for the most likely token use --greedy" if entry.name == "temperature" else entry.bounds_remedy
             return f"{entry.flag} {problem}, got {one}; {remedy}"
     return ""
-
-
-def _useless(options: TrainOptions, spec: AlgorithmSpec, entries: tuple[Option, ...]) -> Iterator[str]:
-    silent = without_effect(options, spec)
-    for entry in entries:
-        if entry.name not in options.explicit:
-            continue
-        value = value_of(options, entry.name)
-        if entry.name in silent:
-            yield f"{_spelled(entry, value)} {silent[entry.name]}"
 
 
 def _knobs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
@@ -185,7 +177,7 @@ def _spelled(entry: Option, value: Any) -> str:
     return f"{entry.flag} {' '.join(map(str, value)) if entry.many else value}"
 
 
-def _rollout_combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
+def _samples(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
     compares_prompts = options.advantage == "batch" and options.batch_size > 1
     if 1 <= options.n_samples < spec.min_samples and not compares_prompts:
         yield (
@@ -211,17 +203,7 @@ def decoding_problems(options: TrainOptions) -> Iterator[str]:
         )
 
 
-def _pairs(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    if spec.learns_from_pairs and options.mini_bs % 2:
-        yield (
-            f"--mini-bs {options.mini_bs} would part a pair: --algo {spec.name} trains on chosen and rejected rows "
-            f"together, two rows a pair; give an even number such as {options.mini_bs + 1}"
-        )
-
-
 def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    if not options.uses_lora:
-        return
     if problem := lora_packages_problem(four_bit=options.load_in_4bit):
         yield f"{'--load-in-4bit' if options.load_in_4bit else '--lora-rank'} {problem}"
     if options.load_in_4bit and options.tp_size > 1:
@@ -257,7 +239,7 @@ def _updates(options: TrainOptions) -> Iterator[str]:
     known = list_advantages()
     if options.advantage not in known:
         if ".py" in options.advantage:
-            yield hook_file_problem(options.advantage, **ADVANTAGE_HOOK)
+            yield hook_file_problem(options.advantage, ADVANTAGE_HOOK)
         else:
             yield (
                 f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, known)}; choose "
@@ -266,10 +248,10 @@ def _updates(options: TrainOptions) -> Iterator[str]:
 
 
 def check_length(options: TrainOptions, rows: int) -> None:
-    """Check that a run over so many data rows is long enough to train what it saves.
+    """Check that a run over so many data rows does not end in the critic's warm-up.
 
     Raises:
-        UsageError: all its steps belong to the critic's warm-up.
+        UsageError: it does.
     """
     steps = -(-rows // options.batch_size) * options.epochs
     length = f"--epochs {options.epochs} over {rows} rows in batches of {options.batch_size} (--batch-size)"
@@ -332,77 +314,60 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
         yield "--fsdp with --tune-params: the memory of spread weights is not planned yet; give the sizes, or --no-fsdp"
 
 
-def _tracking(options: TrainOptions) -> Iterator[str]:
-    for service in options.track:
-        if service not in SERVICES:
-            yield f"--track {service} is unknown{nearest(service, SERVICES)}; choose {', '.join(SERVICES)}"
-        elif problem := service_problem(service, mode_of(service)):
-            yield f"--track {service} {problem}"
-
-
-def _agents(options: TrainOptions) -> Iterator[str]:
-    if options.agent_fn is None:
-        return
-    yield hook_file_problem(options.agent_fn, **AGENT_HOOK)
-    missing = missing_server_packages()
-    if missing:
+def _agent(agent_fn: str) -> Iterator[str]:
+    yield hook_file_problem(agent_fn, AGENT_HOOK)
+    if missing := missing_server_packages():
         yield (
-            f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
+            f"--agent-fn {agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
             f"install them: {install_command('serve')}"
         )
 
 
-def _rollout_source(options: TrainOptions) -> Iterator[str]:
-    """Rollout processes and workflows, and what they do not go together with."""
-    if options.workflow is not None:
-        if ":" not in options.workflow:
-            yield f"--workflow {options.workflow}: name the class or object too, as file.py:NAME"
-        elif ".py" in options.workflow:
-            yield hook_file_problem(options.workflow, **WORKFLOW_HOOK)
-        if options.agent_fn is not None:
-            yield (
-                f"--workflow {options.workflow} and --agent-fn {options.agent_fn} both do the prompts' tasks; leave one of the "
-                "two out"
-            )
-    if options.rollout != "async":
-        return
-    apart = {
-        f"--agent-fn {options.agent_fn}": options.agent_fn is not None,
-        "--load-in-4bit": options.load_in_4bit,
-        "--tune-params": options.tune_params,
-    }
-    remedies = {
-        f"--agent-fn {options.agent_fn}": "its agents talk to the model of this process; give an agent with `async def "
-        "run(self, data, **extra)` as --workflow, or leave --rollout async out",
-        "--load-in-4bit": "rollout processes hold whole weights only; leave one of the two out",
-        "--tune-params": "the memory of rollout processes is not planned; give the sizes, or leave --rollout async out",
-    }
-    for option, is_set in apart.items():
-        if is_set:
-            yield f"--rollout async with {option}: {remedies[option]}"
+def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
+    if ":" not in workflow:
+        yield f"--workflow {workflow}: name the class or object too, as file.py:NAME"
+    elif ".py" in workflow:
+        yield hook_file_problem(workflow, WORKFLOW_HOOK)
+    if options.agent_fn is not None:
+        yield (
+            f"--workflow {workflow} and --agent-fn {options.agent_fn} both do the prompts' tasks; leave one of the two out"
+        )
+
+
+def _asynchronous(options: TrainOptions) -> Iterator[str]:
+    """What rollout processes do not go together with."""
+    if options.agent_fn is not None:
+        yield (
+            f"--rollout async with --agent-fn {options.agent_fn}: its agents talk to the model of this process; give an agent "
+            "with `async def run(self, data, **extra)` as --workflow, or leave --rollout async out"
+        )
+    if options.load_in_4bit:
+        yield "--rollout async with --load-in-4bit: rollout processes hold whole weights only; leave one of the two out"
+    if options.tune_params:
+        yield (
+            "--rollout async with --tune-params: the memory of rollout processes is not planned; give the sizes, or leave "
+            "--rollout async out"
+        )
 
 
 def _paths(options: TrainOptions, split: str) -> Iterator[str]:
     for name in ("ckpt", "ref_ckpt", "critic_ckpt", "reward_ckpt"):
         if place := getattr(options, name):
             yield ckpt_problem(place, flag_of(name))
-    loader = options.dataset_loader_fn
+    loader, held_out_loader = options.dataset_loader_fn, options.eval_dataset_loader_fn
     if options.dataset_path:
-        yield _rows_problem(options.dataset_path, bool(loader), "--dataset-path", split)
+        yield _rows_problem(options.dataset_path, loader, "--dataset-path", split)
     if options.eval_dataset_path:
-        held_out_loader = bool(options.eval_dataset_loader_fn or loader)
-        yield _rows_problem(options.eval_dataset_path, held_out_loader, "--eval-dataset-path", TEST)
-    if loader is not None:
-        yield hook_file_problem(loader, **LOADER_HOOK)
-    if options.eval_dataset_loader_fn is not None:
-        yield hook_file_problem(options.eval_dataset_loader_fn, **EVAL_LOADER_HOOK)
-    if options.reward_fn_path is not None:
-        yield hook_file_problem(options.reward_fn_path, **REWARD_HOOK)
+        yield _rows_problem(options.eval_dataset_path, held_out_loader or loader, "--eval-dataset-path", TEST)
+    hooks = ((loader, LOADER_HOOK), (held_out_loader, EVAL_LOADER_HOOK), (options.reward_fn_path, REWARD_HOOK))
+    for function, hook in hooks:
+        if function is not None:
+            yield hook_file_problem(function, hook)
 
 
-def _rows_problem(place: str, has_loader: bool, option: str, split: str) -> str:
-    problem = dataset_problem(place, has_loader=has_loader, option=option)
-    return problem or ("" if has_loader else split_problem(place, split, option))
+def _rows_problem(place: str, loader: str | None, option: str, split: str) -> str:
+    problem = dataset_problem(place, has_loader=bool(loader), option=option)
+    return problem or ("" if loader else split_problem(place, split, option))
 
 
 def _output_paths(options: TrainOptions) -> Iterator[str]:

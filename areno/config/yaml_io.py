@@ -33,11 +33,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options.
-
-    Args:
-        path: the file.
-        option: flag that named it, for error messages.
+    """Read a YAML file of options; ``option`` is the flag that named it.
 
     Returns:
         Raw values by option name (underscores); keys without a value are left out, so that ``null`` means "not given".
@@ -80,10 +76,7 @@ def _normalised(loaded: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def stored_values(options: TrainOptions) -> dict[str, Any]:
-    """Return the values that ``config.yaml`` holds: all that the run reads, its algorithm's own options included.
-
-    Files and folders have absolute paths, so that the run can be resumed from any folder.
-    """
+    """The values that ``config.yaml`` holds: all that the run reads. Paths are absolute, so that it resumes from any folder."""
     spec = get_algorithm(options.algo)
     silent = without_effect(options, spec)
     values = {

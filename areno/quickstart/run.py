@@ -91,11 +91,7 @@ class _BriefLines(PlainProgress):
 
 
 def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
-    """Run everything, print it, and write ``<run>/summary.json``.
-
-    Args:
-        seed: fixes data, weights and samples.
-        run_dir: where everything goes; None is ``runs/quickstart-<time>``.
+    """Run everything, print it, and write ``<run>/summary.json``; without ``run_dir`` in ``runs/quickstart-<time>``.
 
     Raises:
         UsageError: the folder holds something already.
@@ -142,11 +138,7 @@ def _write_inputs(root: Path, seed: int) -> int:
 
 
 def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command and run it in this process; returns the checkpoint.
-
-    Raises:
-        SystemExit: the run was stopped, with its exit code.
-    """
+    """Print the equivalent command and run it in this process; returns the checkpoint. A stopped run exits with its code."""
     from areno.api.run import run_training
 
     data = root / "data"

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areno.config.hooks import load_hook
+from areno.config.hooks import REWARD_HOOK, load_hook
 from areno.errors import RewardError, UsageError
 from areno.frames import Frames
 from areno.rewards.supervisor import supervised
@@ -164,9 +164,7 @@ def main(settings: dict[str, Any]) -> None:
         frames.send(json.dumps(message).encode())
 
     try:
-        function = load_hook(
-            settings["path"], option="--reward-fn-path", default_name="reward_fn", positional=1, signature="record"
-        )
+        function = load_hook(settings["path"], REWARD_HOOK)
     except UsageError as error:
         send(["broken", str(error)])
         return

@@ -12,11 +12,7 @@ from areno.errors import ArenoError, UsageError
 
 
 def trace_files(inputs: Sequence[str | Path], pattern: str) -> list[Path]:
-    """The given files, and those below given folders whose names fit.
-
-    Raises:
-        UsageError: an input does not exist, or holds none.
-    """
+    """The given files, and those below given folders whose names fit; a `UsageError` where there are none."""
     files: list[Path] = []
     for given in inputs:
         path = Path(given)
@@ -39,16 +35,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str], str]) -> int:
-    """Run a tool whose last argument is the file to write.
-
-    Args:
-        argv: arguments of the command line.
-        usage: shown where there are too few.
-        work: given inputs and output, does the work and says what it did.
-
-    Returns:
-        The exit code.
-    """
+    """Give inputs and the output, which is the last argument, to ``work``, print what it says, and return the exit code."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return 0
@@ -64,11 +51,7 @@ def run_tool(argv: Sequence[str], usage: str, work: Callable[[Sequence[str], str
 
 
 def write_output(output: str | Path, text: str) -> None:
-    """Write the result.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write the result; a `UsageError` if the file cannot be written."""
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:

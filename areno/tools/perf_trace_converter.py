@@ -20,14 +20,7 @@ _USAGE = "usage: python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.
 
 
 def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]:
-    """Write one Chrome trace.
-
-    Args:
-        inputs: trace files, or folders that hold some.
-        output: file to write.
-
-    Returns:
-        Numbers of events written, and of lines passed over.
+    """Write one Chrome trace from files or folders; returns the numbers of events written and of lines passed over.
 
     Raises:
         UsageError: an input does not exist or holds no trace, or the output cannot be written.

@@ -30,11 +30,7 @@ _HEAD = """<!doctype html><meta charset="utf-8"><title>Sessions</title>
 
 
 def read_sessions(inputs: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Sessions by the time they were submitted; lines that a kill left half-written are passed over.
-
-    Raises:
-        UsageError: an input does not exist, or no session is in them.
-    """
+    """Sessions by the time they were submitted; a `UsageError` where there are none."""
     records = (record for path in trace_files(inputs, "sessions-r*.jsonl") for record in json_lines(path))
     sessions = [record for record in records if record is not None and "submit_ts" in record]
     if not sessions:
@@ -43,11 +39,7 @@ def read_sessions(inputs: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def render(sessions: Sequence[dict[str, Any]]) -> str:
-    """The page.
-
-    Args:
-        sessions: records of ``sessions-r*.jsonl``, at least one.
-    """
+    """The page of at least one record of ``sessions-r*.jsonl``."""
     shown = sessions[:_MOST_ROWS]
     counts = Counter(record["status"] for record in sessions)
     title = ", ".join(f"{number} {status}" for status, number in counts.most_common())

@@ -1,22 +1,17 @@
 import sys
+from dataclasses import replace
 
 import pytest
 
-from areno.config.hooks import load_hook, split_spec
+from areno.config.hooks import REWARD_HOOK, load_hook, split_spec
 from areno.errors import UsageError
 
 
 def load(path, text=None, *, name="", positional=1, keywords=()):
     if text is not None:
         path.write_text(text)
-    return load_hook(
-        f"{path}:{name}" if name else str(path),
-        option="--reward-fn-path",
-        default_name="reward_fn",
-        positional=positional,
-        signature="record",
-        keywords=keywords,
-    )
+    hook = replace(REWARD_HOOK, positional=positional, keywords=keywords)
+    return load_hook(f"{path}:{name}" if name else str(path), hook)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.demonstrations import Course, Message, demonstrate, demonstration_rows
-from areno.config.hooks import load_hook
+from areno.config.hooks import AGENT_HOOK, REWARD_HOOK, load_hook
 from areno.types import RewardRecord
 
 if TYPE_CHECKING:  # rules and rewards are tested without the engine, which takes seconds to import
@@ -45,13 +45,13 @@ def course(name: str, variable: str = "EXPERT") -> Course:
 def agent(name: str, function: str = "run_agent") -> Any:
     """The agent, loaded as ``--agent-fn`` does."""
     spec = f"{FOLDER / name / 'run_agent.py'}:{function}"
-    return load_hook(spec, option="--agent-fn", default_name="run_agent", positional=2, signature="ctx, batch")
+    return load_hook(spec, AGENT_HOOK)
 
 
 def reward(name: str, function: str = "reward_fn") -> Any:
     """The reward function, loaded as ``--reward-fn-path`` does."""
     spec = f"{FOLDER / name / 'reward.py'}:{function}"
-    return load_hook(spec, option="--reward-fn-path", default_name="reward_fn", positional=1, signature="record")
+    return load_hook(spec, REWARD_HOOK)
 
 
 def rewarded(function: Any, record: RewardRecord) -> float:

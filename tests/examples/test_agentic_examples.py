@@ -11,7 +11,7 @@ import pytest
 
 from areno.api.agentic.demonstrations import says
 from areno.api.datasets import load_training_dataset
-from areno.config.hooks import load_hook
+from areno.config.hooks import LOADER_HOOK, load_hook
 from areno.rewards import RewardRunner
 from areno.types import RewardRecord
 from tests.agentic.stage import open_trainer
@@ -48,9 +48,7 @@ def generate(name, output, *options):
 
 
 def load(name, path):
-    spec = str(scripted.FOLDER / name / "dataset_loader.py")
-    options = {"positional": 1, "signature": "dataset_path", "keywords": ("default_loader",)}
-    hook = load_hook(spec, option="--dataset-loader-fn", default_name="load_training_dataset", **options)
+    hook = load_hook(str(scripted.FOLDER / name / "dataset_loader.py"), LOADER_HOOK)
     return load_training_dataset(str(path), hook)
 
 

@@ -5,21 +5,14 @@ from pathlib import Path
 import pytest
 
 from areno.api.datasets import load_training_dataset
-from areno.config.hooks import load_hook
+from areno.config.hooks import LOADER_HOOK, load_hook
 from areno.errors import UsageError
 
 FILE = Path(__file__).parents[2] / "examples" / "sft" / "alpaca" / "dataset_loader.py"
 
 
 def _load(tmp_path, *lines):
-    loader = load_hook(
-        str(FILE),
-        option="--dataset-loader-fn",
-        default_name="load_training_dataset",
-        positional=1,
-        signature="dataset_path, *, default_loader, **_",
-        keywords=("default_loader", "load_dataset", "load_from_disk"),
-    )
+    loader = load_hook(str(FILE), LOADER_HOOK)
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     return load_training_dataset(str(tmp_path / "rows.jsonl"), loader)
 

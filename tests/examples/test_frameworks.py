@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areno.config.hooks import load_hook
+from areno.config.hooks import AGENT_HOOK, load_hook
 from tests.agentic.stage import open_trainer
 from tests.examples import scripted
 
@@ -22,9 +22,7 @@ def trainer(tmp_path_factory):
 @pytest.mark.parametrize("name", list(AGENTS))
 def test_a_problem_is_solved_and_every_word_is_kept(name, trainer):
     pytest.importorskip(AGENTS[name])
-    agent = load_hook(
-        str(FOLDER / f"{name}.py"), option="--agent-fn", default_name="run_agent", positional=2, signature="ctx, batch"
-    )
+    agent = load_hook(str(FOLDER / f"{name}.py"), AGENT_HOOK)
     row, messages, tools = scripted.played(scripted.course("calculator"), 5)
     sample = scripted.perform(trainer, agent, row, scripted.lines_of(trainer, messages, tools))
     assert scripted.plain(sample.record.messages) == scripted.plain(messages)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areno.api.datasets import load_rows, load_training_dataset
-from areno.config.hooks import load_hook
+from areno.config.hooks import LOADER_HOOK, load_hook
 from areno.errors import UsageError
 from areno.rewards import RewardRunner
 from areno.types import RewardRecord
@@ -16,14 +16,7 @@ REWARD = str(FOLDER / "math_verify_reward.py")
 
 
 def _loader():
-    return load_hook(
-        str(FOLDER / "dataset_loader.py"),
-        option="--dataset-loader-fn",
-        default_name="load_training_dataset",
-        positional=1,
-        signature="dataset_path, *, default_loader, **_",
-        keywords=("default_loader", "load_dataset", "load_from_disk"),
-    )
+    return load_hook(str(FOLDER / "dataset_loader.py"), LOADER_HOOK)
 
 
 def _module():

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from areno.config.hooks import load_hook
+from areno.config.hooks import REWARD_HOOK, load_hook
 from areno.quickstart.task import (
     HIGH,
     LOW,
@@ -30,7 +30,7 @@ STEP = re.compile(r"(\d)\+(\d)(?:\+(\d))?=(\d+)(?: carry (\d))?")
 def reward(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text(REWARD_FILE)
-    return load_hook(str(path), option="--reward-fn-path", default_name="reward_fn", positional=1, signature="record")
+    return load_hook(str(path), REWARD_HOOK)
 
 
 def score(reward, problem, completion):

@@ -16,9 +16,8 @@ from areno.api.agentic.collect import AgentRunner, Collected
 from areno.api.agentic.data import AgentBatch
 from areno.api.agentic.lint import lint_chat_template
 from areno.api.agentic.samples import AgentSample, fill_context_logprobs
-from areno.config.hooks import load_hook
+from areno.config.hooks import AGENT_HOOK, load_hook
 from areno.config.train_options import TrainOptions
-from areno.config.validate import AGENT_HOOK
 from areno.errors import AgentError
 from areno.observability import lifecycle
 from areno.rollouts.conversation.spans import LossMaskPolicy
@@ -56,7 +55,7 @@ class AgentRollouts:
         self._config, self._instance, self._logger = config, instance, logger
         self.policy = LossMaskPolicy(tool_results=config.train_tool_results)
         self._runner = AgentRunner(
-            load_hook(str(config.agent_fn), positional=2, **AGENT_HOOK),
+            load_hook(str(config.agent_fn), AGENT_HOOK),
             self.policy,
             instance.get_tokenizer(),
             timeout_s=config.agent_timeout_s,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from areno.api.trainers.rollout import RolloutTrainer, Sample
 from areno.config.advantages import AdvantageFn, get_advantage
-from areno.config.hooks import load_hook, split_spec, user_frame
-from areno.config.validate import ADVANTAGE_HOOK
+from areno.config.hooks import ADVANTAGE_HOOK, load_hook, user_frame
 from areno.errors import UsageError
 from areno.loss_fns.gae import discounted_returns
 from areno.loss_fns.shaping import Credits, RewardShaping
@@ -78,9 +77,8 @@ def _estimator(name: str) -> AdvantageFn:
     """The estimator that ``--advantage`` names."""
     if ".py" not in name:
         return get_advantage(name)
-    function = load_hook(name, positional=2, **ADVANTAGE_HOOK)
-    option, default_name = ADVANTAGE_HOOK["option"], ADVANTAGE_HOOK["default_name"]
-    path = split_spec(name, option=option, default_name=default_name)[0].resolve()
+    function = load_hook(name, ADVANTAGE_HOOK)
+    path = ADVANTAGE_HOOK.split(name)[0].resolve()
 
     def estimate(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
         try:
