@@ -4,6 +4,5 @@
   run in.
 - ``engine_client``: what a workflow asks for tokens; ``workflows``: what an episode does; ``conversation``: its tokens.
 - ``trajectory``: what an episode gives, and its way into training rows; ``dump``: the same as text, for people.
-- ``fleet``: rollout engines in processes of their own, and the way of new weights to them; ``scheduler``: starts and watches
-  processes.
+- ``fleet``: rollout engines in processes of their own, started, watched and restarted, and how new weights reach them.
 """

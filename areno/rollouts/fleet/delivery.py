@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import ranks
 from areno.rollouts.fleet.ranks import BrokenChannelError, Update
-from areno.rollouts.fleet.segment import layout
-from areno.rollouts.fleet.tensors import TensorSpec
+from areno.rollouts.fleet.tensors import TensorSpec, layout
 
 Mode = Literal["shm", "xccl", "disk"]
 Replicas = Mapping[int, EngineGroup]
+Answers = Mapping[int, Future[list[float]]]
+"""How long each rank of a replica paused, by replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +115,17 @@ class Delivery:
         digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
         previous, self.newest, self._torn = self.newest, None, True
-        if mode == "disk":
-            update = replace(plain, folder=str(self._saved(engine, version)))
-            self._store(update)
-            pauses = self._receive(replicas, update)
-        elif mode == "shm":
-            update = replace(plain, segment=self._memory())
-            engine.each_rank(ranks.send, update)
-            self._store(update)
-            pauses = self._receive(replicas, update)
-        else:
+        if mode == "xccl":
             update = replace(plain, segment=self._memory() if self._keeps else "")
             pauses = self._broadcast(engine, replicas, update)
+        else:
+            if mode == "disk":
+                update = replace(plain, folder=str(self._saved(engine, version)))
+            else:
+                update = replace(plain, segment=self._memory())
+                engine.each_rank(ranks.send, update)
+            self._store(update)
+            pauses = self._pauses(replicas, self._ask(replicas, update))
         self._clear(previous, update)
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
@@ -180,14 +180,16 @@ class Delivery:
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
-    def _receive(self, replicas: Replicas, update: Update) -> dict[int, float]:
-        """All replicas take an update over, at the same time; how long each rested."""
+    @staticmethod
+    def _ask(replicas: Replicas, update: Update, send: Callable[[], None] = lambda: None) -> Answers:
+        """All replicas take an update over at the same time, while ``send`` runs."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(group.each_rank, ranks.receive, update) for n, group in replicas.items()}
-        return self._pauses(replicas, asked)
+            send()
+        return asked
 
-    def _pauses(self, replicas: Replicas, asked: Mapping[int, Future[list[float]]]) -> dict[int, float]:
-        """Answers of replicas. One that has died counts for nothing; one that has refused is ended, to be replaced."""
+    def _pauses(self, replicas: Replicas, asked: Answers) -> dict[int, float]:
+        """How long each replica paused. One that has died is skipped; one that has refused is ended, to be replaced."""
         pauses, failures = {}, []
         for number, answer in asked.items():
             error = answer.exception()
@@ -204,18 +206,20 @@ class Delivery:
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
         """One broadcast to all; who has not got it takes the weights from shared memory, where they are kept there."""
-        spoken = replace(
-            update, channel=self._joined(engine, replicas), bucket_bytes=self.options.weight_chunked_mem_mb << 20
-        )
-        heard = replace(spoken, segment="")
-        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
-            asked = {n: pool.submit(group.each_rank, ranks.receive, heard) for n, group in replicas.items()}
+        bucket_bytes = self.options.weight_chunked_mem_mb << 20
+        sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
+        broken = ""
+
+        def send() -> None:
+            nonlocal broken
             try:
-                broken = engine.each_rank(ranks.send, spoken)[0]
+                broken = engine.each_rank(ranks.send, sent)[0]
             except BaseException:
                 with suppress(EngineError):
-                    engine.each_rank(ranks.leave, spoken.channel)  # so that nobody waits for more
+                    engine.each_rank(ranks.leave, sent.channel)  # so that nobody waits for more
                 raise
+
+        asked = self._ask(replicas, replace(sent, segment=""), send)
         self._store(update)
         if broken or any(future.exception() is not None for future in asked.values()):
             self._leave()
@@ -224,7 +228,7 @@ class Delivery:
         pauses = self._pauses(replicas, {n: future for n, future in asked.items() if n not in alive})
         if alive and not update.segment:
             raise EngineError(f"new weights have not arrived at the replicas {', '.join(map(str, alive))}: {broken}")
-        return pauses | self._receive(alive, update) if alive else pauses
+        return pauses | self._pauses(alive, self._ask(alive, update))
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
         """The collective of the trainer and just these replicas, a new one where somebody has changed."""
@@ -234,6 +238,8 @@ class Delivery:
         self._leave()
         self._channels += 1
         channel = str(self._rooms / f"channel-{self._channels}")
+        gathered = Path(f"{channel}.members")
+        gathered.mkdir()
         size = 1 + sum(group.layout.world_size for group in members)
         with ThreadPoolExecutor(len(members) + 1, thread_name_prefix="areno-join") as pool:
             asked = [pool.submit(engine.each_rank, ranks.join, channel, 0, size)]
@@ -241,6 +247,8 @@ class Delivery:
             for group in members:
                 asked.append(pool.submit(group.each_rank, ranks.join, channel, first, size))
                 first += group.layout.world_size
+            wait(asked, return_when=FIRST_EXCEPTION)
+            shutil.rmtree(gathered)  # whoever still waits for one that has died gives up
         self._channel, self._members, self._sender = channel, members, engine
         if any(answer.exception() is not None or any(answer.result()) for answer in asked):
             self._leave()

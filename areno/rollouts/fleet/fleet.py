@@ -27,10 +27,9 @@ from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
+from areno.rollouts.fleet.router import RequestRouter
+from areno.rollouts.fleet.scheduler import Job, LocalScheduler, Worker, WorkerFailedError
 from areno.rollouts.fleet.tensors import wanted
-from areno.rollouts.fleet.tickets import Desk
-from areno.rollouts.scheduler.errors import SchedulerError
-from areno.rollouts.scheduler.local import Job, LocalScheduler, Replica, Worker
 from areno.types import Request, RolloutResult
 
 # Idle threads of OpenMP sleep at once: whoever spins takes the core from the trainer, or from another replica.
@@ -75,12 +74,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """One replica.
-
-    Attributes:
-        worker: its processes, state, restarts and last error.
-        unfinished: requests that it works on.
-    """
+    """One replica: its processes, and how many requests it works on."""
 
     worker: Worker
     unfinished: int
@@ -91,10 +85,9 @@ class FleetHealth:
     """All replicas.
 
     Attributes:
-        replicas: one by one.
         version: of the weights that were brought last.
-        restarts: how often replicas were started again.
-        resubmitted: requests that were begun again because their replica died; what they had said is lost.
+        restarts: how often replicas were restarted.
+        resubmitted: requests that were begun again because their replica died; their partial output is discarded.
         waiting: requests that wait for a replica.
     """
 
@@ -136,13 +129,12 @@ class RolloutFleet:
         self.threads = options.threads or max(usable_cores() // (options.replicas * options.tp_size + 1), 1)
         self.version = 0
         self._devices = devices
-        self._desk = Desk()
+        self._router = RequestRouter()
         self._updating = threading.Lock()
         self._replicas: dict[int, EngineGroup] = {}
         self._delivery: Delivery | None = None
         self._closed = self._keeps = False
-        self._scheduler = LocalScheduler(options.log_folder, options.startup_timeout_s)
-        self._scheduler.create_workers(self._job())
+        self._scheduler = LocalScheduler(self._job())
         first = self._replicas[min(self._replicas)]
         self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
         self.context_length, self.vocab_size, self.kv_tokens = first.context_length, first.vocab_size, first.kv_tokens
@@ -161,11 +153,11 @@ class RolloutFleet:
             EngineError: the fleet is closed, or a request cannot be answered.
             WorkerFailedError: replicas have failed more often than they may.
         """
-        return self._desk.submit(fitted(requests, self, self.kv_tokens))
+        return self._router.submit(fitted(requests, self, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Answer one request with what it has so far."""
-        self._desk.cancel(future)
+        self._router.cancel(future)
 
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas that are up."""
@@ -231,13 +223,13 @@ class RolloutFleet:
 
     def health(self) -> FleetHealth:
         """State of every replica, and what has happened so far."""
-        workers = [] if self._closed else self._scheduler.get_workers(self.options.role)
+        workers = self._scheduler.workers()
         return FleetHealth(
-            replicas=[ReplicaHealth(worker, self._desk.unfinished(n)) for n, worker in enumerate(workers)],
+            replicas=[ReplicaHealth(worker, self._router.unfinished(n)) for n, worker in enumerate(workers)],
             version=self.version,
             restarts=sum(worker.restarts for worker in workers),
-            resubmitted=self._desk.resubmitted,
-            waiting=self._desk.waiting(),
+            resubmitted=self._router.resubmitted,
+            waiting=self._router.waiting(),
         )
 
     def close(self) -> None:
@@ -245,8 +237,8 @@ class RolloutFleet:
         if self._closed:
             return
         self._closed = True
-        self._desk.end(EngineError("the rollout fleet is closed"))
-        self._scheduler.delete_workers(self.options.role)
+        self._router.end(EngineError("the rollout fleet is closed"))
+        self._scheduler.close()
         with self._updating:
             if self._delivery is not None:
                 self._delivery.close()
@@ -261,10 +253,11 @@ class RolloutFleet:
             role=options.role,
             replicas=options.replicas,
             make=self._make,
+            log_folder=options.log_folder,
             on_start=self._started,
-            on_ready=lambda number: self._desk.enter(number, self._replicas[number]),
-            on_lost=self._desk.leave,
+            on_lost=self._router.leave,
             on_given_up=self._given_up,
+            startup_timeout_s=options.startup_timeout_s,
             restarts=options.max_restarts if options.restart else 0,
             backoff_s=options.backoff_s,
             threads=self.threads,
@@ -278,16 +271,16 @@ class RolloutFleet:
         layout = Layout(1, ranks)
         return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
 
-    def _started(self, number: int, made: Replica) -> None:
-        assert isinstance(made, EngineGroup)
+    def _started(self, number: int, made: EngineGroup) -> None:
         with self._updating:  # an update that is under way goes on without this one, which then gets it here
             if self._delivery is not None:
                 self._delivery.catch_up(made)
             if self._keeps:
                 made.keep_contexts(True)
             self._replicas[number] = made
+        self._router.enter(number, made)
 
-    def _given_up(self, _number: int, error: SchedulerError) -> None:
+    def _given_up(self, _number: int, error: WorkerFailedError) -> None:
         """Without restarts the others go on while there are any; with them, the cause must be found."""
         if self.options.restart or not self._up():
-            self._desk.end(error)
+            self._router.end(error)

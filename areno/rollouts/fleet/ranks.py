@@ -7,6 +7,7 @@ swap is a pause, and until it begins nothing has changed: a transfer that breaks
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +28,7 @@ from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
 from areno.errors import EngineError
-from areno.rollouts.fleet.segment import layout, view
-from areno.rollouts.fleet.tensors import TensorSpec, digest, install, refuse_misfit, whole_tensors
+from areno.rollouts.fleet.tensors import TensorSpec, digest, install, layout, refuse_misfit, views, whole_tensors
 
 # How long the members of a collective wait for each other.
 PATIENCE_S = 120.0
@@ -73,23 +73,29 @@ def checksums(engine: Engine, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def send(engine: Engine, update: Update) -> str:
-    """Write the weights to shared memory, and tell them to the channel; returns how the channel broke, or nothing."""
+    """Write the weights to shared memory, and broadcast them; returns how the broadcast broke, or nothing."""
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
-    offsets, size = layout(update.specs)
-    memory = attach(update.segment, size, writable=True) if update.segment and engine.config.peers.first else None
+    first = engine.config.peers.first
+    kept: Iterator[Tensor] = iter(())
+    if update.segment and first:
+        kept = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
     tensors = _mine(engine, update.specs)
     broken = ""
-    places = dict(zip((spec.name for spec in update.specs), offsets, strict=True))
     for bucket in _buckets(update.specs, update.bucket_bytes):
         filled = [tensor for _, tensor in islice(tensors, len(bucket))]
-        if not engine.config.peers.first:
+        if not first:
             continue
-        if memory is not None:
-            for spec, tensor in zip(bucket, filled, strict=True):
-                view(memory, places[spec.name], spec).copy_(tensor)
+        for place, tensor in zip(islice(kept, len(bucket)), filled, strict=False):
+            place.copy_(tensor)
         if update.channel and not broken:
-            broken = _broadcast(update.channel, bucket, filled, engine.config.device)
+            memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
+            for place, tensor in zip(views(memory, bucket), filled, strict=True):
+                place.copy_(tensor)
+            try:
+                _broadcast(update.channel, memory)
+            except BrokenChannelError as error:
+                broken = str(error)
         PROGRESS.tick()
     return broken
 
@@ -100,19 +106,8 @@ def _mine(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorS
         yield from whole_tensors(engine, specs)
 
 
-def _broadcast(channel: str, bucket: Sequence[TensorSpec], tensors: list[Tensor], device: torch.device) -> str:
-    offsets, size = layout(bucket)
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    for offset, spec, tensor in zip(offsets, bucket, tensors, strict=True):
-        view(memory, offset, spec).copy_(tensor)
-    try:
-        _spread(channel, memory)
-    except BrokenChannelError as error:
-        return str(error)
-    return ""
-
-
-def _spread(channel: str, memory: Tensor) -> None:
+def _broadcast(channel: str, memory: Tensor) -> None:
+    """The trainer's bytes, in place."""
     if channel not in _channels:
         raise BrokenChannelError("the trainer and the rollout replicas have not come together")
     try:
@@ -137,7 +132,7 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 
 
 def receive(engine: Engine, update: Update) -> float:
-    """Take new weights over; returns for how many seconds generation rested.
+    """Take new weights over; returns for how many seconds generation paused.
 
     Raises:
         BrokenChannelError: they have not arrived; the old ones stand.
@@ -165,21 +160,23 @@ def _arrived(engine: Engine, update: Update) -> dict[str, Tensor]:
         return _from_channel(engine, update)
     if update.folder:
         return _from_folder(engine, update)
-    offsets, size = layout(update.specs)
-    memory = attach(update.segment, size, writable=False)
+    memory = attach(update.segment, layout(update.specs)[1], writable=False)
     memory[:: mmap.PAGESIZE].sum()  # so that its pages are at hand when generation rests
-    return {spec.name: view(memory, offset, spec) for offset, spec in zip(offsets, update.specs, strict=True)}
+    return _named(memory, update.specs)
+
+
+def _named(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return {spec.name: tensor for spec, tensor in zip(specs, views(memory, specs), strict=True)}
 
 
 def _from_channel(engine: Engine, update: Update) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    arrived: dict[str, Tensor] = {}
     for bucket in _buckets(update.specs, update.bucket_bytes):
-        offsets, size = layout(bucket)
-        memory = torch.empty(size, dtype=torch.uint8, device=engine.config.device)
-        _spread(update.channel, memory)
-        found.update((spec.name, view(memory, at, spec)) for at, spec in zip(offsets, bucket, strict=True))
+        memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
+        _broadcast(update.channel, memory)
+        arrived |= _named(memory, bucket)
         PROGRESS.tick()
-    return found
+    return arrived
 
 
 def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
@@ -206,25 +203,34 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 
 
 def join(engine: Engine, channel: str, first: int, size: int) -> str:
-    """Become a member of a collective, whose key is the path of a file.
+    """Become a member of a collective of ``size`` members; returns nothing when all have come, else why not.
 
     Args:
         engine: of a trainer, where rank 0 is the only member, or of a replica.
-        channel: the key.
+        channel: key of the collective, the path of a file; ``{channel}.members`` is a folder.
         first: number of this engine's first rank in it; 0 is the trainer's.
         size: number of members.
-
-    Returns:
-        Nothing when all have come, else why not.
     """
     peers = engine.config.peers
     if first or peers.first:
-        patience = timedelta(seconds=PATIENCE_S)
+        rank = first + peers.place
         try:
-            _channels[channel] = meet(Path(channel), first + peers.place, size, engine.config.device, patience)
-        except RuntimeError as error:
-            return str(error) or "somebody has not come"
+            _wait_for_members(Path(f"{channel}.members"), rank, size)
+            patience = timedelta(seconds=PATIENCE_S)
+            _channels[channel] = meet(Path(channel), rank, size, engine.config.device, patience)
+        except (RuntimeError, OSError) as error:
+            return str(error) or "a member has not come"
     return ""
+
+
+def _wait_for_members(folder: Path, rank: int, size: int) -> None:
+    """Wait until all have come, as long as the folder exists: it is deleted when a member has died."""
+    (folder / str(rank)).touch()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(os.listdir(folder)) < size:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {size} members have come within {PATIENCE_S:g} s")
+        time.sleep(0.01)
 
 
 def leave(_engine: Engine, channel: str) -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from areno.engine.engine import Engine
-from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.sharding import local, part_of, whole_of
 from areno.errors import EngineError, UsageError
 
 _ADAPTER = (".lora_", ".modules_to_save.")
+_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,21 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Its size."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Where each tensor begins in one piece of memory, and how many bytes all take."""
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.nbytes // _ALIGN) * _ALIGN
+    return offsets, max(end, _ALIGN)
+
+
+def views(memory: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    """The tensors that lie in memory uint8 [n] as :func:`layout` says."""
+    for offset, spec in zip(layout(specs)[0], specs, strict=True):
+        yield memory[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
 def wanted(engine: Engine) -> list[TensorSpec]:
@@ -80,20 +96,16 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
 
     Every rank that holds a part of the model must take them all, in this order: those that share a tensor put it together.
     """
-    spread = engine.config.peers.layout.tp_size > 1 or engine.config.peers.layout.fsdp
-    put_together = _put_together if spread else lambda part, _: part
     model = engine.actor.model
     own = dict(model.module.named_parameters())
     for spec in specs:
         layer, _, last = spec.name.rpartition(".")
-        if spec.name in own:
-            tensor = put_together(own[spec.name].detach(), own[spec.name])
-        elif last == "weight" and model.adapter is not None:
+        like = own[spec.name if spec.name in own else _base_name(spec.name)]
+        part: Tensor = like
+        if spec.name not in own and last == "weight" and model.adapter is not None:
             adapted: Any = model.module.get_submodule(layer)
-            tensor = put_together(model.adapter.sum_of(adapted).detach(), adapted.get_base_layer().weight)
-        else:
-            tensor = put_together(own[_base_name(spec.name)].detach(), own[_base_name(spec.name)])
-        yield spec, tensor.to(spec.dtype)
+            part = model.adapter.sum_of(adapted)
+        yield spec, whole_of(local(part.detach()), like).to(spec.dtype)
 
 
 def _base_name(name: str) -> str:
@@ -102,19 +114,10 @@ def _base_name(name: str) -> str:
     return f"{layer}.base_layer.{last}"
 
 
-def _put_together(part: Tensor, like: Tensor) -> Tensor:
-    from areno.engine.parallel.sharding import local, whole_of
-
-    return whole_of(local(part), like)
-
-
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
-    """Copy whole tensors into the parameters of a rollout engine, each rank its part.
+    """Copy whole tensors by name into the parameters of a rollout engine, whose generation rests; each rank its part.
 
-    Args:
-        engine: whose generation rests.
-        tensors: by name.
-        check: compare the parameters with the tensors afterwards, bit by bit.
+    With ``check`` the parameters are compared with the tensors afterwards, bit by bit.
 
     Raises:
         EngineError: they differ.
@@ -122,26 +125,10 @@ def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> No
     own = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            part, target = _part(tensor, own[name], engine.config.peers), _local(own[name], engine.config.peers)
+            part, target = part_of(tensor, own[name]), local(own[name])
             target.copy_(part)
             if check and not torch.equal(raw(target), raw(part.to(target.device, target.dtype))):
                 raise EngineError(f"{name} is not what was sent after it was installed; the memory may be damaged")
-
-
-def _part(tensor: Tensor, like: Tensor, peers: Peers) -> Tensor:
-    if peers.layout.tp_size == 1:
-        return tensor
-    from areno.engine.parallel.sharding import part_of
-
-    return part_of(tensor, like)
-
-
-def _local(parameter: Tensor, peers: Peers) -> Tensor:
-    if peers.layout.tp_size == 1:
-        return parameter
-    from areno.engine.parallel.sharding import local
-
-    return local(parameter)
 
 
 def raw(tensor: Tensor) -> Tensor:

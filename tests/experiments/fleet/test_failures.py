@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from areno.errors import EngineError, UsageError
-from areno.rollouts.scheduler.errors import WorkerCreationError, WorkerFailedError
+from areno.rollouts.fleet.scheduler import WorkerCreationError, WorkerFailedError
 from tests.experiments.fleet.support import answers, generated, learn, parameters_of, requests, same, wait_until
 from tests.support.cli import environment, preloaded
 from tests.support.preloaded import Forked
@@ -21,6 +23,10 @@ from tests.support.processes import alive, workers_of
 
 def pids(fleet) -> list[int]:
     return [pid for replica in fleet.health().replicas for pid in replica.worker.pids]
+
+
+def rest(_engine) -> None:
+    time.sleep(60)
 
 
 def states(fleet) -> list[str]:
@@ -164,6 +170,22 @@ def test_an_update_goes_on_when_a_replica_is_killed_in_the_middle_of_it(trainer,
         for group in fleet._up().values():
             assert same(group.each_rank(parameters_of)[0], parameters_of(trainer))
     assert answers(fleet, requests(2)) == answers(trainer, requests(2))
+
+
+def test_a_replica_that_is_killed_while_the_broadcast_forms_holds_nobody_up(trainer, open_fleet):
+    fleet = open_fleet(replicas=2)
+    learn(trainer)
+    busy, victim = fleet._up()[0], pids(fleet)[0]
+    with ThreadPoolExecutor(1) as pool:
+        nap = pool.submit(busy.each_rank, rest)  # it has not come to the others when it dies
+        threading.Timer(1.0, os.kill, [victim, signal.SIGKILL]).start()
+        began = time.monotonic()
+        fleet.update_weights(trainer, 1, "xccl", verify=True)
+        assert time.monotonic() - began < 60  # a member waits for the others for two minutes
+        assert isinstance(nap.exception(), EngineError)
+    wait_until(lambda: states(fleet) == ["ready", "ready"])
+    for group in fleet._up().values():
+        assert same(group.each_rank(parameters_of)[0], parameters_of(trainer))
 
 
 def test_a_killed_parent_leaves_no_process_and_no_memory(policy, tmp_path):

@@ -19,8 +19,7 @@ from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import ranks
 from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.ranks import Update
-from areno.rollouts.fleet.segment import layout
-from areno.rollouts.fleet.tensors import wanted
+from areno.rollouts.fleet.tensors import layout, wanted
 from areno.types import Request, SamplingParams
 from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import (

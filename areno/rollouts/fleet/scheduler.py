@@ -1,0 +1,243 @@
+"""Replicas in worker processes of this machine: started, watched, and restarted when they fail.
+
+Each replica is a group of processes with a log file of its own, and its failure is nobody else's. A replica that dies, is
+stopped or makes no progress is restarted, after a pause that doubles each time, until its restarts are used up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from areno.engine.parallel.workers import Processes, WorkerGroup
+from areno.errors import ArenoError, EngineError, UsageError
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "failed", "closed"]
+
+TAIL_LINES = 50
+# A replica that has run for so long has used up none of its restarts.
+_STEADY_S = 600.0
+_LONGEST_BACKOFF_S = 60.0
+
+
+class WorkerCreationError(ArenoError):
+    """A replica could not be started; the message ends with the last lines of its log."""
+
+
+class WorkerFailedError(ArenoError):
+    """A replica has failed more often than it may be restarted; the message ends with the last lines of its log."""
+
+
+class Replica(Protocol):
+    """What a job makes: something that lives in a group of processes."""
+
+    workers: WorkerGroup
+
+    def close(self) -> None:
+        """End the processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Replicas of one role.
+
+    Attributes:
+        role: names log files (``{role}-{number}.log``) and messages.
+        make: starts a replica, given its number, how its processes are to be started, and whom to tell of a failure.
+        on_start: called with number and replica before it counts as ready; an error there is a failed start.
+        on_lost: called with the number of a replica that has failed.
+        on_given_up: called with the number of a replica that is not restarted, and why.
+        startup_timeout_s: how long a replica may take to start.
+        restarts: how often a replica is restarted.
+        backoff_s: pause before the first restart.
+        threads: of PyTorch in each process.
+        environment: variables for the processes, beside those of this one.
+    """
+
+    role: str
+    replicas: int
+    log_folder: Path
+    make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
+    on_start: Callable[[int, Any], None] = lambda _number, _replica: None
+    on_lost: Callable[[int], None] = lambda _number: None
+    on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
+    startup_timeout_s: float = 300.0
+    restarts: int = 3
+    backoff_s: float = 1.0
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One replica, as others see it: ``id`` is ``role/number``, ``error`` why it failed last (empty if it has not)."""
+
+    id: str
+    state: State
+    pids: tuple[int, ...]
+    log_file: Path
+    restarts: int
+    error: str
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The place of a replica in a job; what is in it may change."""
+
+    number: int
+    name: str
+    log_file: Path
+    state: State = "starting"
+    replica: Replica | None = None
+    since: float = 0.0
+    used: int = 0
+    restarts: int = 0
+    error: str = ""
+    thread: threading.Thread | None = None
+
+
+class LocalScheduler:
+    """Starts all replicas of a job at the same time, and returns when all are ready; to be closed.
+
+    Raises:
+        UsageError: a replica's arguments cannot work.
+        WorkerCreationError: a replica could not be started; the others are ended.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._changed = threading.Condition()
+        folder = Path(job.log_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._slots = [_Slot(n, f"{job.role}/{n}", folder / f"{job.role}-{n}.log") for n in range(job.replicas)]
+        with ThreadPoolExecutor(job.replicas, thread_name_prefix="areno-start") as pool:
+            errors = list(pool.map(self._start, self._slots))
+        for slot, error in zip(self._slots, errors, strict=True):
+            if error is None:
+                continue
+            self.close()
+            if isinstance(error, UsageError):
+                raise error
+            text = f"{slot.name} could not be started: {_text(error)}\n{tail(slot.log_file)}"
+            raise WorkerCreationError(text) from error
+
+    def workers(self) -> list[Worker]:
+        """All replicas, as they are now."""
+        with self._changed:
+            return [_describe(slot) for slot in self._slots]
+
+    def close(self) -> None:
+        """End all replicas; a second call does nothing."""
+        with self._changed:
+            slots, self._slots = self._slots, []
+            for slot in slots:
+                slot.state = "closed"
+            self._changed.notify_all()
+        for slot in slots:
+            if slot.thread is not None:
+                slot.thread.join()
+            if slot.replica is not None:
+                with contextlib.suppress(EngineError):
+                    slot.replica.close()
+
+    # -- one replica -----------------------------------------------------------------------------------------------
+
+    def _start(self, slot: _Slot) -> Exception | None:
+        """Make a replica, or say why that did not work."""
+        job = self._job
+        with open(slot.log_file, "a", encoding="utf-8") as log:
+            log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
+        processes = Processes(
+            name=f"{job.role} {slot.number}",
+            log_file=slot.log_file,
+            environment=job.environment,
+            threads=job.threads,
+            startup_s=job.startup_timeout_s,
+        )
+        try:
+            replica = job.make(slot.number, processes, functools.partial(self._lost, slot))
+        except Exception as error:
+            return error
+        try:
+            job.on_start(slot.number, replica)
+        except Exception as error:
+            replica.workers.abandon(str(error))
+            replica.close()
+            return error
+        with self._changed:
+            closed = slot.state == "closed"
+            if not closed:
+                slot.replica, slot.state, slot.since = replica, "ready", time.monotonic()
+        if closed:
+            replica.close()
+        elif replica.workers.failed:  # before it was ready, so that nobody was told
+            self._lost(slot, EngineError("it failed as soon as it was ready"))
+        return None
+
+    def _lost(self, slot: _Slot, error: EngineError) -> None:
+        """A replica has failed; called in a thread of its own group. One that was not ready yet fails in its start."""
+        with self._changed:
+            if slot.state != "ready" or slot.replica is None:
+                return
+            dead, slot.replica, slot.state, slot.error = slot.replica, None, "restarting", str(error)
+            if time.monotonic() - slot.since > _STEADY_S:
+                slot.used = 0
+            name = f"areno-{self._job.role}-{slot.number}"
+            slot.thread = threading.Thread(target=self._revive, args=[slot, dead], name=name, daemon=True)
+            slot.thread.start()
+
+    def _revive(self, slot: _Slot, dead: Replica) -> None:
+        """Restart a replica, as often as it may be."""
+        job = self._job
+        logger.warning("%s has failed: %s", slot.name, slot.error)
+        job.on_lost(slot.number)
+        with contextlib.suppress(EngineError):
+            dead.close()
+        while slot.used < job.restarts:
+            pause = min(job.backoff_s * 2**slot.used, _LONGEST_BACKOFF_S)
+            with self._changed:
+                if self._changed.wait_for(lambda: slot.state == "closed", pause):
+                    return
+            slot.used += 1
+            slot.restarts += 1
+            failure = self._start(slot)
+            if failure is None:
+                logger.warning("%s runs again", slot.name)
+                return
+            slot.error = _text(failure)
+        with self._changed:
+            if slot.state == "closed":
+                return
+            slot.state = "failed"
+        times = f"its {slot.used} restarts are used up" if slot.used else "it is not to be started again"
+        text = f"{slot.name} has failed, and {times}: {slot.error}\n{tail(slot.log_file)}"
+        job.on_given_up(slot.number, WorkerFailedError(text))
+
+
+def _text(error: Exception) -> str:
+    kind = "" if isinstance(error, ArenoError) else f"{type(error).__name__}: "
+    return kind + "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def tail(log_file: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log file, with a heading."""
+    with open(log_file, encoding="utf-8", errors="replace") as file:
+        last = deque((line.rstrip("\n") for line in file), lines)
+    return f"The last {len(last)} lines of {log_file}:\n" + "\n".join(last)
+
+
+def _describe(slot: _Slot) -> Worker:
+    pids = tuple(slot.replica.workers.pids) if slot.replica is not None else ()
+    return Worker(slot.name, slot.state, pids, slot.log_file, slot.restarts, slot.error)

@@ -1,1 +1,0 @@
-"""Worker processes by role and replica: started, watched, started again."""
