@@ -47,7 +47,7 @@ class Checkpoints:
     def __init__(self, spec: CheckpointSpec) -> None:
         self.spec = spec
         self.folder = CheckpointFolder(spec.folder, spec.newest, spec.remedy)
-        self.frequency = FrequencyControl.of(spec.every)
+        self.frequency = FrequencyControl(spec.every)
         self.writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext()
         self._saved_step = 0
 

@@ -17,15 +17,7 @@ from areno.spec.run import Frequency
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A step and its place in the run; indices count from 0.
-
-    Args:
-        epoch: index of the epoch.
-        epoch_step: index of the step in its epoch.
-        global_step: index of the step in the run.
-        steps_per_epoch: steps of an epoch.
-        total_steps: steps of the whole run.
-    """
+    """A step and its place in the run; indices count from 0."""
 
     epoch: int
     epoch_step: int
@@ -59,88 +51,47 @@ class FrequencyControl:
     """One rhythm.
 
     Args:
-        freq_epochs: due after so many epochs; None never.
-        freq_steps: due after so many steps; None never.
-        freq_secs: due after so many seconds; None never.
-        always_last: also due at the last step of the run.
-        before_training: due once before the first step.
+        frequency: of it.
         clock: seconds, never going back.
-        slowest: the largest of a number over all ranks, so that they agree on what is due.
 
     Raises:
-        UsageError: a frequency is below 1.
+        UsageError: a frequency is not above 0.
     """
 
-    def __init__(
-        self,
-        freq_epochs: int | None = None,
-        freq_steps: int | None = None,
-        freq_secs: float | None = None,
-        *,
-        always_last: bool = False,
-        before_training: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        slowest: Callable[[float], float] = float,
-    ) -> None:
-        self._every = {"epochs": freq_epochs, "steps": freq_steps, "secs": freq_secs}
+    def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}
         for unit, value in self._every.items():
             if value is not None and value <= 0:
                 raise UsageError(f"freq_{unit}={value}: give a number above 0, or null to leave it out")
-        self._always_last = always_last
-        self._before_training = before_training
-        self._clock = clock
-        self._slowest = slowest
+        self._first, self._last, self._clock = frequency.first, frequency.last, clock
         self._epochs = self._steps = 0
         self._since = clock()
 
-    @classmethod
-    def of(cls, frequency: Frequency) -> FrequencyControl:
-        """The control of a specification."""
-        return cls(
-            frequency.epochs,
-            frequency.steps,
-            frequency.seconds,
-            always_last=frequency.last,
-            before_training=frequency.first,
-        )
-
     def due_before_training(self) -> bool:
         """Whether it is due before the first step; True at most once in a run, recovered or not."""
-        due, self._before_training = self._before_training, False
+        due, self._first = self._first, False
         return due
 
     def check(self, at: StepInfo) -> bool:
-        """Count a finished step; to be called once for each.
-
-        Returns:
-            Whether it is due now.
-        """
-        self._before_training = False
+        """Count a finished step, once for each; returns whether it is due now."""
+        self._first = False
         self._steps += 1
         self._epochs += at.ends_epoch
         now = self._clock()
-        counted = {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed(now)}
+        counted = {"epochs": self._epochs, "steps": self._steps, "secs": now - self._since}
         due = {unit for unit, every in self._every.items() if every is not None and counted[unit] >= every}
         self._epochs = 0 if "epochs" in due else self._epochs
         self._steps = 0 if "steps" in due else self._steps
         self._since = now if "secs" in due else self._since
-        return bool(due) or (self._always_last and at.is_last)
-
-    def _elapsed(self, now: float) -> float:
-        seconds = now - self._since
-        return self._slowest(seconds) if self._every["secs"] is not None else seconds
+        return bool(due) or (self._last and at.is_last)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters."""
-        return {
-            "epochs": self._epochs,
-            "steps": self._steps,
-            "secs": self._clock() - self._since,
-            "before_training": self._before_training,
-        }
+        elapsed = self._clock() - self._since
+        return {"epochs": self._epochs, "steps": self._steps, "secs": elapsed, "before_training": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from there; the time between is not counted."""
         self._epochs, self._steps = state["epochs"], state["steps"]
         self._since = self._clock() - state["secs"]
-        self._before_training = self._before_training and state["before_training"]
+        self._first = self._first and state["before_training"]

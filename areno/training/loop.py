@@ -86,7 +86,7 @@ class TrainingLoop(ABC):
         self.state = RunState()
         self.checkpointing = checkpoints or Checkpoints(spec.checkpoints)
         self.checkpointing.writing = lambda path: self.report.writing(path, self.state)
-        self.evaluation = FrequencyControl.of(spec.evaluation)
+        self.evaluation = FrequencyControl(spec.evaluation)
         self._updating = False
 
     @property

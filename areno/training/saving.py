@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import UsageError
+from areno.spec.run import Frequency
 from areno.storage.checkpoints import CheckpointFolder
 from areno.storage.layout import EXPERIMENT, Layout
 from areno.training.frequency import FrequencyControl, StepInfo
@@ -35,7 +36,7 @@ class Saver:
 
     Args:
         root: the trial's folder for models.
-        control: makes one rhythm, called once for each role.
+        every: how often each role is saved.
         roles: ``default`` is the actor.
         mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for models
             that can be copied, else ``sync``.
@@ -49,7 +50,7 @@ class Saver:
     def __init__(
         self,
         root: str | Path,
-        control: Callable[[], FrequencyControl],
+        every: Frequency,
         roles: Iterable[str] = ("default",),
         mode: str = "auto",
         layout: Layout = EXPERIMENT,
@@ -58,7 +59,7 @@ class Saver:
         if mode not in MODES:
             raise UsageError(f"saver.mode={mode!r} is not a mode; use one of {', '.join(MODES)}")
         self._root = Path(root)
-        self._controls = {role: control() for role in roles}
+        self._controls = {role: FrequencyControl(every) for role in roles}
         self._mode, self._layout, self._remedy = mode, layout, remedy
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: dict[str, Future[None]] = {}
@@ -72,11 +73,7 @@ class Saver:
     def save_if_due(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
     ) -> Path | None:
-        """Count a finished step of a role, and save its model where that is due; arguments as for :meth:`save`.
-
-        Returns:
-            Where it lies, or will lie; None where nothing was due.
-        """
+        """Count a finished step of a role, and :meth:`save` its model where that is due; None where it is not."""
         due = self._controls[role].check(at)
         return self.save(role, at, write, stage=stage, needed_bytes=needed_bytes) if due else None
 
@@ -92,26 +89,24 @@ class Saver:
             stage: copies it, for asynchronous saving; None where it cannot be copied.
             needed_bytes: its size.
 
+        Returns:
+            Where it lies, or will lie.
+
         Raises:
             CheckpointError: this save failed, or the role's asynchronous save before it.
         """
         if self._mode == "async" and stage is None:
             _log.warning("saver.mode=async: %s cannot be copied here, so training waits until it is written", role)
+        self._wait(role)
         if self._mode == "sync" or stage is None:
-            self._wait(role)
             self._write(role, at, write, needed_bytes)
         else:
-            self._wait(role)
             self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="areno-saver")
             self._under_way[role] = self._writer.submit(self._write, role, at, stage(), needed_bytes)
         return self.path(role, at)
 
     def wait(self) -> None:
-        """Wait until all models are written.
-
-        Raises:
-            CheckpointError: an asynchronous save failed.
-        """
+        """Wait until all models are written; raises the :class:`CheckpointError` of one that failed."""
         for role in list(self._under_way):
             self._wait(role)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from areno.api.datasets import iter_prompt_batches, load_rows
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.sft import build_sft_rows
 from areno.training.row_checks import row_problem
 
@@ -142,7 +143,7 @@ def test_messages_that_the_template_refuses_are_named_with_their_row(chat_tokeni
 
 def _sft(rows, tokenizer, **options):
     limits = {"max_prompt_tokens": 4, "max_new_tokens": 3, "eos_token_ids": frozenset({2})}
-    return build_sft_rows(rows, tokenizer, **(limits | options))
+    return build_sft_rows(rows, tokenizer, RowBounds(**(limits | options)))
 
 
 def test_supervised_sequence_is_prompt_response_and_eos(tokenizer):

@@ -12,6 +12,7 @@ from areno import ArenoConfig, ModelRole, SamplingParams, Trainer, TrainSequence
 from areno.api.datasets import iter_prompt_batches
 from areno.engine.limits import check_tokenizer, context_length
 from areno.errors import DataError, EngineError, UsageError
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
 from areno.training.objectives.sft import build_sft_rows
 from areno.types import Request
@@ -163,19 +164,19 @@ def tokenizer():
 def test_supervised_rows_beyond_the_context_are_passed_over_and_counted(tokenizer):
     data = [{"prompt": "What is 1 plus 2?", "response": "The answer is 3. " * n} for n in (1, 9, 1)]
     limits = {"max_prompt_tokens": 1000, "max_new_tokens": 1000, "eos_token_ids": frozenset([tokenizer.eos_token_id])}
-    everything, none = build_sft_rows(data, tokenizer, **limits)
+    everything, none = build_sft_rows(data, tokenizer, RowBounds(**limits))
     lengths = [len(r.tokens) for r in everything]
-    rows, left_out = build_sft_rows(data, tokenizer, **limits, context_limit=lengths[0])
+    rows, left_out = build_sft_rows(data, tokenizer, RowBounds(**limits, context_limit=lengths[0]))
     assert (none, left_out, [len(r.tokens) for r in rows]) == (0, 1, [lengths[0], lengths[2]])
     with pytest.raises(DataError, match=r"none of 3 rows .* in a context of 4 tokens"):
-        build_sft_rows(data, tokenizer, **limits, context_limit=4)
+        build_sft_rows(data, tokenizer, RowBounds(**limits, context_limit=4))
 
 
 def test_pairs_beyond_the_context_are_passed_over_and_counted(tokenizer):
     data = [{"prompt": "What is 1 plus 2?", "chosen": "3", "rejected": "4" * n} for n in (1, 90)]
     limits = {"max_prompt_tokens": 1000, "max_new_tokens": 1000, "eos_token_ids": frozenset([tokenizer.eos_token_id])}
-    assert len(build_preference_rows(data, tokenizer, **limits)[0]) == 2
-    pairs, dropped = build_preference_rows(data, tokenizer, **limits, context_limit=60)
+    assert len(build_preference_rows(data, tokenizer, RowBounds(**limits))[0]) == 2
+    pairs, dropped = build_preference_rows(data, tokenizer, RowBounds(**limits, context_limit=60))
     assert (len(pairs), dropped) == (1, 1)
 
 

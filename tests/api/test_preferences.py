@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areno.api.datasets import load_rows
 from areno.errors import DataError
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
 from tests.support.tiny import bpe_tokenizer
 
@@ -39,7 +40,7 @@ def chat_tokenizer(tokenizer):
 
 def build(rows, tokenizer, **options):
     settings = {"max_prompt_tokens": 20, "max_new_tokens": 10, "eos_token_ids": frozenset(), "source": "data"}
-    return build_preference_rows(rows, tokenizer, **(settings | options))
+    return build_preference_rows(rows, tokenizer, RowBounds(**(settings | options)))
 
 
 def words(tokenizer, row):

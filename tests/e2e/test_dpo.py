@@ -15,6 +15,7 @@ from areno.api.trainers.supervised import DPOTrainer
 from areno.cli.main import main
 from areno.config.train_options import TrainOptions
 from areno.errors import EngineError
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
 from tests.support.cli import areno, kill, start, wait_for_text
 from tests.support.preferences import (
@@ -252,7 +253,7 @@ def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, update
     with Trainer(1, str(tiny_checkpoint), custom_config=ArenoConfig(optimizer=optimizer)) as trainer:
         trainer.init()
         limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_ids}
-        built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), **limits)
+        built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), RowBounds(**limits))
         rows = [row for pair in built for row in pair]
         for row, values in zip(rows, trainer.score_logprobs("actor", [r.tokens for r in rows]), strict=True):
             row.ref_logprobs = values

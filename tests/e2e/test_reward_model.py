@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from areno import ArenoConfig, Trainer, reward_model_loss_fn
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
 from tests.support.cli import areno, kill, start, wait_for_text
 from tests.support.preferences import (
@@ -120,7 +121,7 @@ def test_accumulation_makes_updates_of_whole_pairs(mini_bs, accumulation, update
     with Trainer(1, str(tiny_checkpoint), custom_config=config) as trainer:
         trainer.init()
         limits = {"max_prompt_tokens": 1024, "max_new_tokens": 60, "eos_token_ids": trainer.backend.eos_ids}
-        built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), **limits)
+        built, _ = build_preference_rows(SUMS[:6], trainer.get_tokenizer(), RowBounds(**limits))
         rows = [row for pair in built for row in pair]
         per_update = len(rows) // updates
         for begin in range(0, len(rows), per_update):

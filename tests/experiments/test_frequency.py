@@ -55,35 +55,33 @@ def test_steps_are_numbered_from_0_and_know_the_ends():
     last=st.booleans(),
 )
 def test_epochs_and_steps_count_independently(per_epoch, total, epochs, every, last):
-    control = FrequencyControl(epochs, every, always_last=last)
+    control = FrequencyControl(Frequency(epochs, every, last=last))
     expected = {n for n in range(1, total + 1) if every and n % every == 0}
     expected |= {n for n in range(1, total + 1) if epochs and n % (per_epoch * epochs) == 0}
     expected |= {total} if last else set()
     assert due_steps(control, per_epoch, total) == sorted(expected)
 
 
-def test_seconds_are_counted_from_when_they_last_came_due_with_or_without_ranks():
+def test_seconds_are_counted_from_when_they_last_came_due():
     clock = Clock()
-    control = FrequencyControl(freq_secs=25, clock=clock)
+    control = FrequencyControl(Frequency(seconds=25), clock)
     assert due_steps(control, 100, 10, clock, seconds=10) == [3, 6, 9]
-    slow = FrequencyControl(freq_secs=25, clock=clock, slowest=lambda own: own + 10)  # another rank is 10 s ahead
-    assert due_steps(slow, 100, 10, clock, seconds=10) == [2, 4, 6, 8, 10]
 
 
 def test_steps_that_come_due_do_not_set_the_seconds_back():
     clock = Clock()
-    control = FrequencyControl(freq_steps=2, freq_secs=50, clock=clock)
+    control = FrequencyControl(Frequency(steps=2, seconds=50), clock)
     assert due_steps(control, 100, 11, clock, seconds=10) == [2, 4, 5, 6, 8, 10]
 
 
 def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
     clock = Clock()
-    first = FrequencyControl(freq_steps=3, freq_secs=100, clock=clock)
+    first = FrequencyControl(Frequency(steps=3, seconds=100), clock)
     clock.now = 60.0
     assert not first.check(StepInfo.first(10, 10))
     state = json.loads(json.dumps(first.state_dict()))
     clock.now = 10_000.0
-    second = FrequencyControl(freq_steps=3, freq_secs=100, clock=clock)
+    second = FrequencyControl(Frequency(steps=3, seconds=100), clock)
     second.load_state_dict(state)
     at = StepInfo.first(10, 10).next()
     clock.now += 39
@@ -94,27 +92,30 @@ def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
 
 
 def test_before_training_is_due_before_the_first_step_and_once():
-    control = FrequencyControl(freq_steps=2, before_training=True)
+    control = FrequencyControl(Frequency(steps=2, first=True))
     assert control.due_before_training()
     assert not control.due_before_training()
     assert due_steps(control, 10, 5) == [2, 4]  # and shifts nothing
 
 
 def test_a_recovered_run_does_not_evaluate_before_training_again():
-    first = FrequencyControl(before_training=True)
+    first = FrequencyControl(Frequency(first=True))
     first.check(StepInfo.first(2, 2))
-    second = FrequencyControl(before_training=True)
+    second = FrequencyControl(Frequency(first=True))
     second.load_state_dict(first.state_dict())
     assert not second.due_before_training()
 
 
 def test_without_a_frequency_nothing_is_due_but_the_end_where_it_is_asked_for():
     assert not Frequency().given
-    assert due_steps(FrequencyControl(), 2, 6) == []
-    assert due_steps(FrequencyControl(always_last=True), 2, 6) == [6]
+    assert due_steps(FrequencyControl(Frequency()), 2, 6) == []
+    assert due_steps(FrequencyControl(Frequency(last=True)), 2, 6) == [6]
 
 
-@pytest.mark.parametrize("fields", [{"freq_steps": 0}, {"freq_epochs": -1}, {"freq_secs": 0}])
-def test_a_frequency_below_1_is_refused_by_name(fields):
-    with pytest.raises(UsageError, match=rf"{next(iter(fields))}=.*null"):
-        FrequencyControl(**fields)
+@pytest.mark.parametrize(
+    ("name", "frequency"),
+    [("freq_steps", Frequency(steps=0)), ("freq_epochs", Frequency(epochs=-1)), ("freq_secs", Frequency(seconds=0))],
+)
+def test_a_frequency_below_1_is_refused_by_name(name, frequency):
+    with pytest.raises(UsageError, match=rf"{name}=.*null"):
+        FrequencyControl(frequency)

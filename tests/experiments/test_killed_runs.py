@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import time
-from functools import partial
 
 import torch
 
@@ -16,7 +15,7 @@ from areno.experiments.folders import ExperimentFolders
 from areno.observability.stats_logger import StatsLogger
 from areno.spec import CheckpointSpec, Frequency
 from areno.training.checkpoints import Checkpoints, rollout_state
-from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import StepInfo
 from areno.training.saving import Saver
 from areno.training.state import RunState
 
@@ -55,7 +54,7 @@ def run(root):
     folders = ExperimentFolders(root, "toy", "killed", user="me")
     run_dir = folders.create()
     logger = StatsLogger(run_dir, total_epochs=EPOCHS, steps_per_epoch=PER_EPOCH)
-    saver = Saver(folders.checkpoints, partial(FrequencyControl, 1, 5, always_last=True))
+    saver = Saver(folders.checkpoints, Frequency(1, 5, last=True))
     checkpoints = Checkpoints(CheckpointSpec(folders.recover, Frequency(steps=2, last=True), newest=2, strict=True))
     trainer, at = Toy(), StepInfo.first(PER_EPOCH, EPOCHS * PER_EPOCH)
     random.seed(0), torch.manual_seed(0)

@@ -13,8 +13,9 @@ from areno.config.experiment import SFTConfig, config_from
 from areno.errors import CheckpointError, UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.observability.logs import LoggingSetup
+from areno.spec import Frequency
 from areno.storage.run_lock import run_lock
-from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import StepInfo
 from areno.training.saving import Saver
 from tests.config.experiment.samples import SFT, changed
 
@@ -22,7 +23,7 @@ AT = StepInfo(1, 2, 6, 4, 20)
 
 
 def every(steps):
-    return partial(FrequencyControl, freq_steps=steps, always_last=True)
+    return Frequency(steps=steps, last=True)
 
 
 def writer(text="weights"):

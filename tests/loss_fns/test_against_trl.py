@@ -24,6 +24,7 @@ from areno.engine.scoring import score_logprobs
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
 from areno.training.objectives.sft import build_sft_rows
 from tests.loss_fns.packs import make_batch, value_of
@@ -103,7 +104,7 @@ def assert_same_gradients(ours, theirs):
 def referenced_rows(checkpoints):
     """The preference rows as areno trains them."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
-    pairs, dropped = build_preference_rows(ROWS, tokenizer, **LIMITS)
+    pairs, dropped = build_preference_rows(ROWS, tokenizer, RowBounds(**LIMITS))
     assert dropped == 0
     rows = [row for pair in pairs for row in pair]
     logprobs = score_logprobs(prepare(stock(checkpoints[1]), "llama"), [r.tokens for r in rows], [1.0] * len(rows), 3)
@@ -161,7 +162,7 @@ def test_sft_has_the_loss_and_gradients_of_trl(mini_bs, checkpoints, tmp_path):
     data = [{"prompt": row["prompt"], "response": row["rejected"]} for row in ROWS]
     conversations = [conversation(row | {"completion": row["rejected"]}, "completion") for row in ROWS]
     loss, gradients, _, tokens = by_trl(trl.SFTTrainer, trl.SFTConfig, checkpoints[0], conversations, tmp_path)
-    rows, _ = build_sft_rows(data, AutoTokenizer.from_pretrained(checkpoints[0]), **LIMITS)
+    rows, _ = build_sft_rows(data, AutoTokenizer.from_pretrained(checkpoints[0]), RowBounds(**LIMITS))
     assert [row.tokens for row in rows] == tokens
     stats, own = by_areno(checkpoints[0], rows, sft_loss_fn, mini_bs)
     assert stats["loss"] == pytest.approx(loss, rel=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from areno.config.experiment.experiments import SFTConfig
 from areno.config.experiment.saving import config_text
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
+from areno.spec import Frequency
 from areno.storage.layout import OPTIONS, newest_model
-from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import StepInfo
 from areno.training.saving import Saver
 
 
@@ -77,7 +77,7 @@ def test_an_experiment_stands_for_its_newest_recovery_point_or_model(tmp_path):
 
 def test_models_from_options_lie_where_the_reader_looks(tmp_path):
     run = stored(tmp_path / "run", "algo: sft\n")
-    saver = Saver(run / "checkpoints", partial(FrequencyControl, 1, 3), mode="sync", layout=OPTIONS)
+    saver = Saver(run / "checkpoints", Frequency(1, 3), mode="sync", layout=OPTIONS)
     steps = [StepInfo(0, step, step, 9, 9) for step in range(9)]
     saved = [saver.save_if_due("default", at, lambda folder: (folder / "weights").touch()) for at in steps]
     assert [path.name for path in saved if path] == ["step_000003", "step_000006", "step_000009"]

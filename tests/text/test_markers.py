@@ -9,6 +9,7 @@ import pytest
 
 from areno.api.datasets import iter_prompt_batches
 from areno.text.markers import marker_in, warn_of_markers
+from areno.training.objectives.base import RowBounds
 from areno.training.objectives.sft import build_sft_rows
 from tests.support.tiny import bpe_tokenizer
 
@@ -54,7 +55,7 @@ def test_a_run_is_warned_once_of_the_row_the_marker_and_the_remedy(tokenizer, ca
     caplog.clear()
     rows = [{"prompt": "[INST] Hi [/INST]", "response": "Hello."}]
     limits = {"max_prompt_tokens": 99, "max_new_tokens": 99, "eos_token_ids": frozenset()}
-    build_sft_rows(rows, bpe_tokenizer(["Hi"]), **limits, source="sft.jsonl")  # another run
+    build_sft_rows(rows, bpe_tokenizer(["Hi"]), RowBounds(**limits, source="sft.jsonl"))  # another run
     assert caplog.records[0].getMessage().startswith("sft.jsonl, row 1: the prompt holds '[INST]'")
 
 

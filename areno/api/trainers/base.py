@@ -9,7 +9,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from areno.api.trainer import Trainer
@@ -24,7 +23,7 @@ from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.checkpoints import CheckpointFolder
 from areno.storage.layout import OPTIONS
 from areno.storage.run_dir import RunDirectory
-from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
 from areno.training.saving import Saver
 from areno.training.state import RunState
@@ -94,8 +93,7 @@ class DataTrainer(TrainingLoop):
         tracing.configure(config.run_path, "trainer", perf=traced, session=traced)
         if config.model_save_interval is not None:
             every, mode = Frequency(steps=config.model_save_interval), "auto" if config.save_async else "sync"
-            control = partial(FrequencyControl.of, every)
-            self.saver = Saver(config.checkpoint_path, control, self.saved_roles, mode, OPTIONS, DISK_REMEDY)
+            self.saver = Saver(config.checkpoint_path, every, self.saved_roles, mode, OPTIONS, DISK_REMEDY)
         self.set_up(spec_of(config), instance.backend, StepReporter(config, self.logger, health))
 
     # -- what an algorithm supplies --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from areno.config.algorithms import get_algorithm
 from areno.errors import DataError, EngineError
 from areno.loss_fns.pack import LossFn
 from areno.observability import lifecycle
-from areno.training.objectives.base import Examples, Objective, sequences
+from areno.training.objectives.base import Examples, Objective, RowBounds, sequences
 from areno.training.objectives.pairs import DPO, PAIRS, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
@@ -40,12 +40,14 @@ class SupervisedTrainer(DataTrainer):
         examples, dropped = self.objective.encode(
             rows,
             self.instance.get_tokenizer(),
-            self.instance.backend.eos_ids,
-            max_prompt_tokens=self.config.max_prompt_tokens,
-            max_new_tokens=self.config.max_new_tokens,
-            context_limit=self.context_limit,
-            source=str(source),
-            disable_thinking=self.config.disable_thinking,
+            RowBounds(
+                max_prompt_tokens=self.config.max_prompt_tokens,
+                max_new_tokens=self.config.max_new_tokens,
+                eos_token_ids=self.instance.backend.eos_ids,
+                context_limit=self.context_limit,
+                source=str(source),
+                disable_thinking=self.config.disable_thinking,
+            ),
         )
         if self.objective.unit == "rows":
             lifecycle.sft_dataset_filter(self.logger, dropped)

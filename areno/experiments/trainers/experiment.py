@@ -48,7 +48,7 @@ from areno.observability.tracker import StatsTracker, get
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
 from areno.storage.layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
-from areno.training.frequency import FrequencyControl, StepInfo
+from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
 from areno.training.row_checks import Needs
 from areno.training.saving import DISK_REMEDY, Saver
@@ -254,7 +254,7 @@ class ExperimentTrainer(TrainingLoop):
         every = frequency(config.saver, last=saves)
         return Saver(
             self._elsewhere(config.saver, self.folders.checkpoints),
-            lambda: FrequencyControl.of(every),
+            every,
             self.saved_roles,
             config.saver.mode if saves else "auto",
         )

@@ -19,7 +19,7 @@ from areno.loss_fns.pack import LossFn
 from areno.loss_fns.shaping import sizes
 from areno.loss_fns.units import with_names
 from areno.training.frequency import StepInfo
-from areno.training.objectives.base import Examples, Objective, sequences
+from areno.training.objectives.base import Examples, Objective, RowBounds, sequences
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
 from areno.training.objectives.reference import Reference
 from areno.training.objectives.sft import SFT
@@ -62,13 +62,15 @@ class SupervisedTrainer(ExperimentTrainer):
         examples, left_out = self.objective.encode(
             rows,
             self.engine.tokenizer,
-            self.engine.eos_ids,
-            max_prompt_tokens=_ANY_LENGTH,
-            max_new_tokens=_ANY_LENGTH,
-            context_limit=tightest(*bounds.values()),
-            source=f"{name} {section.path}",
-            loader=f"{name}.dataset_kwargs.{LOADER}",
-            limits=limits or "no limit of their length",
+            RowBounds(
+                max_prompt_tokens=_ANY_LENGTH,
+                max_new_tokens=_ANY_LENGTH,
+                eos_token_ids=self.engine.eos_ids,
+                context_limit=tightest(*bounds.values()),
+                source=f"{name} {section.path}",
+                loader=f"{name}.dataset_kwargs.{LOADER}",
+                limits=limits or "no limit of their length",
+            ),
         )
         if left_out:
             _log.info("%s: %d of %d rows are too long or have no answer, and are left out", name, left_out, len(rows))

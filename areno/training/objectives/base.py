@@ -9,12 +9,45 @@ from typing import Any
 
 from torch import Tensor
 
+from areno.errors import DataError
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.units import Names, with_names
+from areno.text.data_rows import LOADER_OPTION, flags_of, named_row, within
 from areno.training.row_checks import Needs
 from areno.types import TrainSequence
 
 Example = list[TrainSequence]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBounds:
+    """Which rows of a data set can be used, and what errors call the data and its settings.
+
+    Attributes:
+        max_prompt_tokens: longest accepted prompt, in tokens.
+        max_new_tokens: longest accepted answer, in tokens, EOS included.
+        eos_token_ids: ids that end an answer; the tokenizer's own one, if any, is appended.
+        context_limit: most tokens of prompt and answer together.
+        source: what error messages call the data.
+        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
+        loader: setting that names a loader.
+        limits: settings that bound a row; empty names the options of ``areno train``.
+    """
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    context_limit: int | None = None
+    source: str = ""
+    disable_thinking: bool = False
+    loader: str = LOADER_OPTION
+    limits: str = ""
+
+    def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
+        """The error where none of so many rows can be used."""
+        flags = flags_of(self.max_prompt_tokens, self.max_new_tokens) + flags_note + within(self.context_limit)
+        used = f"none of {rows} rows can be used with {self.limits or flags}"
+        return DataError(f"{named_row(self.source)}{used}: {shortest}")
 
 
 class Examples(Sequence[Example]):
@@ -60,8 +93,7 @@ class Objective:
 
     Attributes:
         needs: what a row must have.
-        build: ``build(rows, tokenizer, eos_token_ids=..., **bounds)`` gives the sequences of each example that can be used,
-            and how many rows were dropped.
+        build: gives the sequences of each example that can be used, and how many rows were dropped.
         loss_fn: made by :func:`areno.loss_fns.units.mean_loss`.
         names: its statistics in an experiment, without the section.
         held_out: what ``areno train`` reports of held-out rows, beside ``loss``: statistics of the loss by short name.
@@ -69,22 +101,14 @@ class Objective:
     """
 
     needs: Needs
-    build: Callable[..., tuple[Sequence[Any], int]]
+    build: Callable[[Sequence[Mapping[str, Any]], Any, RowBounds], tuple[Sequence[Any], int]]
     loss_fn: LossFn
     names: Names
     held_out: Mapping[str, str]
     sequences: int = 1
 
-    def encode(
-        self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, eos_token_ids: frozenset[int], **bounds: Any
-    ) -> tuple[Examples, int]:
+    def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
         """Tokenize rows of a data set.
-
-        Args:
-            rows: anything with ``len()`` and integer indexing.
-            tokenizer: a ``transformers`` tokenizer.
-            eos_token_ids: ids that end an answer.
-            bounds: bounds of the lengths, and what errors call data and settings; see :func:`build_sft_rows`.
 
         Returns:
             What can be used, in order, and how many rows cannot.
@@ -92,7 +116,7 @@ class Objective:
         Raises:
             DataError: a row is malformed, or none can be used.
         """
-        built, dropped = self.build(rows, tokenizer, eos_token_ids=eos_token_ids, **bounds)
+        built, dropped = self.build(rows, tokenizer, bounds)
         return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
 
     @property

@@ -7,6 +7,7 @@ in hh-rlhf are conversations too (see `areno.text.row_formats`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,56 +17,31 @@ from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.reward_model import reward_model_loss_fn
 from areno.text.chat import RenderedPrompt
 from areno.text.data_rows import (
-    LOADER_OPTION,
     Messages,
     answer_of,
     encode_examples,
     ending_token,
-    flags_of,
     named_row,
     render_prompt,
     text_or_messages,
-    within,
 )
 from areno.text.row_formats import pair_row
-from areno.training.objectives.base import Objective
+from areno.training.objectives.base import Objective, RowBounds
 from areno.types import TrainSequence
 
 Pair = tuple[TrainSequence, TrainSequence]
 Tokens = tuple[list[int], list[int]]
-_SUM = ", whose sum bounds a prompt with its answer"
 
 
 def build_preference_rows(
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    eos_token_ids: frozenset[int],
-    context_limit: int | None = None,
-    source: str = "",
-    disable_thinking: bool = False,
-    loader: str = LOADER_OPTION,
-    limits: str = "",
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
     """Tokenize preference rows.
 
     An answer in text is the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
     through the chat template; the tokens that the two share at the beginning are context, the rest is trained. Pairs
-    that are too long, that have an empty answer or two equal ones are dropped.
-
-    Args:
-        rows: anything with ``len()`` and integer indexing.
-        tokenizer: a ``transformers`` tokenizer.
-        max_prompt_tokens: with ``max_new_tokens``, the longest accepted sequence, prompt and answer together.
-        max_new_tokens: see there.
-        eos_token_ids: ids that end an answer; the tokenizer's own one, if any, is appended.
-        context_limit: most tokens of a sequence, if that is less.
-        source: what error messages call the data.
-        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
-        loader: setting that names a loader, for error messages.
-        limits: settings that bound a sequence, for error messages; empty names the options of ``areno train``.
+    that are too long, that have an empty answer or two equal ones are dropped. The two bounds on prompt and answer count
+    together.
 
     Returns:
         Pairs (chosen, rejected) in row order, their number as ``group``; and how many rows were dropped.
@@ -73,6 +49,7 @@ def build_preference_rows(
     Raises:
         DataError: a row lacks a key or has an unusable value there, or every row was dropped.
     """
+    source, loader, eos = bounds.source, bounds.loader, bounds.eos_token_ids
     texts: list[tuple[RenderedPrompt, str]] = []
     conversations: list[tuple[Tokens, Tokens] | None] = []
     for index in range(len(rows)):
@@ -82,22 +59,17 @@ def build_preference_rows(
             continue
         if isinstance(chosen, str) and isinstance(rejected, str):
             prompt = text_or_messages(row, "prompt", source, index, loader)
-            rendered = render_prompt(tokenizer, prompt, disable_thinking, source, index)
+            rendered = render_prompt(tokenizer, prompt, bounds.disable_thinking, source, index)
             texts += [(rendered, chosen), (rendered, rejected)]
             conversations.append(None)
         else:
             conversations.append(_conversations(row, chosen, rejected, tokenizer, source, index))
-    encoded = encode_examples(tokenizer, texts, eos_token_ids)
+    encoded = encode_examples(tokenizer, texts, eos)
     candidates = [tokens or (next(encoded), next(encoded)) for tokens in conversations]
-    longest = max_prompt_tokens + max_new_tokens
-    longest = longest if context_limit is None else min(longest, context_limit)
-    pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos_token_ids) or 0))
+    longest = min(bounds.max_prompt_tokens + bounds.max_new_tokens, bounds.context_limit or sys.maxsize)
+    pairs = list(_usable(candidates, longest, ending_token(tokenizer, eos) or 0))
     if not pairs:
-        raise DataError(
-            f"{named_row(source)}none of {len(rows)} rows can be used with "
-            f"{limits or flags_of(max_prompt_tokens, max_new_tokens) + _SUM + within(context_limit)}: "
-            f"{_shortest(candidates)}"
-        )
+        raise bounds.none_left(len(rows), _shortest(candidates), ", whose sum bounds a prompt with its answer")
     return pairs, len(rows) - len(pairs)
 
 
