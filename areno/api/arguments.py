@@ -1,4 +1,7 @@
-"""Checks of what a program gives to the SDK: a wrong argument is refused where it was given, by its name."""
+"""Checks of what a program gives to the SDK: a wrong argument is refused where it was given, by its name.
+
+All raise TypeError for a value of the wrong kind, and ValueError for one that is out of its bounds.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,7 @@ from areno.types import SamplingParams, TrainSequence, tightest
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """A whole number.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: it is less than ``least``.
-    """
+    """A whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
@@ -27,12 +25,7 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 
 
 def real(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> float:
-    """A finite number.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not finite, or out of its bounds.
-    """
+    """A finite number, more than ``above`` and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value <= above or value < least:
@@ -42,53 +35,33 @@ def real(name: str, value: Any, *, above: float = -math.inf, least: float = -mat
 
 
 def listed(name: str, value: Any, of: str) -> list[Any]:
-    """The elements of a list, tuple or array; a text is none.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """The elements of a list, tuple or array; a text is none."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__} {value!r:.60}")
     return list(value)
 
 
 def of_type(name: str, value: Any, kind: Any) -> None:
-    """Check the class of an object.
-
-    Raises:
-        TypeError: it is of another.
-    """
+    """Check the class of an object."""
     if not isinstance(value, kind):
         wanted = getattr(kind, "__name__", kind)
         raise TypeError(f"{name} must be {wanted}, got {type(value).__name__} {value!r:.60}")
 
 
 def sampling(value: Any) -> SamplingParams:
-    """Generation controls.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Generation controls."""
     of_type("sampling_params", value, SamplingParams)
     return value  # type: ignore[no-any-return]
 
 
 def function(name: str, value: Any) -> None:
-    """Check that something can be called.
-
-    Raises:
-        TypeError: it cannot.
-    """
+    """Check that something can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
 
 def texts(values: Any) -> list[Any]:
-    """Prompts as texts, or as lists of chat messages.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Prompts as texts, or as lists of chat messages."""
     found = listed("prompts", values, "texts; one text is given as [text]")
     for index, prompt in enumerate(found):
         of_type(f"prompts[{index}]", prompt, str | list)
@@ -96,11 +69,7 @@ def texts(values: Any) -> list[Any]:
 
 
 def dataset(rows: Any) -> Sequence[Any]:
-    """Rows that can be counted and indexed.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Rows that can be counted and indexed."""
     if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise TypeError(
             f"dataset must be rows that support len() and rows[i], got {type(rows).__name__} {rows!r:.60}; "
@@ -110,35 +79,21 @@ def dataset(rows: Any) -> Sequence[Any]:
 
 
 def batch_sizes(mini_bs: Any, accumulation: Any) -> tuple[int, int | None]:
-    """``mini_bs`` and ``gradient_accumulation_steps``.
-
-    Raises:
-        TypeError: one is no whole number.
-        ValueError: one is below 1.
-    """
+    """``mini_bs`` and ``gradient_accumulation_steps``."""
     return whole("mini_bs", mini_bs), (
         None if accumulation is None else whole("gradient_accumulation_steps", accumulation)
     )
 
 
 def temperatures(values: Any) -> float | list[float]:
-    """One temperature, or one per row.
-
-    Raises:
-        TypeError: one is no number.
-        ValueError: one is not above 0.
-    """
+    """One temperature, or one per row."""
     if isinstance(values, Real):
         return real("temperatures", values, above=0)
     return [real("temperatures", value, above=0) for value in listed("temperatures", values, "numbers, or a number")]
 
 
 def token_ids(name: str, prompt: Any) -> list[int]:
-    """Token ids from a list, an array, or an object with ``input_ids`` or ``ids``.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """Token ids from a list, an array, or an object with ``input_ids`` or ``ids``."""
     for attribute in ("input_ids", "ids"):
         if hasattr(prompt, attribute):
             prompt = getattr(prompt, attribute)
@@ -154,16 +109,9 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
-    """Prompts as lists of token ids that the model can read and answer.
-
-    Args:
-        values: one list of ids per prompt, or objects that hold one.
-        params: their limits on a prompt and on its context.
-        context: most tokens of a sequence, where the model has a limit.
-        vocabulary: number of the model's token ids, where it is known.
+    """One list of token ids per prompt, which a model of this context and vocabulary (None: unknown) can read.
 
     Raises:
-        TypeError: they are something else.
         UsageError: a prompt is empty, too long, or holds an id that the model does not know.
     """
     found = [
@@ -189,11 +137,7 @@ def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabul
 
 
 def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
-    """One list of ``samples`` seeds per prompt.
-
-    Raises:
-        ValueError: there are more or fewer.
-    """
+    """One list of ``samples`` seeds per prompt."""
     found = [[int(seed) for seed in listed("seeds", row, "seeds")] for row in listed("seeds", values, "lists of seeds")]
     if len(found) != prompts or any(len(row) != samples for row in found):
         shape = sorted({len(row) for row in found})
@@ -204,11 +148,7 @@ def seed_table(values: Any, prompts: int, samples: int) -> list[list[int]]:
 
 
 def train_rows(values: Any) -> list[TrainSequence]:
-    """Rows to train on.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Rows to train on."""
     rows = listed("batch_data", values, "TrainSequence rows")
     for index, row in enumerate(rows):
         of_type(f"batch_data[{index}]", row, TrainSequence)
@@ -216,15 +156,7 @@ def train_rows(values: Any) -> list[TrainSequence]:
 
 
 def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[float]) -> None:
-    """Check that rows with log-probs say which temperature those refer to, where another one than 1 was sampled at.
-
-    Args:
-        rows: to train on.
-        sampled_at: temperatures that the trainer has generated at.
-
-    Raises:
-        UsageError: a row could be either's.
-    """
+    """Raise :class:`UsageError` for log-probs of unknown temperature where others than 1 were sampled at."""
     unknown = [index for index, row in enumerate(rows) if row.logprobs and not row.knows_temperature]
     if unknown and sampled_at - {1.0}:
         told = ", ".join(f"{temperature:g}" for temperature in sorted(sampled_at))
@@ -236,9 +168,5 @@ def refuse_unknown_temperatures(rows: Sequence[TrainSequence], sampled_at: Set[f
 
 
 def token_rows(values: Any) -> Sequence[list[int]]:
-    """Rows to score.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Rows to score."""
     return [token_ids(f"token_rows[{index}]", row) for index, row in enumerate(listed("token_rows", values, "rows"))]

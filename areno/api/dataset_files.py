@@ -28,12 +28,7 @@ _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def read_file(path: Path, option: str) -> Dataset:
-    """Read one data file that ``option`` named; the suffix says how.
-
-    Raises:
-        DataError: the content is malformed; the message names file, row and key.
-        UsageError: the suffix is not one of a data file.
-    """
+    """Read one data file that ``option`` named; the suffix says how. A :class:`DataError` names file, row and key."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a data file; use one of {_suffixes()}")

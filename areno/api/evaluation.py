@@ -194,9 +194,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
 
     Over prompts its mean is the unbiased estimate of pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1).
-
-    Raises:
-        ValueError: not 1 <= k <= n, or not 0 <= correct <= n.
     """
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got n={n}, correct={correct}, k={k}")

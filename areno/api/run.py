@@ -93,11 +93,7 @@ def run_training(
 
 @contextmanager
 def _locked(options: TrainOptions) -> Iterator[None]:
-    """The run's directories for this process alone.
-
-    Raises:
-        UsageError: another process writes to one of them, or another run has just done so.
-    """
+    """The run's directories for this process alone."""
     places = {
         "--run-dir": options.run_path,
         "--save-path": options.checkpoint_path,
@@ -113,11 +109,7 @@ def _locked(options: TrainOptions) -> Iterator[None]:
 
 
 def _check_rows(options: TrainOptions, dataset: Sequence[Any], held_out: Sequence[Any] | None) -> None:
-    """Look at the first row of the data, before a model is loaded.
-
-    Raises:
-        DataError: it lacks what the algorithm needs.
-    """
+    """Look at the first row of the data, before a model is loaded."""
     algorithm = get_algorithm(options.algo)
     objective = getattr(algorithm.resolve_trainer_cls(), "objective", None)
     needs: Needs | None = "prompt" if algorithm.requires_rollout else getattr(objective, "needs", None)
@@ -139,10 +131,6 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
     """The rows of ``--eval-dataset-path``, through its own loader or the run's; None without that option.
 
     A loader that draws random numbers changes nothing of what training draws.
-
-    Raises:
-        DataError: a file is malformed.
-        UsageError: the rows or the loader cannot be used.
     """
     path, own = options.eval_dataset_path, options.eval_dataset_loader_fn
     if path is None:
@@ -263,21 +251,14 @@ def _evaluations(options: TrainOptions, loop: DataTrainer) -> dict[str, Any]:
 
 
 def _checkpoint(options: TrainOptions) -> Path | None:
-    """The checkpoint that a resumed run goes on from, its files checked; None begins at the first step.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be used.
-    """
+    """The checkpoint that a resumed run goes on from, its files checked; None begins at the first step."""
     if not options.resume:
         return None
     return Checkpoints(spec_of(options).checkpoints).find(options.resume_step)
 
 
 def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None) -> Trainer:
-    """The SDK trainer that the options describe; a resumed run loads its checkpoint instead of ``--ckpt``.
-
-    With an adapter, that checkpoint is one, of ``--ckpt``.
-    """
+    """The SDK trainer that the options describe; a resumed run loads its checkpoint instead of ``--ckpt``."""
     config = ArenoConfig(
         tp_size=options.tp_size,
         fsdp=options.fsdp,

@@ -68,11 +68,7 @@ class RolloutSession:
 
     @property
     def proxy(self) -> AgentProxy:
-        """The running server.
-
-        Raises:
-            RuntimeError: the session has none, or has not begun.
-        """
+        """The running server; :class:`RuntimeError` if the session has none, or has not begun."""
         if self._proxy is None:
             raise RuntimeError(
                 "rollout session proxy is disabled: open it with proxy=True"
@@ -83,11 +79,7 @@ class RolloutSession:
 
     @property
     def agent_context(self) -> AgentContext:
-        """Address and keys, as an agent of ``areno train`` gets them.
-
-        Raises:
-            RuntimeError: the session has no proxy, or has not begun.
-        """
+        """Address and keys, as an agent of ``areno train`` gets them."""
         if self._context is None:
             self._context = self.proxy.context(self.seed)
         return self._context
@@ -103,11 +95,7 @@ class RolloutSession:
         return self.agent_context.base_url
 
     def get_base_url(self, item: AgentItem | None = None) -> str:
-        """The endpoint; with a task one of its own, see :meth:`areno.api.agentic.AgentContext.get_base_url`.
-
-        Raises:
-            RuntimeError: the session has no proxy, or has not begun.
-        """
+        """The endpoint; with a task one of its own, see :meth:`areno.api.agentic.AgentContext.get_base_url`."""
         return self.agent_context.get_base_url(item)
 
     def get_api_key(self, item: AgentItem) -> str:

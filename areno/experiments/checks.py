@@ -22,11 +22,7 @@ BUILT_IN_WORKFLOWS = ("rlvr", "multi_turn")
 
 
 def check_inputs(config: BaseExperimentConfig) -> None:
-    """Check that models, data and functions are there, and that the run can be written.
-
-    Raises:
-        UsageError: every problem, with its setting, value and remedy; numbered if there are several.
-    """
+    """Check that models, data and functions exist, and that files can be written; one :class:`UsageError` names all."""
     problems = Problems()
     found = (*place_problems(config), *function_problems(config), *package_problems(config))
     for text in found:

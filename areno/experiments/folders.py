@@ -37,12 +37,9 @@ def _user() -> str:
 
 @contextmanager
 def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
-    """The run directory of an experiment with its log, which the block writes to; the first line says where everything goes.
+    """The run directory of an experiment with its log, which the block writes to; its first line says where that is.
 
     Needs no torch, whose loading takes seconds. Inside of another such block only the directory is given.
-
-    Raises:
-        UsageError: the places cannot be written to.
     """
     names = config.experiment_name, config.trial_name
     run_dir = ExperimentFolders(config.cluster.fileroot, *names).create()
@@ -56,11 +53,7 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
-    """The trial for this process alone, also where its checkpoints have roots of their own.
-
-    Raises:
-        UsageError: another process runs it.
-    """
+    """The trial for this process alone, also where its checkpoints have roots of their own."""
     names = config.experiment_name, config.trial_name
     others = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
     places = [ExperimentFolders(config.cluster.fileroot, *names).logs]
@@ -73,14 +66,7 @@ def _locked(config: BaseExperimentConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolders:
-    """The folders of one trial; asking for a path makes nothing.
-
-    Args:
-        fileroot: root of all files.
-        experiment: name of the experiment.
-        trial: name of the trial.
-        user: None is whoever runs the program.
-    """
+    """The folders of one trial, of whoever runs the program unless a user is given; asking for a path makes nothing."""
 
     fileroot: str | Path
     experiment: str
@@ -111,11 +97,7 @@ class ExperimentFolders:
         return RunDirectory(self.logs, EXPERIMENT)
 
     def create(self) -> RunDirectory:
-        """Make the run directory, with a link to the checkpoints.
-
-        Raises:
-            UsageError: the places cannot be written to.
-        """
+        """Make the run directory, with a link to the checkpoints; :class:`UsageError` if that is not possible."""
         run_dir = self.run_dir
         try:
             if self.fileroot == DEFAULT_FILEROOT:

@@ -38,14 +38,7 @@ _MICROBATCH, _CONCURRENT = "actor.mb_spec.max_tokens_per_mb", "rollout.max_concu
 
 
 class ExperimentSizes(Sizes):
-    """Those of an engine of ``areno run``.
-
-    Args:
-        config: of the experiment, with nothing left to the machine.
-        engine: of the engine that is planned.
-        layout: of its ranks.
-        generates: it generates.
-    """
+    """Those of an engine of ``areno run``; ``config`` leaves nothing to the machine."""
 
     def __init__(self, config: Any, engine: EngineConfig, layout: Layout, generates: bool) -> None:
         self.experiment, self.pairs = config, isinstance(config, RWConfig | DPOConfig)
@@ -241,11 +234,6 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
     """The largest sizes with which an experiment fits; empty where none does.
 
     The cache of rollout is to hold all answers at their longest; then microbatches are as large as what is left.
-
-    Args:
-        config: of the experiment.
-        plan: with the sizes that the configuration has.
-        planned: plans the experiment with changes.
     """
     chosen: Change = {}
     if isinstance(config, PPOConfig):
@@ -264,15 +252,9 @@ def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], E
 
 
 def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tuple[ExperimentPlan, Any]:
-    """The plan of an experiment as its command line gives it, and that plan as text or as data.
+    """The plan of an experiment as its command line gives it, and that plan as a table, or as data: bytes by name.
 
-    Args:
-        words: YAML file and settings, as for ``areno run``.
-        as_data: bytes by name instead of a table.
-        tune: also find the largest sizes that fit.
-
-    Raises:
-        UsageError: the configuration is wrong, or its models cannot be read.
+    With ``tune`` it also finds the largest sizes that fit. Raises :class:`UsageError` if the models cannot be read.
     """
     words = ["--config", *words]
     cls = experiment_class(words)

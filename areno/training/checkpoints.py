@@ -35,13 +35,11 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    Args:
-        spec: where, when and how many.
-
     Attributes:
         folder: of all checkpoints.
         frequency: when one is due.
         writing: called with the path around each save; shows and logs it.
+        saved_step: completed steps of the newest checkpoint of this process; 0 has none.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -52,13 +50,10 @@ class Checkpoints:
         self._saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
-        """The newest checkpoint that is what was written; None where there is none, or none is looked for.
-
-        Args:
-            step: only the checkpoint after so many completed steps.
+        """The newest checkpoint that is what was written, or the one of a step; None where there is none.
 
         Raises:
-            CheckpointError: there are checkpoints and none can be used, one cannot be read, or others can write to them.
+            CheckpointError: there are some and none can be used, one is unreadable, or others can write to them.
         """
         if not self.spec.enabled:
             return None
@@ -85,13 +80,8 @@ class Checkpoints:
     def save(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> Path:
         """Write the checkpoint of the last completed step, unless that is done already.
 
-        Args:
-            state: of the run.
-            backend: writes weights and optimizers.
-            rollout_state: gives what :func:`areno.training.plain_objects.save` can hold; None writes nothing.
-
-        Raises:
-            CheckpointError: the disk is full, or a write failed.
+        ``rollout_state`` gives what :func:`areno.training.plain_objects.save` can hold; None writes nothing. Raises
+        :class:`CheckpointError` if the disk is full, or a write failed.
         """
         step, path = state.step, self.folder.path(state.step)
         if step == self._saved_step:
@@ -106,11 +96,7 @@ class Checkpoints:
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
-        """Keep the last completed step as the best one; arguments as for :meth:`save`.
-
-        Raises:
-            CheckpointError: the disk is full, or a write failed.
-        """
+        """Keep the last completed step as the best one; arguments and errors as for :meth:`save`."""
         same = self.folder.path(state.step) if state.step == self._saved_step else None
         with (
             self.writing(self.folder.best),
@@ -152,11 +138,7 @@ def _needed_bytes(backend: Backend, copied: Path | None) -> int:
 
 
 def _refuse_foreign(root: Path) -> None:
-    """Refuse a folder of checkpoints that another user owns or may write to.
-
-    Raises:
-        CheckpointError: that is so; the message names the path and the remedy.
-    """
+    """Refuse a folder of checkpoints that another user owns or may write to."""
     if not root.exists():
         return
     mine = {0, os.geteuid(), _owner_of_new_files(root)}

@@ -48,15 +48,7 @@ class StepInfo:
 
 
 class FrequencyControl:
-    """One rhythm.
-
-    Args:
-        frequency: of it.
-        clock: seconds, never going back.
-
-    Raises:
-        UsageError: a frequency is not above 0.
-    """
+    """One rhythm; raises :class:`UsageError` for a frequency that is not above 0. ``clock`` gives seconds."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = {"epochs": frequency.epochs, "steps": frequency.steps, "secs": frequency.seconds}

@@ -73,14 +73,7 @@ class TrainingLoop(ABC):
     resumed_from: Path | None = None
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        """Take what the loop works with.
-
-        Args:
-            spec: of the run.
-            backend: what checkpoints save.
-            report: tells what happens.
-            checkpoints: where they have been looked for already; None makes them from ``spec``.
-        """
+        """Take what the loop works with; ``checkpoints`` are those that have been looked for already."""
         self.spec, self.backend, self.report = spec, backend, report
         self.stop = StopController()
         self.state = RunState()
@@ -180,14 +173,7 @@ class TrainingLoop(ABC):
     # -- the run ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> RunState:
-        """Run to the end, or to a stop; the last completed step is always saved.
-
-        Returns:
-            How far the run came.
-
-        Raises:
-            StopRequested: a signal ended the run; its last completed step is saved.
-        """
+        """Run to the end; after a signal :class:`StopRequested` ends it. The last completed step is always saved."""
         try:
             self.load_models()
             self._restore()
@@ -271,14 +257,7 @@ class TrainingLoop(ABC):
         return self._evaluate(apart=not self.report.joins_evaluation)
 
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
-        """Measure the model as it is after the completed steps, unless that is done already.
-
-        Args:
-            apart: the numbers are told as a record of their own.
-
-        Returns:
-            The numbers that belong to the record of a step.
-        """
+        """Measure the model once per step; ``apart`` tells the numbers as a record of their own, else returns them."""
         step, done = self.state.step, self.state.evaluation
         if not self.has_held_out() or (done is not None and done["step"] == step):
             return {}

@@ -32,11 +32,7 @@ _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def save(value: Any, file: Path | IO[bytes]) -> None:
-    """Write a value.
-
-    Args:
-        value: None, numbers, text, bytes, dates, tensors, arrays, and dicts, lists, tuples and sets of them.
-        file: where to.
+    """Write None, numbers, text, bytes, dates, tensors, arrays, and dicts, lists, tuples and sets of them.
 
     Raises:
         UsageError: there is another type in it, which the message names.

@@ -46,16 +46,7 @@ class StepOutcome:
 
 
 class Reporter(ABC):
-    """Tells the steps and evaluations of a run.
-
-    Args:
-        run_dir: the run's files.
-        logger: of the trainer.
-        health: warns about runs that cannot learn.
-
-    Attributes:
-        display: progress for people.
-    """
+    """Tells the steps and evaluations of a run: ``display`` shows progress, ``health`` warns of what cannot learn."""
 
     joins_evaluation: ClassVar[bool]
     """Whether the numbers of an evaluation belong to the record of the step before it; else they have one of their own."""
@@ -66,13 +57,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
-        """Write the numbers of a step.
-
-        Args:
-            at: the step.
-            outcome: what it produced.
-            state: of the run; its totals hold the step.
-        """
+        """Write the numbers of a step; the totals of ``state`` hold it."""
 
     @abstractmethod
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
@@ -83,12 +68,7 @@ class Reporter(ABC):
         """Drop what was written after the last step of a resumed run; before the first step, all."""
 
     def begin(self, total_steps: int, done_steps: int) -> None:
-        """Show that the run begins.
-
-        Args:
-            total_steps: steps of the whole run.
-            done_steps: of those, steps that an earlier attempt has done.
-        """
+        """Show that a run of so many steps begins, of which earlier attempts have done some."""
         self.display.start(total_steps, done_steps)
 
     def known_stats(self, outcome: StepOutcome) -> Mapping[str, float]:
@@ -96,11 +76,7 @@ class Reporter(ABC):
         return outcome.stats
 
     def observe(self, step: int, outcome: StepOutcome) -> bool:
-        """Warn where a finished step shows that the run cannot learn.
-
-        Returns:
-            Whether the update was usable.
-        """
+        """Warn where a finished step shows that the run cannot learn; returns whether the update was usable."""
         known, has_rewards = self.known_stats(outcome), outcome.rewards is not None
         groups = [row.group for row in outcome.rows] if outcome.groups is None else outcome.groups
         for warning in self.health.observe(

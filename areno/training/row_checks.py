@@ -13,7 +13,7 @@ Needs = Literal["prompt", "response", "pair"]
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Say why a row cannot be used; empty if nothing speaks against it.
+    """Say why the first row of ``source`` cannot be used; empty if nothing speaks against it.
 
     Args:
         needs: ``prompt``, ``response`` (to a prompt) or ``pair`` (a chosen and a rejected answer).

@@ -80,7 +80,7 @@ class Saver:
     def save(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
     ) -> Path:
-        """Save a role's model now.
+        """Save a role's model now; returns where it lies, or will lie.
 
         Args:
             role: one of the saver's.
@@ -88,9 +88,6 @@ class Saver:
             write: writes the model as it is.
             stage: copies it, for asynchronous saving; None where it cannot be copied.
             needed_bytes: its size.
-
-        Returns:
-            Where it lies, or will lie.
 
         Raises:
             CheckpointError: this save failed, or the role's asynchronous save before it.

@@ -53,12 +53,7 @@ class RunState:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:
-        """The state that a checkpoint was written with.
-
-        Raises:
-            DamagedCheckpointError: it is missing, damaged, or of another version.
-            CheckpointError: it cannot be read.
-        """
+        """The state that a checkpoint was written with; :class:`DamagedCheckpointError` if it cannot be used."""
         found = read_state(checkpoint)
         try:
             return cls(**found)

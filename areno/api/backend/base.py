@@ -64,11 +64,7 @@ class BackendType:
     factory: str
 
     def create(self, model_path: str, world_size: int, config: Any) -> Callable[[], Backend]:
-        """Check the configuration; nothing is loaded before what is returned is called.
-
-        Raises:
-            TypeError: the configuration is of another class.
-        """
+        """Check the configuration, TypeError for another class; nothing is loaded before what is returned is called."""
         if not isinstance(config, self.config_type):
             raise TypeError(
                 f"backend {self.name} requires its typed configuration {self.config_type.__name__}, "
@@ -83,11 +79,7 @@ _REGISTRY: dict[str, BackendType] = {Areno.name: Areno}
 
 
 def register_backend(backend: BackendType) -> BackendType:
-    """Make a backend selectable by name.
-
-    Raises:
-        ValueError: the name is taken by another backend.
-    """
+    """Make a backend selectable by name; ValueError if the name is taken by another."""
     known = _REGISTRY.setdefault(backend.name.lower(), backend)
     if known != backend:
         raise ValueError(f"a backend named {backend.name!r} is registered already: {known.factory}")
@@ -95,11 +87,7 @@ def register_backend(backend: BackendType) -> BackendType:
 
 
 def get_backend(name: str) -> BackendType:
-    """Look a backend up.
-
-    Raises:
-        ValueError: no such backend; the message lists what there is.
-    """
+    """Look a backend up; the ValueError for an unknown one lists what there is."""
     if name.lower() not in _REGISTRY:
         raise ValueError(f"unknown backend {name!r}; registered: {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name.lower()]

@@ -24,16 +24,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:
-    """Check a configuration; the engine is loaded by what is returned.
-
-    Args:
-        model_path: checkpoint folder or hub id, unless the configuration names another.
-        world_size: number of ranks; more than one are processes of their own.
-        config: the engine's configuration.
-
-    Raises:
-        UsageError: a configuration key or value is wrong, or the sizes and devices do not fit each other.
-    """
+    """Check a configuration, with UsageError for what cannot work; the engine is loaded by what is returned."""
     check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)

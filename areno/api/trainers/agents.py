@@ -40,16 +40,7 @@ class AgentDraw:
 
 
 class AgentRollouts:
-    """Runs the agent of ``--agent-fn``.
-
-    Args:
-        config: options of the run.
-        instance: the trainer, initialized.
-        logger: the algorithm's logger.
-
-    Raises:
-        UsageError: the agent's file cannot be used.
-    """
+    """Runs the agent of ``--agent-fn``; raises :class:`UsageError` if its file cannot be used."""
 
     def __init__(self, config: TrainOptions, instance: Trainer, logger: logging.Logger) -> None:
         self._config, self._instance, self._logger = config, instance, logger
@@ -67,11 +58,7 @@ class AgentRollouts:
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
     ) -> AgentDraw:
-        """Run the agent over ``n_samples`` tasks per prompt.
-
-        Raises:
-            AgentError: too many of them fail, or none can be used although it may not be so.
-        """
+        """Run the agent over ``n_samples`` tasks per prompt; :class:`AgentError` if too many fail or none is usable."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         lifecycle.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(

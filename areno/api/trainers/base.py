@@ -58,13 +58,6 @@ def spec_of(config: TrainOptions) -> RunSpec:
 class DataTrainer(TrainingLoop):
     """Base of the trainers; see the module's text.
 
-    Args:
-        config: resolved options of the run.
-        instance: initialized :class:`areno.Trainer`.
-        dataset: rows, indexable.
-        reward_fn: reward function, where the algorithm needs one.
-        loss_fn: loss of the optimizer steps.
-
     Attributes:
         eval_rows: held-out rows, in the run's schema; None evaluates nothing.
     """
@@ -107,11 +100,7 @@ class DataTrainer(TrainingLoop):
         return len(self.dataset)
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Measure the model on held-out rows; it may be interrupted at any moment, and must not train.
-
-        Returns:
-            Metrics by short name, ``best_metric`` among them.
-        """
+        """Metrics on held-out rows by short name, ``best_metric`` among them; may be interrupted, must not train."""
         raise UsageError(
             f"--eval-dataset-path {self.config.eval_dataset_path}: {type(self).__name__} has no evaluation; leave the "
             "option out, or give the trainer a method evaluate(rows)"

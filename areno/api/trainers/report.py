@@ -23,13 +23,7 @@ from areno.training.state import RunState
 
 
 class StepReporter(Reporter):
-    """See the module's text.
-
-    Args:
-        config: options of the run.
-        logger: of the trainer.
-        health: see :class:`Reporter`.
-    """
+    """See the module's text."""
 
     joins_evaluation: ClassVar[bool] = False
 

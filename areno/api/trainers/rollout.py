@@ -57,11 +57,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 
 
 class RolloutTrainer(DataTrainer):
-    """Base of the trainers that sample; see :class:`~areno.training.loop.TrainingLoop`.
-
-    Attributes:
-        role: what the log lines call the model that samples.
-    """
+    """Base of the trainers that sample; ``role`` is what the log lines call the model that does."""
 
     role: ClassVar[lifecycle.Role] = "policy"
     best_metric = "rewards_mean"

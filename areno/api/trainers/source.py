@@ -48,9 +48,6 @@ class SampleSource:
         sampling: of training samples.
         version: of these weights: the steps that are done.
         logger: of the algorithm.
-
-    Raises:
-        UsageError: the workflow cannot be made.
     """
 
     def __init__(
@@ -171,11 +168,7 @@ class SampleSource:
         return samples, {"workflow_failed": float(groups.count(None)), "workflow_left_out": float(left_out)}
 
     def _outcomes(self, futures: Sequence[Future[list[SampleRows]]]) -> list[list[SampleRows] | None]:
-        """What each prompt came to; None where an episode of it raised.
-
-        Raises:
-            AgentError: that were too many.
-        """
+        """What each prompt came to; None where an episode of it raised."""
         groups: list[list[SampleRows] | None] = []
         errors: list[Exception] = []
         for future in futures:
@@ -267,11 +260,7 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:
-    """The workflow of ``--workflow``, with as many of ``gconfig`` and ``tokenizer`` as its class takes.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """The workflow of ``--workflow``, with as many of ``gconfig`` and ``tokenizer`` as its class takes."""
     named = named_object(str(config.workflow), option="--workflow")
     gconfig = GenerationHyperparameters(
         n_samples=config.n_samples,

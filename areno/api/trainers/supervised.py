@@ -77,14 +77,7 @@ class SupervisedTrainer(DataTrainer):
         return StepOutcome(rows=batch, stats=stats, timings={"train": stats["step_train_time_s"]})
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Loss and statistics of the held-out examples.
-
-        Args:
-            rows: the run's own held-out rows, which :meth:`prepare` has tokenized.
-
-        Raises:
-            EngineError: they are others.
-        """
+        """Loss and statistics of the run's own held-out examples, which :meth:`prepare` has tokenized."""
         if rows is not self.eval_rows:
             raise EngineError("evaluate() takes the held-out rows of the run, eval_rows: they were prepared beforehand")
         return self._measured(self.loss_fn, self.config.score_micro_bs)
@@ -103,11 +96,7 @@ class SFTTrainer(SupervisedTrainer):
     objective = SFT
 
     def evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Loss per response token of the held-out rows, whatever is trained with, and the perplexity exp(loss).
-
-        Raises:
-            DataError: they have no such token.
-        """
+        """Loss per response token of the held-out rows, whatever is trained with, and the perplexity exp(loss)."""
         assert self.held_out is not None
         metrics = self._measured(SFT.loss_fn, self.config.mini_bs)
         if not metrics["target_tokens"]:

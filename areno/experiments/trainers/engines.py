@@ -33,11 +33,7 @@ _ROWS_PER_PASS = 8
 
 
 def layout_of(backend: str, section: str, fsdp: bool = False) -> Layout:
-    """Ranks of an engine from its ``backend``; with ``fsdp`` its weights are sharded across replicas.
-
-    Raises:
-        UsageError: it asks for a way to divide a model that is not here.
-    """
+    """Ranks of an engine from its ``backend``; with ``fsdp`` its weights are sharded across replicas."""
     parallel = ModelAllocation.from_str(backend, section).parallel
     if parallel.pipeline > 1 or parallel.context > 1 or parallel.expert > 1:
         raise UsageError(f"{section}.backend {backend!r}: models are divided by d and t only; use fsdp:d..t..")
@@ -132,11 +128,7 @@ def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
 
 
 def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> Backend:
-    """The engine in this process, or on ranks of its own.
-
-    Raises:
-        UsageError: the checkpoint cannot be used.
-    """
+    """The engine in this process, or on ranks of its own."""
     processes = Processes(startup_s=section.setup_timeout, threads=section.scheduling_spec[0].cpu)
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
 

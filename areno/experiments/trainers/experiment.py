@@ -153,11 +153,7 @@ class ExperimentTrainer(TrainingLoop):
     def _read_rows(
         self, train: Sequence[Any] | None, valid: Sequence[Any] | None
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
-        """The rows that were not given; read before a model is loaded, because data is wrong more often.
-
-        Raises:
-            UsageError: a section names no rows, or the rows to evaluate on are those to train on.
-        """
+        """The rows that were not given; read before a model is loaded, because data is wrong more often."""
         config, given = self.config, {"train_dataset": train, "valid_dataset": valid}
         problems = Problems()
         for text in data_problems(config, tuple(name for name in DATASETS if given[name] is None)):
@@ -177,11 +173,7 @@ class ExperimentTrainer(TrainingLoop):
 
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
-        """Look at the first of some rows of the section ``name``.
-
-        Raises:
-            DataError: it lacks what the experiment needs.
-        """
+        """Raise :class:`DataError` if the first row of the section ``name`` lacks what the experiment needs."""
         check_first_row(config, name, rows, cls.needs)
 
     def _open_services(self) -> list[Service]:
@@ -346,11 +338,7 @@ class ExperimentTrainer(TrainingLoop):
         self.rows.load_state_dict(parts["rows"])
 
     def begin_anew(self) -> None:
-        """Refuse to write over a trial that has run; what an attempt without a checkpoint has left is dropped.
-
-        Raises:
-            UsageError: the trial has run, and nothing says that it goes on.
-        """
+        """Refuse to write over a trial that has run; what an attempt without a checkpoint has left is dropped."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"
             raise UsageError(

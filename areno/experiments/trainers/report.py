@@ -35,7 +35,7 @@ class ExperimentReporter(Reporter):
 
     Args:
         run_dir: see :class:`Reporter`.
-        logger: of the trainer.
+        logger: see :class:`Reporter`.
         config: of the experiment.
         stats_logger: where the statistics go.
         tracker: statistics from anywhere in the process, told with those of the step.

@@ -66,9 +66,6 @@ class RowSource:
         seed: of the order.
         shuffle: a new random order in each epoch.
         drop_last: leave the rows out that fill no whole batch; else the last batch of an epoch is filled from the next.
-
-    Raises:
-        DataError: an epoch would have no step.
     """
 
     def __init__(
@@ -114,11 +111,7 @@ class RowSource:
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a position.
-
-        Raises:
-            UsageError: it belongs to another number of rows.
-        """
+        """Go on from a position; raises :class:`UsageError` if it belongs to another number of rows."""
         if state["rows"] != len(self.rows):
             raise UsageError(
                 f"train_dataset has {len(self.rows)} rows, the recovery point was made with {state['rows']}; use the same "

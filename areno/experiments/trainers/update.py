@@ -113,11 +113,7 @@ def turns_of(trajectories: Sequence[Trajectory]) -> list[float]:
 
 
 def told_by_workflows(trajectories: Sequence[Trajectory], key: str) -> list[float]:
-    """What workflows have returned under a key of their own, one number per entry.
-
-    Raises:
-        UsageError: none of the trajectories has it.
-    """
+    """What workflows have returned under a key of their own, a number per entry; :class:`UsageError` if none has it."""
     found = [torch.as_tensor(t[key], dtype=torch.float64).flatten() for t in trajectories if key in t]
     if trajectories and not found:
         names = ", ".join(sorted(set().union(*trajectories)))

@@ -108,14 +108,7 @@ class Objective:
     sequences: int = 1
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
-        """Tokenize rows of a data set.
-
-        Returns:
-            What can be used, in order, and how many rows cannot.
-
-        Raises:
-            DataError: a row is malformed, or none can be used.
-        """
+        """The usable rows, tokenized, in order, and the number of others; :class:`DataError` for a malformed one."""
         built, dropped = self.build(rows, tokenizer, bounds)
         return Examples(list(built) if self.sequences == 1 else sequences(built), self.sequences), dropped
 

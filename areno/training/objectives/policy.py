@@ -90,7 +90,7 @@ class PolicyObjective:
         learners: the models that are trained, in this order.
         seed: of the run; orders of minibatches derive from it.
         order: of minibatches.
-        around: blocks around the stages; None has none.
+        around: blocks around the stages.
     """
 
     def __init__(
@@ -108,15 +108,7 @@ class PolicyObjective:
         self._around: Around = around or (lambda *_: nullcontext())
 
     def rewards(self, tokens: TokenRows, completion: Callable[[int], str]) -> list[float]:
-        """Scores of whole rows by the role ``reward``.
-
-        Args:
-            tokens: of prompt and answer.
-            completion: text of an answer by its index, for the message of an error.
-
-        Raises:
-            RewardError: a score is not finite.
-        """
+        """Scores of rows by the role ``reward``; ``completion`` gives an answer's text for the error of one."""
         with self._around("rewards", "reward", len(tokens)):
             scores = self.models.score_rewards("reward", tokens, self.settings.rows_at_once("reward", tokens))
         for index, score in enumerate(scores):
@@ -168,11 +160,7 @@ class PolicyObjective:
             setattr(row, column, logprobs)
 
     def updates(self, rows: Sequence[TrainSequence], step: int) -> Iterator[tuple[str, dict[str, float] | None]]:
-        """Do the optimizer steps of a training step.
-
-        Args:
-            rows: prepared ones, at least one.
-            step: index of the training step.
+        """Do the optimizer steps of a training step on prepared rows.
 
         Yields:
             Each learner's role after its optimizer steps, with their statistics; None where it is not trained yet.

@@ -37,11 +37,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """SHA-256 over the model's files in a folder; for a hub id, over the commit that is in use.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-    """
+    """SHA-256 over the model's files in a folder; for a hub id, over the commit that is in use."""
     folder = Path(checkpoint).expanduser()
     digest = hashlib.sha256()
     if is_adapter(checkpoint):
@@ -56,13 +52,7 @@ def checkpoint_digest(checkpoint: str) -> str:
 
 
 def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str:
-    """Name of the log-probs of rows.
-
-    Args:
-        rows: token rows and what is trained of them; nothing else of a row matters.
-        digest: :func:`checkpoint_digest` of the reference.
-        dtype: what the reference computes in.
-    """
+    """Name of the log-probs of rows and their trained tokens, from :func:`checkpoint_digest` and the compute type."""
     key = hashlib.sha256(f"{_FORMAT}\n{digest}\n{dtype}\n{len(rows)}\n".encode())
     for row in rows:
         key.update(len(row.tokens).to_bytes(8, "little"))
@@ -72,15 +62,7 @@ def reference_key(rows: Sequence[TrainSequence], digest: str, dtype: str) -> str
 
 
 def load_logprobs(key: str, tokens: int) -> Tensor | None:
-    """Read what :func:`store_logprobs` wrote.
-
-    Args:
-        key: from :func:`reference_key`.
-        tokens: how many log-probs there must be.
-
-    Returns:
-        fp32 [tokens]; None if there is no file, or a damaged one, which is warned about.
-    """
+    """Read what :func:`store_logprobs` wrote, fp32 [tokens]; None without a file, or with a damaged one (a warning)."""
     path = _file(key)
     if not path.is_file():
         return None
@@ -97,12 +79,7 @@ def load_logprobs(key: str, tokens: int) -> Tensor | None:
 
 
 def store_logprobs(key: str, values: Tensor) -> None:
-    """Write fp32 log-probs under a key, complete or not at all; a disk that refuses is warned about.
-
-    Args:
-        key: from :func:`reference_key`.
-        values: fp32 [tokens].
-    """
+    """Write fp32 log-probs [tokens] under a key, complete or not at all; a disk that refuses is warned about."""
     path, partial = _file(key), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,12 +58,7 @@ class Reference:
     random_seed: int | None = None
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
-        """The examples, and held-out ones, with their log-probs, from disk or from the model.
-
-        Raises:
-            EngineError: a log-prob is not finite.
-            UsageError: there is no such checkpoint.
-        """
+        """The examples, and held-out ones, with their log-probs, from disk or from the model."""
         digest = checkpoint_digest(self.path)
         with ExitStack() as stack:
             role = functools.cache(lambda: stack.enter_context(self._role()))
