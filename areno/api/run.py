@@ -19,7 +19,7 @@ from areno.api.backend.base import ArenoConfig
 from areno.api.datasets import load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
-from areno.api.trainers.base import DataTrainer, spec_of
+from areno.api.trainers.base import DataTrainer, optimizer_settings, spec_of
 from areno.api.trainers.rollout import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
@@ -40,6 +40,12 @@ from areno.training.row_checks import Needs, row_problem
 from areno.training.stopping import StopRequested
 
 logger = logging.getLogger(__name__)
+
+_RUNTIME = (
+    *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
+    *("kv_cache_tokens", "trust_remote_code"),
+)
+"""Options that a backend takes by the same name."""
 
 
 def run_training(
@@ -264,31 +270,11 @@ def _trainer(options: TrainOptions, trains: str, checkpoint: Path | None = None)
         fsdp=options.fsdp,
         # Tuning may raise what the options say.
         max_running_prompts=max(options.running_sequences, options.tune_max_samples if options.tune_params else 0),
-        optimizer={
-            "lr": options.lr,
-            "min_lr": options.min_lr,
-            "lr_decay_steps": options.lr_decay_steps,
-            "lr_decay_style": options.lr_decay_style,
-            "lr_warmup_steps": options.lr_warmup_steps,
-            "betas": (options.adam_beta1, options.adam_beta2),
-            "eps": options.adam_eps,
-            "weight_decay": options.weight_decay,
-            "grad_clip_norm": options.grad_clip_norm,
-            "adam_8bit": options.adam_8bit,
-            "offload": options.offload_optimizer,
-        },
+        optimizer=optimizer_settings(options),
         runtime={
-            "device": options.device,
-            "dtype": options.dtype,
-            "attn_backend": options.attn_backend,
+            **{name: getattr(options, name) for name in _RUNTIME},
             "activation_checkpointing": options.recomputes,
-            "tree_training": options.tree_training,
-            "offload_activations": options.offload_activations,
             "keep_rollout_state": not options.drop_rollout_state,
-            "eager_decode": options.eager_decode,
-            "speculate": options.speculate,
-            "kv_cache_tokens": options.kv_cache_tokens,
-            "trust_remote_code": options.trust_remote_code,
             "trains": trains,
             "stall_timeout_s": options.stall_timeout,
         },
@@ -306,10 +292,7 @@ def _lora(options: TrainOptions, checkpoint: Path | None) -> dict[str, Any] | No
         return None
     adapter = str(checkpoint) if checkpoint is not None else options.lora_adapter_path
     return {
-        "rank": options.lora_rank,
-        "alpha": options.lora_alpha,
-        "dropout": options.lora_dropout,
-        "target_modules": options.lora_target_modules,
+        **{name: getattr(options, f"lora_{name}") for name in ("rank", "alpha", "dropout", "target_modules")},
         "adapter_path": adapter,
         "load_in_4bit": options.load_in_4bit,
         "seed": options.seed,

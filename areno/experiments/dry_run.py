@@ -22,18 +22,14 @@ CheckRow = Callable[[Any, str, Sequence[Any]], None]
 def dry_run(config: BaseExperimentConfig, check_first_row: CheckRow) -> str:
     """Check an experiment as a run does before it loads a model, and say what it would do.
 
-    Args:
-        config: of the experiment.
-        check_first_row: of its trainer; gets the configuration, a section's name and its rows.
-
-    Raises:
-        ArenoError: the run could not begin.
+    ``check_first_row`` is its trainer's; it gets the configuration, a section's name and its rows. Raises
+    :class:`ArenoError` if the run could not begin.
     """
     check_inputs(config)
     config = settled(config)
     accepted = notice(config)
     resolved = resolve_for_machine(config, this_machine())
-    folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
+    folders = ExperimentFolders.of(config)
     lines = [
         config_text(config).rstrip(),
         *([accepted] if accepted else []),
@@ -50,7 +46,7 @@ def _data(config: BaseExperimentConfig, check_first_row: CheckRow) -> list[str]:
     for name, rows in found.items():
         check_first_row(config, name, rows)
     section, rows = config.train_dataset, found["train_dataset"]
-    source = RowSource(rows, batch_size=section.batch_size, seed=config.seed, drop_last=section.drop_last)
+    source = RowSource(rows, section, config.seed)
     steps = config.total_train_epochs * source.steps_per_epoch
     steps = min(steps, config.total_train_steps or steps)
     told = f"steps: {steps}; an epoch has {source.steps_per_epoch}, before too long rows are left out"

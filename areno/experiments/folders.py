@@ -41,23 +41,21 @@ def open_log(config: BaseExperimentConfig) -> Iterator[RunDirectory]:
 
     Needs no torch, whose loading takes seconds. Inside of another such block only the directory is given.
     """
-    names = config.experiment_name, config.trial_name
-    run_dir = ExperimentFolders(config.cluster.fileroot, *names).create()
+    run_dir = ExperimentFolders.of(config).create()
     if LoggingSetup.active is not None:
         yield run_dir
         return
     with _locked(config), setup_logging(run_dir):
-        _log.info("%s/%s: everything is written to %s", *names, run_dir.path)
+        _log.info("%s/%s: everything is written to %s", config.experiment_name, config.trial_name, run_dir.path)
         yield run_dir
 
 
 @contextmanager
 def _locked(config: BaseExperimentConfig) -> Iterator[None]:
     """The trial for this process alone, also where its checkpoints have roots of their own."""
-    names = config.experiment_name, config.trial_name
     others = {config.saver.fileroot, config.recover.fileroot} - {"", config.cluster.fileroot}
-    places = [ExperimentFolders(config.cluster.fileroot, *names).logs]
-    places += [ExperimentFolders(root, *names).checkpoints for root in sorted(others)]
+    places = [ExperimentFolders.of(config).logs]
+    places += [ExperimentFolders.of(config, root).checkpoints for root in sorted(others)]
     with ExitStack() as held:
         for place in places:
             held.enter_context(run_lock(place, "or choose another trial_name"))
@@ -72,6 +70,11 @@ class ExperimentFolders:
     experiment: str
     trial: str
     user: str = field(default_factory=_user)
+
+    @classmethod
+    def of(cls, config: BaseExperimentConfig, root: str = "") -> ExperimentFolders:
+        """Those of an experiment, below ``cluster.fileroot`` unless another root is given."""
+        return cls(root or config.cluster.fileroot, config.experiment_name, config.trial_name)
 
     def _below(self, kind: str) -> Path:
         return Path(self.fileroot).expanduser() / kind / self.user / self.experiment / self.trial

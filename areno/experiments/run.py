@@ -97,7 +97,7 @@ def guarded(run: Callable[[], None]) -> int:
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
     """Refuse a run that cannot be continued."""
-    logs = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name).logs
+    logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
         raise UsageError(f"--resume {run}: its configuration says that it is in {logs}; move it there")
     if not config.recover.enabled:

@@ -17,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class Checkpoints:
     def update(self, state: RunState) -> None:
         """Replace the state of the last completed step's checkpoint, where there is one: it has been evaluated since."""
         if state.step and state.step == self._saved_step:
-            write_state(self.folder.path(state.step), state.to_json())
+            write_state(self.folder.path(state.step), asdict(state))
 
     @property
     def saved_step(self) -> int:
@@ -124,7 +125,7 @@ class Checkpoints:
                 backend.save_state(folder)
         if (found := rollout_state()) is not None:
             plain_objects.save(found, folder / _ROLLOUT)
-        write_state(folder, state.to_json())
+        write_state(folder, asdict(state))
 
 
 def rollout_state(checkpoint: Path) -> Any:

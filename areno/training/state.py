@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,6 @@ class RunState:
     best: dict[str, Any] | None = None
     not_best: int = 0
     parts: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunState:

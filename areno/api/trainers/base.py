@@ -55,6 +55,18 @@ def spec_of(config: TrainOptions) -> RunSpec:
     )
 
 
+def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]:
+    """Fields of an ``OptimizerConfig``; ``prefix`` is that of the options for the rate of another model than the policy."""
+    rate = ("lr", "min_lr", "lr_decay_steps", "lr_decay_style", "lr_warmup_steps", "grad_clip_norm")
+    return {name: getattr(config, f"{prefix}{name}") for name in rate} | {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "adam_8bit": config.adam_8bit,
+        "offload": config.offload_optimizer,
+    }
+
+
 class DataTrainer(TrainingLoop):
     """Base of the trainers; see the module's text.
 

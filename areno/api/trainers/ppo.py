@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.api.trainers.base import optimizer_settings
 from areno.api.trainers.rollout import RolloutTrainer, spread
 from areno.loss_fns import whiten
 from areno.loss_fns.shaping import RewardShaping, trained_values
@@ -40,19 +41,7 @@ class PPOTrainer(RolloutTrainer):
 
     def _critic_role(self) -> ModelRole:
         config = self.config
-        optimizer = {
-            "lr": config.critic_lr,
-            "min_lr": config.critic_min_lr,
-            "lr_warmup_steps": config.critic_lr_warmup_steps,
-            "lr_decay_steps": config.critic_lr_decay_steps,
-            "lr_decay_style": config.critic_lr_decay_style,
-            "betas": (config.adam_beta1, config.adam_beta2),
-            "eps": config.adam_eps,
-            "weight_decay": config.weight_decay,
-            "grad_clip_norm": config.critic_grad_clip_norm,
-            "adam_8bit": config.adam_8bit,
-            "offload": config.offload_optimizer,
-        }
+        optimizer = optimizer_settings(config, "critic_")
         return ModelRole("critic", str(config.critic_ckpt or config.ckpt), True, optimizer=optimizer)
 
     def shaping(self) -> RewardShaping:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.loader import settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.notices import notice
@@ -29,7 +30,7 @@ from areno.config.experiment.saving import config_text, public_dict
 from areno.config.parser import Problems
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import UsageError
+from areno.errors import DataError, UsageError
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
     engine_config,
@@ -39,7 +40,7 @@ from areno.experiments.trainers.engines import (
     this_machine,
 )
 from areno.experiments.trainers.report import ExperimentReporter
-from areno.experiments.trainers.rows import RowSource, check_first_row, load_dataset
+from areno.experiments.trainers.rows import RowSource, load_dataset
 from areno.observability import tracing
 from areno.observability.memory_profiler import MemoryProfiler
 from areno.observability.services import RunName, Service, open_services
@@ -50,7 +51,7 @@ from areno.storage.layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
-from areno.training.row_checks import Needs
+from areno.training.row_checks import Needs, row_problem
 from areno.training.saving import DISK_REMEDY, Saver
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class ExperimentTrainer(TrainingLoop):
     ) -> None:
         config = settled(config)
         self.config: Any = config
-        self.folders = ExperimentFolders(config.cluster.fileroot, config.experiment_name, config.trial_name)
+        self.folders = ExperimentFolders.of(config)
         self._closing = ExitStack()
         self.run_dir = self._closing.enter_context(open_log(config))
         self._closed = False
@@ -174,7 +175,9 @@ class ExperimentTrainer(TrainingLoop):
     @classmethod
     def check_first_row(cls, config: Any, name: str, rows: Sequence[Any]) -> None:
         """Raise :class:`DataError` if the first row of the section ``name`` lacks what the experiment needs."""
-        check_first_row(config, name, rows, cls.needs)
+        section, loader = getattr(config, name) or config.train_dataset, f"{name}.dataset_kwargs.{LOADER}"
+        if cls.needs and (problem := row_problem(cls.needs, rows[0], f"{name} {section.path}", loader)):
+            raise DataError(problem)
 
     def _open_services(self) -> list[Service]:
         """Before a model is loaded: a login may be missing."""
@@ -212,7 +215,7 @@ class ExperimentTrainer(TrainingLoop):
             patience=config.evaluator.early_stop_patience,
             evaluated_with={"valid_dataset": None if config.valid_dataset is None else config.valid_dataset.path},
             checkpoints=CheckpointSpec(
-                self._elsewhere(recover, self.folders.checkpoints) / "recover",
+                ExperimentFolders.of(config, recover.fileroot).recover,
                 every,
                 newest=_KEPT_CHECKPOINTS,
                 best=config.evaluator.keep_best,
@@ -245,7 +248,7 @@ class ExperimentTrainer(TrainingLoop):
             _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
         every = frequency(config.saver, last=saves)
         return Saver(
-            self._elsewhere(config.saver, self.folders.checkpoints),
+            ExperimentFolders.of(config, config.saver.fileroot).checkpoints,
             every,
             self.saved_roles,
             config.saver.mode if saves else "auto",
@@ -269,13 +272,6 @@ class ExperimentTrainer(TrainingLoop):
         steps = config.total_train_epochs * per_epoch
         self._total_steps = min(steps, config.total_train_steps or steps)
         self.schedule = schedule_of(config.actor.optimizer, self._total_steps)
-
-    def _elsewhere(self, section: FrequencyConfig, usual: Path) -> Path:
-        """Checkpoints may lie under a root of their own."""
-        if section.fileroot in ("", self.config.cluster.fileroot):
-            return usual
-        names = self.config.experiment_name, self.config.trial_name
-        return ExperimentFolders(section.fileroot, *names).checkpoints
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -315,9 +311,11 @@ class ExperimentTrainer(TrainingLoop):
             }
         )
 
-    def timed(self, key: str) -> Any:
+    @contextmanager
+    def timed(self, key: str) -> Iterator[None]:
         """A block whose seconds become ``timeperf/{key}``, and an event of the trace."""
-        return _Timed(self, key)
+        with self.tracker.record_timing(key), tracing.trace_scope(key):
+            yield
 
     def optimize(
         self, rows: Sequence[Any], loss: Any, batching: Any, rate: float, role: str = ACTOR
@@ -391,21 +389,6 @@ class ExperimentTrainer(TrainingLoop):
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             _log.error("the experiment has failed: %s: %s", type(error).__name__, error)
         self.close()
-
-
-class _Timed:
-    """Statistics and trace of one block."""
-
-    def __init__(self, trainer: ExperimentTrainer, key: str) -> None:
-        self._timing, self._scope = trainer.tracker.record_timing(key), tracing.trace_scope(key)
-
-    def __enter__(self) -> None:
-        self._timing.__enter__()
-        self._scope.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._scope.__exit__(*raised)
-        self._timing.__exit__(*raised)
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:

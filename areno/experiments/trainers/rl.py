@@ -160,11 +160,10 @@ class PPOTrainer(ExperimentTrainer):
             _log.info("%d of %d prompts are longer than %s tokens and left out", *numbers)
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
-        names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
         if self.config.recover.enabled and len(rows):
             # Rows of the queue go into recovery points, the first of which may be hours away.
             plain_objects.check(rows[0])
-        return RowSource(rows, batch_size=section.batch_size, seed=config.seed, **names), valid
+        return RowSource(rows, section, config.seed), valid
 
     def _longest_prompt(self, max_length: int | None) -> int | None:
         """Tokens of the longest prompt that is kept: behind it, the model's context must leave room for an answer."""

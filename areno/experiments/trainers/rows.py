@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.api.datasets import load_training_dataset
-from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.run_sections import TrainDatasetConfig
 from areno.config.hooks import named_object
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
-from areno.training.row_checks import Needs, row_problem
 
 
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
@@ -39,46 +37,25 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
     return rows  # type: ignore[no-any-return]
 
 
-def check_first_row(config: BaseExperimentConfig, name: str, rows: Sequence[Any], needs: Needs | None) -> None:
-    """Look at the first row of a data set.
-
-    Args:
-        config: of the experiment.
-        name: ``train_dataset`` or ``valid_dataset``.
-        rows: of it.
-        needs: what a row must have; None looks at nothing.
-
-    Raises:
-        DataError: it lacks what the experiment needs.
-    """
-    section = getattr(config, name) or config.train_dataset
-    loader = f"{name}.dataset_kwargs.{LOADER}"
-    if needs is not None and (problem := row_problem(needs, rows[0], f"{name} {section.path}", loader)):
-        raise DataError(problem)
-
-
 class RowSource:
     """Endless rows, epoch after epoch; the same for the same seed, whatever else draws random numbers.
 
+    With ``drop_last``, rows that fill no whole batch are left out; else the last batch of an epoch is filled from the next.
+
     Args:
         rows: anything with ``len()`` and integer indexing.
-        batch_size: rows of a step, which decides how many steps an epoch has.
+        section: says how they are visited.
         seed: of the order.
-        shuffle: a new random order in each epoch.
-        drop_last: leave the rows out that fill no whole batch; else the last batch of an epoch is filled from the next.
     """
 
-    def __init__(
-        self, rows: Sequence[Any], *, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
-    ) -> None:
-        self.rows, self.batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
-        whole = len(rows) - len(rows) % batch_size if drop_last else len(rows)
-        if not whole:
+    def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:
+        self.rows, self.batch_size, self._shuffle, self._seed = rows, section.batch_size, section.shuffle, seed
+        self._used = len(rows) - len(rows) % self.batch_size if section.drop_last else len(rows)
+        if not self._used:
             raise DataError(
-                f"train_dataset has {len(rows)} rows, which is less than train_dataset.batch_size={batch_size}; lower "
+                f"train_dataset has {len(rows)} rows, which is less than train_dataset.batch_size={self.batch_size}; lower "
                 "it, or set drop_last=false"
             )
-        self._used = whole
         self.epoch, self.position = 0, 0
         self._order = self._draw()
 
@@ -124,16 +101,7 @@ class RowSource:
 def without_long(
     rows: Sequence[Any], length_of: Callable[[Any], int], longest: int | None
 ) -> tuple[Sequence[Any], int]:
-    """Rows that are not too long, and how many are.
-
-    Args:
-        rows: of a data set.
-        length_of: tokens of a row.
-        longest: ``max_length``; None keeps all.
-
-    Raises:
-        DataError: none is left.
-    """
+    """Rows of at most ``longest`` tokens, and how many are longer; None keeps all. A DataError if none is left."""
     if longest is None:
         return rows, 0
     kept = [row for row in (rows[index] for index in range(len(rows))) if length_of(row) <= longest]

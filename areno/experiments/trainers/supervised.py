@@ -53,8 +53,7 @@ class SupervisedTrainer(ExperimentTrainer):
         held_out = None
         if valid is not None:
             held_out = self._encoded(valid, config.valid_dataset or section, "valid_dataset")
-        names = {"shuffle": section.shuffle, "drop_last": section.drop_last}
-        return RowSource(examples, batch_size=section.batch_size, seed=config.seed, **names), held_out
+        return RowSource(examples, section, config.seed), held_out
 
     def _encoded(self, rows: Sequence[Any], section: TrainDatasetConfig, name: str) -> Examples:
         bounds = {"max_length": section.max_length, "the model's context": self.engine.context_length}
