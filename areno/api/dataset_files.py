@@ -11,6 +11,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,9 @@ def read_file(path: Path, option: str) -> Dataset:
     """Read one data file that ``option`` named; the suffix says how. A :class:`DataError` names file, row and key."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a data file; use one of {_suffixes()}")
+        raise UsageError(
+            f"{option} {path}: {path.suffix or 'no suffix'} is not a data file; use one of {', '.join(READERS)}"
+        )
     return _to_dataset(reader(path), path)
 
 
@@ -93,18 +97,17 @@ def _json_lines(content: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 def _table_of_rows(rows: Iterator[tuple[int, Any]], path: Path, place: Callable[[int], str]) -> pa.Table:
     """Columns are the union of all rows' keys, in order of appearance; a missing key is None."""
-    tables: list[pa.Table] = []
-    places: list[str] = []
-    chunk: list[tuple[int, dict[str, Any]]] = []
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, {place(number)}: a row must be an object of keys and values, got {_shown(row)}")
-        chunk.append((number, row))
-        if len(chunk) == _ROWS_PER_CHUNK:
-            tables.append(_table_of_chunk(chunk, path, place))
-            places.append(f"{path}, rows from {place(chunk[0][0])}")
-            chunk = []
-    if chunk or not tables:
+
+    def checked() -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, row in rows:
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}, {place(number)}: a row must be an object of keys and values, got {_shown(row)}"
+                )
+            yield number, row
+
+    remaining, tables, places = checked(), list[Any](), list[str]()
+    while (chunk := list(islice(remaining, _ROWS_PER_CHUNK))) or not tables:
         tables.append(_table_of_chunk(chunk, path, place))
         places.append(f"{path}, rows from {place(chunk[0][0])}" if chunk else str(path))
     return _concatenate(tables, places)
@@ -140,14 +143,6 @@ def _first_misfit(values: list[Any]) -> int:
         except (pa.ArrowException, OverflowError, UnicodeError):
             high = middle
     return low
-
-
-def _read_csv(path: Path) -> pa.Table:
-    return _read_separated(path, ",")
-
-
-def _read_tsv(path: Path) -> pa.Table:
-    return _read_separated(path, "\t")
 
 
 def _read_separated(path: Path, separator: str) -> pa.Table:
@@ -248,15 +243,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
 
 
-def _suffixes() -> str:
-    return ", ".join(READERS)
-
-
 READERS: dict[str, Callable[[Path], pa.Table]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
     ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".csv": partial(_read_separated, separator=","),
+    ".tsv": partial(_read_separated, separator="\t"),
     ".arrow": _read_arrow,
 }

@@ -215,22 +215,3 @@ def _call_loader(dataset_path: str, loader_fn: Callable[..., Any], default_loade
         raise UsageError(
             f"--dataset-loader-fn: the loader failed on {dataset_path}: {describe_error(error, source_file(loader_fn))}"
         ) from error
-
-
-class SkippedPrompts:
-    """Counts the prompts that batches have passed over because they are too long."""
-
-    def __init__(self) -> None:
-        self._new = self._total = 0
-
-    def counted(self, batches: Iterator[PromptBatch]) -> Iterator[PromptBatch]:
-        """The same batches, counted as they are taken."""
-        for batch in batches:
-            self._new += batch.skipped_long
-            self._total += batch.skipped_long
-            yield batch
-
-    def take(self) -> dict[str, int]:
-        """Those since the last call, and all of them, as :meth:`MetricsRecorder.record_step` takes them."""
-        new, self._new = self._new, 0
-        return {"skipped_long": new, "total_skipped_long": self._total}

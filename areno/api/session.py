@@ -6,7 +6,6 @@ serve``; the session itself is then the agent's ``ctx``. See :mod:`areno.api.age
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from areno.api import arguments
@@ -162,9 +161,7 @@ class RolloutSession:
             disable_thinking=self.disable_thinking,
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._proxy is not None:
                 self._proxy.stop()
@@ -174,7 +171,5 @@ class RolloutSession:
     async def __aenter__(self) -> RolloutSession:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()

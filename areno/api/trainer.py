@@ -14,7 +14,7 @@ from typing import Any
 
 from areno.api import arguments
 from areno.api.backend.base import BackendType
-from areno.api.datasets import SkippedPrompts, iter_prompt_batches
+from areno.api.datasets import iter_prompt_batches
 from areno.api.evaluation import evaluate_prompts
 from areno.api.metrics import MetricsRecorder
 from areno.api.sampler import Sampler, running_sequences
@@ -51,7 +51,7 @@ class Trainer(Sampler):
         super().__init__(world_size, model_path, backend_type, custom_config)
         self._recorder = MetricsRecorder(metrics_log_dir) if metrics_log_dir else None
         self._steps = 0
-        self._skipped = SkippedPrompts()
+        self._skipped = [0, 0]  # prompts that were too long: since the last step, and in all
 
     def load_prompt_batches(
         self,
@@ -68,7 +68,12 @@ class Trainer(Sampler):
             more[name] = arguments.whole(name, value)
         more["context_limit"] = self.model_context_len()
         rows = arguments.dataset(dataset)
-        return self._skipped.counted(iter_prompt_batches(rows, self.get_tokenizer(), **more))
+        return self._count_skipped(iter_prompt_batches(rows, self.get_tokenizer(), **more))
+
+    def _count_skipped(self, batches: Iterator[PromptBatch]) -> Iterator[PromptBatch]:
+        for batch in batches:
+            self._skipped = [count + batch.skipped_long for count in self._skipped]
+            yield batch
 
     def rollout_session(
         self,
@@ -136,8 +141,10 @@ class Trainer(Sampler):
         if self._recorder is not None:
             rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
-            told: dict[str, Any] = {"rows": rows, "rewards": rewards, **self._skipped.take()}
-            self._recorder.record_step(self._steps, train_stats=stats, timings=timings, **told)
+            told: dict[str, Any] = {"rows": rows, "rewards": rewards, "train_stats": stats, "timings": timings}
+            skipped, total = self._skipped
+            self._recorder.record_step(self._steps, **told, skipped_long=skipped, total_skipped_long=total)
+            self._skipped[0] = 0
         self._steps += 1
         return stats
 

@@ -25,11 +25,6 @@ class StepInfo:
     steps_per_epoch: int
     total_steps: int
 
-    @classmethod
-    def first(cls, steps_per_epoch: int, total_steps: int) -> StepInfo:
-        """The first step of a run."""
-        return cls(0, 0, 0, steps_per_epoch, total_steps)
-
     @property
     def ends_epoch(self) -> bool:
         """Whether it is the last one of its epoch."""
@@ -70,17 +65,24 @@ class FrequencyControl:
         self._steps += 1
         self._epochs += at.ends_epoch
         now = self._clock()
-        counted = {"epochs": self._epochs, "steps": self._steps, "secs": now - self._since}
+        counted = {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed(now)}
         due = {unit for unit, every in self._every.items() if every is not None and counted[unit] >= every}
         self._epochs = 0 if "epochs" in due else self._epochs
         self._steps = 0 if "steps" in due else self._steps
         self._since = now if "secs" in due else self._since
         return bool(due) or (self._last and at.is_last)
 
+    def _elapsed(self, now: float) -> float:
+        return now - self._since
+
     def state_dict(self) -> dict[str, Any]:
         """The counters."""
-        elapsed = self._clock() - self._since
-        return {"epochs": self._epochs, "steps": self._steps, "secs": elapsed, "before_training": self._first}
+        return {
+            "epochs": self._epochs,
+            "steps": self._steps,
+            "secs": self._elapsed(self._clock()),
+            "before_training": self._first,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from there; the time between is not counted."""

@@ -23,7 +23,7 @@ class Clock:
 
 
 def steps(per_epoch, total):
-    at = StepInfo.first(per_epoch, total)
+    at = StepInfo(0, 0, 0, per_epoch, total)
     while True:
         yield at
         if at.is_last:
@@ -78,12 +78,12 @@ def test_counters_survive_a_recovery_and_the_time_in_between_does_not_count():
     clock = Clock()
     first = FrequencyControl(Frequency(steps=3, seconds=100), clock)
     clock.now = 60.0
-    assert not first.check(StepInfo.first(10, 10))
+    assert not first.check(StepInfo(0, 0, 0, 10, 10))
     state = json.loads(json.dumps(first.state_dict()))
     clock.now = 10_000.0
     second = FrequencyControl(Frequency(steps=3, seconds=100), clock)
     second.load_state_dict(state)
-    at = StepInfo.first(10, 10).next()
+    at = StepInfo(0, 0, 0, 10, 10).next()
     clock.now += 39
     assert not second.check(at)
     clock.now += 1
@@ -100,7 +100,7 @@ def test_before_training_is_due_before_the_first_step_and_once():
 
 def test_a_recovered_run_does_not_evaluate_before_training_again():
     first = FrequencyControl(Frequency(first=True))
-    first.check(StepInfo.first(2, 2))
+    first.check(StepInfo(0, 0, 0, 2, 2))
     second = FrequencyControl(Frequency(first=True))
     second.load_state_dict(first.state_dict())
     assert not second.due_before_training()

@@ -56,7 +56,7 @@ def run(root):
     logger = StatsLogger(run_dir, total_epochs=EPOCHS, steps_per_epoch=PER_EPOCH)
     saver = Saver(folders.checkpoints, Frequency(1, 5, last=True))
     checkpoints = Checkpoints(CheckpointSpec(folders.recover, Frequency(steps=2, last=True), newest=2, strict=True))
-    trainer, at = Toy(), StepInfo.first(PER_EPOCH, EPOCHS * PER_EPOCH)
+    trainer, at = Toy(), StepInfo(0, 0, 0, PER_EPOCH, EPOCHS * PER_EPOCH)
     random.seed(0), torch.manual_seed(0)
     found = checkpoints.find()
     if found is None:

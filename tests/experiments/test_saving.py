@@ -58,7 +58,7 @@ def test_a_fileroot_that_cannot_be_used_is_named(tmp_path):
 def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
     """One counter for both would save the critic at each step, and the actor never."""
     saver = Saver(tmp_path, every(2), roles=("default", "critic"))
-    at, saved = StepInfo.first(10, 5), {"default": [], "critic": []}
+    at, saved = StepInfo(0, 0, 0, 10, 5), {"default": [], "critic": []}
     for _ in range(5):
         for role, steps in saved.items():
             if saver.save_if_due(role, at, writer()):
@@ -74,11 +74,11 @@ def test_each_role_is_saved_in_its_own_rhythm(tmp_path):
 
 def test_counters_of_a_recovered_saver_go_on(tmp_path):
     first = Saver(tmp_path, every(2))
-    assert first.save_if_due("default", StepInfo.first(9, 9), writer()) is None
+    assert first.save_if_due("default", StepInfo(0, 0, 0, 9, 9), writer()) is None
     second = Saver(tmp_path, every(2), roles=("default", "critic"))
     second.load_state_dict(first.state_dict())
-    assert second.save_if_due("default", StepInfo.first(9, 9).next(), writer()) is not None
-    assert second.save_if_due("critic", StepInfo.first(9, 9).next(), writer()) is None
+    assert second.save_if_due("default", StepInfo(0, 0, 0, 9, 9).next(), writer()) is not None
+    assert second.save_if_due("critic", StepInfo(0, 0, 0, 9, 9).next(), writer()) is None
 
 
 @pytest.mark.parametrize("mode", ["async", "auto"])

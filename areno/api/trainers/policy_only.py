@@ -57,7 +57,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         owners = [
             [-1 if turn < 0 else begin + turn for turn in row.turns]
             for sample, begin in zip(samples, first, strict=False)
-            for row in sample.rows()
+            for row in sample.rows
         ]
         return Credits([value for own in returns for value in own], [groups[place] for place in places], owners)
 
@@ -67,8 +67,7 @@ def turn_returns(sample: Sample, discount: float) -> list[float]:
 
     G_k = r_k + discount G_{k+1}, where the last turn's r is the environment's reward for it plus the reward function's.
     """
-    assert sample.agent is not None
-    rewards = list(sample.agent.turn_rewards)
+    rewards = list(sample.turn_rewards)
     rewards[-1] += sample.reward
     return discounted_returns(rewards, discount)
 

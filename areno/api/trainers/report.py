@@ -76,16 +76,14 @@ class StepReporter(Reporter):
         if self._recorder is not None:
             self._recorder.close()
 
-    def _open_services(self) -> ServiceGroup:
-        config = self._config
-        name = RunName(config.track_project, self.run_dir.path.name, asdict(config))
-        sections: dict[str, Any] = {service: {"mode": mode_of(service)} for service in config.track}
-        return ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
-
     def _metrics(self, step: int) -> MetricsRecorder:
         """The recorder; ``step`` is the first one that it is asked for, where a resumed run records anew."""
         if self._recorder is None:
-            purge = step if self._config.resume else None
-            services = self._open_services()
-            self._recorder = MetricsRecorder(self._config.events_path, self.run_dir, purge, services)
+            config = self._config
+            name = RunName(config.track_project, self.run_dir.path.name, asdict(config))
+            sections: dict[str, Any] = {service: {"mode": mode_of(service)} for service in config.track}
+            services = ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
+            self._recorder = MetricsRecorder(
+                config.events_path, self.run_dir, step if config.resume else None, services
+            )
         return self._recorder

@@ -234,7 +234,7 @@ class RolloutTrainer(DataTrainer):
 
     def _write_samples(self, samples: list[Sample], rows: list[TrainSequence]) -> None:
         """Put the step's most telling samples into the run directory, token by token."""
-        owned = [sample.rows() for sample in samples]
+        owned = [sample.rows for sample in samples]
         shown = None
         if sum(map(len, owned)) == len(rows):  # a trainer of the user's own may make rows of another kind
             found = iter(rows)
@@ -278,7 +278,7 @@ class RolloutTrainer(DataTrainer):
         decode = self.instance.get_tokenizer().decode
         if self._agents is not None:
             for sample in samples:
-                log_trajectory(self.logger, sample.record, rows=sample.rows(), decode=decode)
+                log_trajectory(self.logger, sample.record, rows=sample.rows, decode=decode)
             return
         log_completions(
             self.logger,
@@ -294,7 +294,7 @@ class RolloutTrainer(DataTrainer):
             rewards.setdefault(sample.prompt_index, []).append(sample.reward)
         tied = sum(min(group) == max(group) for group in rewards.values())
         tokens = sum(len(sample.sequence.resp_tokens) for sample in drawn)
-        empty = sum(sample.empty for sample in drawn)
+        empty = sum(not sample.rows for sample in drawn)
         stats = {
             "reward_mean": sum(s.reward for s in samples) / len(samples),
             "reward_errors": float(len(drawn) - empty - len(samples)),
@@ -312,7 +312,7 @@ class RolloutTrainer(DataTrainer):
 
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
         """Set the rewards; samples without one, or without a token to train on, are left out."""
-        samples = [sample for sample in drawn if not sample.empty]
+        samples = [sample for sample in drawn if sample.rows]
         if not samples:
             raise EngineError(
                 f"step {self.state.step}: all {len(drawn)} responses are empty, nothing can be trained on"
@@ -387,11 +387,9 @@ class RolloutTrainer(DataTrainer):
         seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
         drawn = agents.draw(piece, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
         found: list[Answer | None] = [None] * (len(prompts) * config.eval_n_samples)
-        for sample in drawn.samples:
-            place, number = sample.item.prompt_index, sample.item.sample_index
-            sample.record.metadata["prompt_index"] = prompts[place]
-            tokens = sample.rows[-1].tokens if sample.rows else [*sample.item.input_tokens]
-            found[place * config.eval_n_samples + number] = Answer(sample.record, tokens, sample.sequence)
+        for sample in (Sample.of_agent(each, piece) for each in drawn.samples):
+            sample.record.metadata["prompt_index"] = prompts[sample.prompt_index]
+            found[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
         return found
 
     # -- rows and updates ------------------------------------------------------------------------------------------
@@ -400,8 +398,7 @@ class RolloutTrainer(DataTrainer):
         """The rows of a sample, without advantages; several only for an agent whose conversations fork."""
         eos = min(self.instance.backend.eos_ids, default=0)
         return [
-            row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos)
-            for row in sample.rows()
+            row.train_sequence(reward=sample.reward, group=sample.prompt_index, eos_token_id=eos) for row in sample.rows
         ]
 
     def make_rows(self, samples: list[Sample]) -> tuple[list[TrainSequence], dict[str, float]]:

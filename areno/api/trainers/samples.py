@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areno.api.agentic.samples import AgentSample
+from areno.api.evaluation import Answer
 from areno.api.records import reward_record
 from areno.rollouts.conversation.rows import TrajectoryRow, completion_row
 from areno.rollouts.trajectory import trajectory_row
@@ -17,43 +19,53 @@ REWARD = "reward"
 
 @dataclass(slots=True)
 class Sample:
-    """One completion on its way to a training row."""
+    """One completion, run of an agent, or row of a workflow, on its way to training rows.
+
+    Attributes:
+        item: its prompt.
+        prompt_index: of the prompt in its batch.
+        sample_index: which of the prompt's samples it is.
+        sequence: all that the policy said.
+        record: what a reward function sees.
+        tokens: what a reward model reads: prompt and response; of an agent's conversations the last one.
+        rows: what is trained on.
+        turn_rewards: what an agent's environment gave for each turn.
+    """
 
     item: PromptItem
     prompt_index: int
     sample_index: int
     sequence: RolloutSequence
     record: RewardRecord
-    agent: AgentSample | None = None
-    row: TrajectoryRow | None = None
+    tokens: list[int]
+    rows: list[TrajectoryRow]
+    turn_rewards: Sequence[float] = ()
     reward: float = 0.0
     advantage: float = 0.0
 
     @classmethod
+    def of_completion(cls, item: PromptItem, prompt_index: int, sample_index: int, sequence: RolloutSequence) -> Sample:
+        """An answer of the policy; without a token it gives no row."""
+        record, row = (
+            reward_record(item, prompt_index, sample_index, sequence),
+            completion_row(item.input_tokens, sequence),
+        )
+        return cls(
+            item, prompt_index, sample_index, sequence, record, row.tokens, [row] if sequence.resp_tokens else []
+        )
+
+    @classmethod
     def of_agent(cls, sample: AgentSample, batch: PromptBatch) -> Sample:
         """What an agent has done for a prompt of a batch."""
-        prompt, index = sample.item.prompt_index, sample.item.sample_index
-        return cls(batch.items[prompt], prompt, index, sample.sequence, sample.record, sample)
+        item = batch.items[sample.item.prompt_index]
+        tokens = sample.rows[-1].tokens if sample.rows else [*sample.item.input_tokens]
+        indices = sample.item.prompt_index, sample.item.sample_index
+        return cls(item, *indices, sample.sequence, sample.record, tokens, sample.rows, sample.turn_rewards)
 
     @property
-    def tokens(self) -> list[int]:
-        """Prompt and response; of an agent's conversations the last one."""
-        if self.agent is not None:
-            return self.agent.rows[-1].tokens
-        return [*self.item.input_tokens, *self.sequence.resp_tokens] if self.row is None else self.row.tokens
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to train on."""
-        if self.agent is not None:
-            return not self.agent.rows
-        return not (self.sequence.resp_tokens if self.row is None else any(self.row.trained[1:]))
-
-    def rows(self) -> list[TrajectoryRow]:
-        """What is trained on."""
-        if self.agent is not None:
-            return self.agent.rows
-        return [] if self.empty else [self.row or completion_row(self.item.input_tokens, self.sequence)]
+    def answer(self) -> Answer:
+        """What an evaluation needs of it."""
+        return Answer(self.record, self.tokens, self.sequence)
 
 
 def workflow_sample(
@@ -61,12 +73,7 @@ def workflow_sample(
 ) -> Sample:
     """One row of a workflow's trajectory, with the reward that it came with.
 
-    Args:
-        tokenizer: the model's.
-        item: the prompt that the workflow was given.
-        prompt_index: its place in the batch.
-        sample_index: which of the prompt's samples it is.
-        fields: see :func:`areno.rollouts.trajectory.samples_of`.
+    ``fields`` are those of :func:`areno.rollouts.trajectory.samples_of`; the indices are as in :class:`Sample`.
     """
     row = trajectory_row(fields)
     said = [place for place, sampled in enumerate(row.sampled) if sampled]
@@ -82,4 +89,5 @@ def workflow_sample(
     record = reward_record(item, prompt_index, sample_index, sequence)
     record.loss_mask = [row.trained[place] for place in said]
     record.metadata[REWARD] = float(fields["rewards"])
-    return Sample(item, prompt_index, sample_index, sequence, record, row=row)
+    rows = [row] if any(row.trained[1:]) else []
+    return Sample(item, prompt_index, sample_index, sequence, record, row.tokens, rows)

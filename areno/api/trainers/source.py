@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from areno.api.evaluation import EVALUATION_STREAM, Answer, evaluation_sampling
-from areno.api.records import reward_record, with_texts
+from areno.api.records import with_texts
 from areno.api.trainer import Trainer
 from areno.api.trainers.samples import Sample, workflow_sample
 from areno.config.experiment.generation_sections import GenerationHyperparameters
@@ -133,7 +133,7 @@ class SampleSource:
             [future.result() for future in futures], self._engine.tokenizer, self._sampling
         )
         return [
-            Sample(item, prompt, index, sequence, reward_record(item, prompt, index, sequence))
+            Sample.of_completion(item, prompt, index, sequence)
             for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
             for index, sequence in enumerate(result.sequences)
         ]
@@ -202,11 +202,7 @@ class SampleSource:
         found: list[Answer | None] = []
         for number, item, group in zip(prompts, piece.items, groups, strict=True):
             for index, rows in enumerate(group or [[]] * config.eval_n_samples):
-                if not rows:
-                    found.append(None)
-                    continue
-                sample = workflow_sample(tokenizer, item, number, index, rows[-1])
-                found.append(Answer(sample.record, sample.tokens, sample.sequence))
+                found.append(workflow_sample(tokenizer, item, number, index, rows[-1]).answer if rows else None)
         return found
 
     # -- checkpoints and the end -----------------------------------------------------------------------------------

@@ -46,11 +46,6 @@ def this_machine() -> Machine:
     return Machine(visible_gpus(), usable_cores(), has_flash_attention, openmp_threads())
 
 
-def device_of() -> torch.device:
-    """The accelerator where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, **more: Any) -> EngineConfig:
     """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more."""
     adapter = None
@@ -65,7 +60,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
             seed=seed,
         )
     return EngineConfig(
-        device=device_of(),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=getattr(torch, section.dtype),
         trains=trains,
         optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),

@@ -241,15 +241,11 @@ class PPOTrainer(ExperimentTrainer):
             check_trajectory_format=rollout.check_trajectory_format,
             dump=TrajectoryDump(self.run_dir.path / kind, self.engine.tokenizer) if rollout.dump_to_file else None,
             listener=None if evaluates else self._heard,
-            on_wait=self._stop_if_asked,
+            on_wait=self.stop.check,  # while a batch is waited for, a stop costs nothing that is not done again
             stops_on=(RewardError,) if config.reward_section.on_error == "stop" else (),
         )
         self.dispatchers.append(made)
         return made
-
-    def _stop_if_asked(self) -> None:
-        """While a batch is waited for, a stop costs nothing that is not done again."""
-        self.stop.check()
 
     def _heard(self, task: int, status: str, reason: str) -> None:
         """In any thread."""
