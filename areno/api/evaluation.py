@@ -138,11 +138,7 @@ def evaluate_prompts(
         if answers is not None:
             drawn = answers(piece, prompts)
         else:
-            seeds = [
-                [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)]
-                for prompt in prompts
-            ]
-            drawn = _completions(piece, prompts, _generate(trainer, piece, sampling, seeds, max_running))
+            drawn = _completions(trainer, piece, prompts, sampling, n_samples, max_running, seed)
         given = [answer for answer in drawn if answer is not None]
         records = [answer.record for answer in given]
         scores = _checked(rewards(records, [answer.tokens for answer in given]), len(records)) if given else []
@@ -153,32 +149,30 @@ def evaluate_prompts(
     return tally.metrics() | {"eval_time_s": time.perf_counter() - began}
 
 
-def _generate(
-    trainer: Sampler, piece: PromptBatch, sampling: SamplingParams, seeds: list[list[int]], max_running: int
-) -> list[RolloutSequence]:
+def _completions(
+    trainer: Sampler,
+    piece: PromptBatch,
+    prompts: Sequence[int],
+    sampling: SamplingParams,
+    n_samples: int,
+    max_running: int,
+    seed: int,
+) -> list[Answer | None]:
     """Answers to the prompts of a piece, prompt by prompt."""
+    seeds = [
+        [derive_seed(seed, EVALUATION_STREAM, prompt, sample) for sample in range(n_samples)] for prompt in prompts
+    ]
     trainer.begin_rollout_session(max_running)
     try:
-        results = trainer.rollout_token_batch(
-            [item.input_tokens for item in piece.items], len(seeds[0]), sampling, seeds=seeds
-        )
+        token_rows = [item.input_tokens for item in piece.items]
+        results = trainer.rollout_token_batch(token_rows, n_samples, sampling, seeds=seeds)
     finally:
         trainer.end_rollout_session()
-    return [sequence for result in results for sequence in result.sequences]
-
-
-def _completions(
-    piece: PromptBatch, prompts: Sequence[int], sequences: Sequence[RolloutSequence]
-) -> list[Answer | None]:
-    """Completions as answers."""
-    n_samples = len(sequences) // len(piece.items)
-    found: list[Answer | None] = []
-    for position, sequence in enumerate(sequences):
-        place, sample = divmod(position, n_samples)
-        item = piece.items[place]
-        record = reward_record(item, prompts[place], sample, sequence)
-        found.append(Answer(record, [*item.input_tokens, *sequence.resp_tokens], sequence))
-    return found
+    return [
+        Answer(reward_record(item, prompt, sample, sequence), [*item.input_tokens, *sequence.resp_tokens], sequence)
+        for item, prompt, result in zip(piece.items, prompts, results, strict=True)
+        for sample, sequence in enumerate(result.sequences)
+    ]
 
 
 def _checked(scores: Sequence[float | None], expected: int) -> list[float | None]:

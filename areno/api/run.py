@@ -36,7 +36,7 @@ from areno.storage.layout import is_run
 from areno.storage.run_dir import RunDirectory
 from areno.storage.run_lock import run_lock
 from areno.training.checkpoints import Checkpoints
-from areno.training.row_checks import Needs, row_problem
+from areno.training.objectives.base import Needs, row_problem
 from areno.training.stopping import StopRequested
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,11 @@ from areno.config.experiment.experiments import (
     SFTConfig,
 )
 from areno.config.experiment.legacy import load_legacy_config
-from areno.config.experiment.loader import experiment_class, load_expr_config
+from areno.config.experiment.loader import experiment_class, load_expr_config, settled
+from areno.config.experiment.machine import resolve_for_machine
+from areno.config.experiment.notices import notice
+from areno.config.experiment.places import DATASETS
+from areno.config.experiment.saving import config_text
 from areno.errors import ArenoError, EngineError, UsageError, exit_code
 from areno.experiments.checks import check_inputs
 from areno.experiments.folders import ExperimentFolders, open_log
@@ -107,6 +111,28 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
         )
 
 
+def _dry_run(config: BaseExperimentConfig) -> str:
+    """Check an experiment as a run does before it loads a model, and say what it would do; nothing is written."""
+    from areno.experiments.trainers.engines import this_machine
+    from areno.experiments.trainers.rows import RowSource, load_dataset
+
+    check_inputs(config)
+    config = settled(config)
+    notices = [notice(config), *resolve_for_machine(config, this_machine())]
+    lines = [config_text(config).rstrip(), *filter(None, notices)]
+    data = {name: load_dataset(section, name) for name in DATASETS if (section := getattr(config, name)) is not None}
+    for name, rows in data.items():
+        trainer_class(config).check_first_row(config, name, rows)
+    per_epoch = RowSource(data["train_dataset"], config.train_dataset, config.seed).steps_per_epoch
+    steps = config.total_train_epochs * per_epoch
+    steps = min(steps, config.total_train_steps or steps)
+    lines += [f"{name}: {len(rows)} rows" for name, rows in data.items()]
+    lines.append(f"steps: {steps}; an epoch has {per_epoch}, before too long rows are left out")
+    folders = ExperimentFolders.of(config)
+    lines += [f"run directory: {folders.logs}", f"models: {folders.checkpoints}"]
+    return "\n".join([*lines, "dry run: nothing was started, and nothing was written"])
+
+
 def main(argv: Sequence[str], resumed: Path | None = None) -> None:
     """``areno run``: the kind of experiment is what ``train_dataset.type`` says; ``--dry-run`` shows what it would do.
 
@@ -122,8 +148,6 @@ def main(argv: Sequence[str], resumed: Path | None = None) -> None:
     if resumed is not None:
         _check_resumed(config, resumed)
     if DRY_RUN in argv:
-        from areno.experiments.dry_run import dry_run
-
-        sys.stdout.write(dry_run(config, trainer_class(config).check_first_row) + "\n")
+        sys.stdout.write(_dry_run(config) + "\n")
         return
     run_experiment(config)

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from areno.api.datasets import iter_prompt_batches, load_rows
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError
-from areno.training.objectives.base import RowBounds
+from areno.training.objectives.base import RowBounds, row_problem
 from areno.training.objectives.sft import build_sft_rows
-from areno.training.row_checks import row_problem
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('unknown role') }}{% endif %}"

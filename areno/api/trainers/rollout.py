@@ -261,18 +261,12 @@ class RolloutTrainer(DataTrainer):
         if self._agents is None:
             samples, self._drawn_stats = self._source.draw(batch, step)
         else:
-            samples = self._run_agents(self._agents, batch)
+            drawn = self._agents.draw(batch, config.n_samples, self.sampling, derive_seed(config.seed, step))
+            samples, self._drawn_stats = [Sample.of_agent(sample, batch) for sample in drawn.samples], drawn.stats
         lifecycle.rollout_end(self.logger, epoch, step, self.role)
         if self._log_limit:
             self._log_samples(samples[: self._log_limit])
         return samples
-
-    def _run_agents(self, agents: AgentRollouts, batch: PromptBatch) -> list[Sample]:
-        """Let the agent do each prompt's task."""
-        seed = derive_seed(self.config.seed, self.state.step)
-        drawn = agents.draw(batch, self.config.n_samples, self.sampling, seed)
-        self._drawn_stats = drawn.stats
-        return [Sample.of_agent(sample, batch) for sample in drawn.samples]
 
     def _log_samples(self, samples: list[Sample]) -> None:
         decode = self.instance.get_tokenizer().decode
@@ -343,15 +337,14 @@ class RolloutTrainer(DataTrainer):
         """
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
-        outcomes = self._runner.run(records) if self._runner is not None else self._model_scores(records, token_rows)
+        if self._runner is None:
+            scores = self.objective.rewards(token_rows, lambda index: records[index].completion)
+            return [RewardOutcome(score, None, 0.0) for score in scores]
+        outcomes = self._runner.run(records)
         for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
                 self.logger.warning("sample dropped: %s; %s", outcome.error, place_of(record))
         return outcomes
-
-    def _model_scores(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        scores = self.objective.rewards(token_rows, lambda index: records[index].completion)
-        return [RewardOutcome(score, None, 0.0) for score in scores]
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:
         """Generate answers to held-out prompts and reward them as in training; ``on_scored`` sees each answer."""

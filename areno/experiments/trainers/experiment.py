@@ -51,7 +51,7 @@ from areno.storage.layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop
-from areno.training.row_checks import Needs, row_problem
+from areno.training.objectives.base import Needs, row_problem
 from areno.training.saving import DISK_REMEDY, Saver
 
 _log = logging.getLogger(__name__)

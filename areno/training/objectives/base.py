@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from areno.errors import DataError
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.units import Names, with_names
-from areno.text.data_rows import LOADER_OPTION, flags_of, named_row, within
-from areno.training.row_checks import Needs
+from areno.text.data_rows import (
+    LOADER_OPTION,
+    answer_of,
+    flags_of,
+    named_row,
+    response_of,
+    text_or_messages,
+    within,
+)
+from areno.text.row_formats import pair_row, sft_row
 from areno.types import TrainSequence
 
+Needs = Literal["prompt", "response", "pair"]
 Example = list[TrainSequence]
 
 
@@ -120,3 +129,28 @@ class Objective:
     def experiment_loss(self, **options: Any) -> LossFn:
         """The loss with the statistics of experiments; ``options`` are those of the loss."""
         return with_names(self.loss_fn, self.names, **options)
+
+
+def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
+    """Say why the first row of ``source`` cannot be used; empty if nothing speaks against it.
+
+    Args:
+        needs: ``prompt``, ``response`` (to a prompt) or ``pair`` (a chosen and a rejected answer).
+        row: the first of the data.
+        source: where it stands, for the message.
+        loader: option or setting that brings rows into shape.
+    """
+    try:
+        if needs == "pair":
+            row = pair_row(row, with_template=True)
+            answers = [answer_of(row, key, source, 0, loader) for key in ("chosen", "rejected")]
+            if any(isinstance(answer, str) for answer in answers):
+                text_or_messages(row, "prompt", source, 0, loader)
+            return ""
+        row = sft_row(row) if needs == "response" else row
+        text_or_messages(row, "prompt", source, 0, loader)
+        if needs == "response":
+            response_of(row, source, 0, loader)
+    except DataError as error:
+        return str(error)
+    return ""
