@@ -30,17 +30,11 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """What one check says about one step.
+    """What one check says about one step."""
 
-    Attributes:
-        holds: the condition is met; None means that the step has no evidence either way.
-        message: the warning; ``{n}`` is the number of steps that it has held.
-        patience: steps in a row before it is a warning.
-    """
-
-    holds: bool | None
-    message: str
-    patience: int = 1
+    holds: bool | None  # the condition is met; None means that the step has no evidence either way
+    message: str  # the warning; ``{n}`` is the number of steps that it has held
+    patience: int = 1  # steps in a row before it is a warning
 
 
 class HealthMonitor:

@@ -43,13 +43,11 @@ class RunName:
     """What services call a run.
 
     Args:
-        experiment: name of the experiment.
-        trial: name of the trial.
         config: the run's resolved configuration, as plain data and without secrets.
     """
 
-    experiment: str
-    trial: str
+    experiment: str  # name of the experiment
+    trial: str  # name of the trial
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def run_id(self, suffix: str | None) -> str:

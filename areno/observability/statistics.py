@@ -19,17 +19,11 @@ MEANS = tuple(f"{kind}/{name}" for kind in ("rollout", "eval-rollout") for name 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One statistic.
+    """One statistic."""
 
-    Args:
-        name: full name.
-        told: which numbers of it appear.
-        meaning: in words, with the unit.
-    """
-
-    name: str
-    told: Told
-    meaning: str
+    name: str  # full name
+    told: Told  # which numbers of it appear
+    meaning: str  # in words, with the unit
 
     @property
     def numbers(self) -> tuple[str, ...]:

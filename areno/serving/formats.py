@@ -207,20 +207,15 @@ class _MayThink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """How one request's answers are read; see :meth:`Formats.expectation`.
-
-    Attributes:
-        needs_special_tokens: markers are special tokens, so the text must have them.
-        failures: what has gone wrong in the grammars of the samples.
-    """
+    """How one request's answers are read; see :meth:`Formats.expectation`."""
 
     reasoning: ReasoningParser
     calls: ToolCallParser
     tools: Sequence[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel: bool
-    needs_special_tokens: bool
-    failures: list[str] = field(default_factory=list)
+    needs_special_tokens: bool  # markers are special tokens, so the text must have them
+    failures: list[str] = field(default_factory=list)  # what has gone wrong in the grammars of the samples
 
     def reader(self) -> MessageReader:
         """A fresh reader of one message."""

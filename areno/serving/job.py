@@ -24,25 +24,17 @@ _SMALLEST_TOP_P = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one HTTP request asks of the engine.
+    """What one HTTP request asks of the engine."""
 
-    Attributes:
-        body: the request.
-        engine: will do it.
-        requests: one per prompt.
-        stop: stop strings.
-        stop_ids: tokens that end a sample.
-        skip_special_tokens: special tokens are no part of the text.
-        context_full: the prompt leaves no room for an answer, which is therefore empty and ends by ``length``.
-    """
-
-    body: GenerationBody
-    engine: Backend
-    requests: list[Request]
-    stop: tuple[str, ...]
-    stop_ids: frozenset[int]
-    skip_special_tokens: bool
-    context_full: bool = False
+    body: GenerationBody  # the request
+    engine: Backend  # will do it
+    requests: list[Request]  # one per prompt
+    stop: tuple[str, ...]  # stop strings
+    stop_ids: frozenset[int]  # tokens that end a sample
+    skip_special_tokens: bool  # special tokens are no part of the text
+    context_full: bool = (
+        False  # the prompt leaves no room for an answer, which is therefore empty and ends by ``length``
+    )
 
     @property
     def prompt_tokens(self) -> int:

@@ -27,46 +27,29 @@ Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """What a request asks the model to answer.
+    """What a request asks the model to answer."""
 
-    Attributes:
-        messages: as the client sent them.
-        tools: what may be called, in OpenAI's form.
-        render: renders messages as this request would have them.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    render: Render
+    messages: list[dict[str, Any]]  # as the client sent them
+    tools: list[dict[str, Any]]  # what may be called, in OpenAI's form
+    render: Render  # renders messages as this request would have them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedAnswer:
-    """One sample that has come to its end.
+    """One sample that has come to its end."""
 
-    Attributes:
-        message: the assistant's message, as the client gets it.
-        tokens: what was sampled, the end token included; empty where the context was full before.
-        finish: why it ended.
-        by_token: it ended at a stop token, and not at a stop string or the limit.
-        temperature: that it was sampled at; 1 for greedy samples, as log-probs have it.
-        text: visible text of the tokens.
-        offsets: where the text of each token begins, in characters.
-        pieces: what the text was read as, in order.
-        closer: marker that ends the reasoning; empty where there is none.
-        response_id: what the client knows the answer by, without the prefix that says of what kind it is.
-    """
-
-    message: dict[str, Any]
-    tokens: Sequence[GeneratedToken]
-    finish: FinishReason
-    by_token: bool
-    temperature: float
-    text: str
-    offsets: Sequence[int]
-    pieces: Sequence[Piece]
-    closer: str
-    response_id: str = ""
+    message: dict[str, Any]  # the assistant's message, as the client gets it
+    tokens: Sequence[
+        GeneratedToken
+    ]  # what was sampled, the end token included; empty where the context was full before
+    finish: FinishReason  # why it ended
+    by_token: bool  # it ended at a stop token, and not at a stop string or the limit
+    temperature: float  # that it was sampled at; 1 for greedy samples, as log-probs have it
+    text: str  # visible text of the tokens
+    offsets: Sequence[int]  # where the text of each token begins, in characters
+    pieces: Sequence[Piece]  # what the text was read as, in order
+    closer: str  # marker that ends the reasoning; empty where there is none
+    response_id: str = ""  # what the client knows the answer by, without the prefix that says of what kind it is
 
 
 class OpenTurn(Protocol):

@@ -42,34 +42,23 @@ class ServingConfig:
     """How a server answers.
 
     Attributes:
-        model_name: the model's name in requests and answers.
-        default_max_tokens: length of an answer whose request names none, in tokens.
-        max_queue: most samples that wait while others run; more are refused with status 429.
-        api_key: what clients must send as bearer token; None lets everybody in.
-        disable_thinking: pass ``enable_thinking=False`` to chat templates unless a request says otherwise.
-        tool_call_parser: name of the format of tool calls, or ``auto``.
-        reasoning_parser: name of the format of reasoning, or ``auto``.
-        cors_origins: origins whose web pages may call the server.
         allowed_hosts: names besides those of loopback by which a server without a key may be called; ``*`` is any.
-        max_connections: most connections that are open; None is any number.
-        max_body_bytes: most bytes of a request.
         max_prompt_chars: most characters of a request; None is 16 for each token of the context, at least 65,536.
-        request_timeout_s: longest that a request may take; None waits as long as the client does.
     """
 
-    model_name: str
-    default_max_tokens: int = 1024
-    max_queue: int = 256
-    api_key: str | None = None
-    disable_thinking: bool = False
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    cors_origins: tuple[str, ...] = ()
+    model_name: str  # the model's name in requests and answers
+    default_max_tokens: int = 1024  # length of an answer whose request names none, in tokens
+    max_queue: int = 256  # most samples that wait while others run; more are refused with status 429
+    api_key: str | None = None  # what clients must send as bearer token; None lets everybody in
+    disable_thinking: bool = False  # pass ``enable_thinking=False`` to chat templates unless a request says otherwise
+    tool_call_parser: str = "auto"  # name of the format of tool calls, or ``auto``
+    reasoning_parser: str = "auto"  # name of the format of reasoning, or ``auto``
+    cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server
     allowed_hosts: tuple[str, ...] = ()
-    max_connections: int | None = None
-    max_body_bytes: int = 16 * 2**20
+    max_connections: int | None = None  # most connections that are open; None is any number
+    max_body_bytes: int = 16 * 2**20  # most bytes of a request
     max_prompt_chars: int | None = None
-    request_timeout_s: float | None = None
+    request_timeout_s: float | None = None  # longest that a request may take; None waits as long as the client does
 
 
 @dataclass(frozen=True, slots=True)

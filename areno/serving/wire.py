@@ -26,23 +26,14 @@ def event(value: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Sample:
-    """One sample of an answer while it is generated.
+    """One sample of an answer while it is generated."""
 
-    Attributes:
-        index: its place among the choices.
-        text: reads its tokens.
-        tokens: what was sampled so far.
-        offsets: where the text of each token begins, in characters.
-        shown: how many of the tokens a stream has reported.
-        finish: why it ended; None while it goes on.
-    """
-
-    index: int
-    text: SampleText
-    tokens: list[GeneratedToken] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    shown: int = 0
-    finish: FinishReason | None = None
+    index: int  # its place among the choices
+    text: SampleText  # reads its tokens
+    tokens: list[GeneratedToken] = field(default_factory=list)  # what was sampled so far
+    offsets: list[int] = field(default_factory=list)  # where the text of each token begins, in characters
+    shown: int = 0  # how many of the tokens a stream has reported
+    finish: FinishReason | None = None  # why it ended; None while it goes on
 
     def take(self, tokens: Sequence[GeneratedToken]) -> str:
         """Add tokens; returns the text that became final."""

@@ -30,21 +30,13 @@ ACTOR_MODELS = "default"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One front end's table of paths.
+    """One front end's table of paths."""
 
-    Attributes:
-        log: of the run, below its directory.
-        checkpoints: what the run resumes from, below the root of all that is saved.
-        models: folder of a role's models, below the same root.
-        model: name of the model after a step; it ends in the number of the step.
-        first: that number for the first step.
-    """
-
-    log: str
-    checkpoints: str
-    models: str
-    model: str
-    first: int
+    log: str  # of the run, below its directory
+    checkpoints: str  # what the run resumes from, below the root of all that is saved
+    models: str  # folder of a role's models, below the same root
+    model: str  # name of the model after a step; it ends in the number of the step
+    first: int  # that number for the first step
 
 
 OPTIONS = Layout("log.txt", "", "models", "step_{steps:06d}", 1)

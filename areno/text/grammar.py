@@ -30,17 +30,13 @@ _MAX_COMPILED = 64
 
 
 class Options(TypedDict, total=False):
-    """What every constraint may be told besides its form.
+    """What every constraint may be told besides its form."""
 
-    Attributes:
-        vocab_size: length V of the masks, where the model's vocabulary is larger than the tokenizer's.
-        eos_ids: tokens that may end a complete answer; the tokenizer's own EOS where not given.
-        after: the form holds from this marker on, for example ``</think>``; before it the model writes what it likes.
-    """
-
-    vocab_size: int | None
-    eos_ids: Collection[int] | None
-    after: str | None
+    vocab_size: int | None  # length V of the masks, where the model's vocabulary is larger than the tokenizer's
+    eos_ids: Collection[int] | None  # tokens that may end a complete answer; the tokenizer's own EOS where not given
+    after: (
+        str | None
+    )  # the form holds from this marker on, for example ``</think>``; before it the model writes what it likes
 
 
 def json_object_constraint(tokenizer: Any, **options: Unpack[Options]) -> ConstraintFactory:

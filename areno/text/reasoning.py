@@ -43,19 +43,12 @@ class ReasoningStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParser:
-    """Splits messages of one format.
+    """Splits messages of one format."""
 
-    Args:
-        name: what ``--reasoning-parser`` calls it.
-        opener: marker before the reasoning; empty: there is never any.
-        closer: marker after it.
-        starts_inside: the prompt has the opening marker already.
-    """
-
-    name: str
-    opener: str = ""
-    closer: str = ""
-    starts_inside: bool = False
+    name: str  # what ``--reasoning-parser`` calls it
+    opener: str = ""  # marker before the reasoning; empty: there is never any
+    closer: str = ""  # marker after it
+    starts_inside: bool = False  # the prompt has the opening marker already
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -30,17 +30,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """What a model said: text, calls, or both.
+    """What a model said: text, calls, or both."""
 
-    Attributes:
-        content: the text; None where there is none beside calls.
-        tool_calls: the calls in their order.
-        malformed: calls that could not be read or name an unknown tool; they are part of the text.
-    """
-
-    content: str | None
-    tool_calls: list[ToolCall]
-    malformed: int
+    content: str | None  # the text; None where there is none beside calls
+    tool_calls: list[ToolCall]  # the calls in their order
+    malformed: int  # calls that could not be read or name an unknown tool; they are part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +59,12 @@ Delta = ContentDelta | ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class RawCall:
-    """A call as the text has it.
+    """A call as the text has it."""
 
-    Args:
-        name: the tool.
-        arguments: by name; only of type str where ``untyped``.
-        source: the piece of text that it was read from, which is what remains of it should it be refused.
-        untyped: the format writes all values as text, so the tool's schema must say what they are.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    source: str
-    untyped: bool = False
+    name: str  # the tool
+    arguments: dict[str, Any]  # by name; only of type str where ``untyped``
+    source: str  # the piece of text that it was read from, which is what remains of it should it be refused
+    untyped: bool = False  # the format writes all values as text, so the tool's schema must say what they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +150,13 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallParser:
-    """A named set of formats; made once, used for any number of messages.
+    """A named set of formats; made once, used for any number of messages."""
 
-    Args:
-        name: what ``--tool-call-parser`` calls it.
-        formats: the ways in which the model writes calls.
-        wrappers: markers around calls that mean nothing on their own.
-        separators: characters besides white space that may stand between two calls.
-        shape: how to write a call, for grammars; None where they cannot say it.
-    """
-
-    name: str
-    formats: tuple[CallFormat, ...]
-    wrappers: tuple[str, ...] = ()
-    separators: str = ""
-    shape: CallShape | None = None
+    name: str  # what ``--tool-call-parser`` calls it
+    formats: tuple[CallFormat, ...]  # the ways in which the model writes calls
+    wrappers: tuple[str, ...] = ()  # markers around calls that mean nothing on their own
+    separators: str = ""  # characters besides white space that may stand between two calls
+    shape: CallShape | None = None  # how to write a call, for grammars; None where they cannot say it
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -249,15 +228,11 @@ def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 
 @dataclass(slots=True)
 class StreamingParser:
-    """Turns pieces of one message into pieces of text and complete calls.
-
-    Attributes:
-        malformed: how many calls stayed text so far.
-    """
+    """Turns pieces of one message into pieces of text and complete calls."""
 
     parser: ToolCallParser
     functions: dict[str, Mapping[str, Any]]
-    malformed: int = 0
+    malformed: int = 0  # how many calls stayed text so far
     _source: GrowingText = field(default_factory=GrowingText)
     _at: int = 0  # what is before has been read
     _unsaid: int = 0  # from here to there are white space and wrappers: text if text follows, nothing beside a call

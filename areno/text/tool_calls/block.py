@@ -23,15 +23,10 @@ Item = RawCall | Malformed
 
 
 class Body(Protocol):
-    """What stands between the markers.
+    """What stands between the markers."""
 
-    Attributes:
-        at: end of the body, once it is closed.
-        resume: where to look for the block's end if the body cannot be read; what is before is part of it.
-    """
-
-    at: int
-    resume: int
+    at: int  # end of the body, once it is closed
+    resume: int  # where to look for the block's end if the body cannot be read; what is before is part of it
 
     def read(self, source: GrowingText) -> Verdict:
         """Read on in the text, which may have grown; the verdict depends on the text alone."""
@@ -44,17 +39,11 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A format of marked blocks.
+    """A format of marked blocks."""
 
-    Args:
-        opener: begins a block.
-        closers: any of them ends it; empty where the body itself says where it ends.
-        make_body: given the place where the body begins, a fresh reader of it.
-    """
-
-    opener: str
-    closers: tuple[str, ...]
-    make_body: Callable[[int], Body]
+    opener: str  # begins a block
+    closers: tuple[str, ...]  # any of them ends it; empty where the body itself says where it ends
+    make_body: Callable[[int], Body]  # given the place where the body begins, a fresh reader of it
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -122,15 +111,12 @@ class _BlockScanner:
 
 @dataclass(slots=True)
 class HeaderJson:
-    """A body of a short header and a JSON object; the header may name the tool, otherwise the object does.
+    """A body of a short header and a JSON object; the header may name the tool, otherwise the object does."""
 
-    Args:
-        at: where the body begins.
-        header: what the header looks like up to the brace; its first group that matched is the name of the tool.
-    """
-
-    at: int
-    header: re.Pattern[str]
+    at: int  # where the body begins
+    header: re.Pattern[
+        str
+    ]  # what the header looks like up to the brace; its first group that matched is the name of the tool
     resume: int = field(init=False)
     _brace: int = -1
     _span: JsonSpan | None = None

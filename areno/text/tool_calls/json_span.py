@@ -24,13 +24,9 @@ _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
 
 @dataclass(slots=True)
 class JsonSpan:
-    """Finds the end of the object or array that begins at ``at``.
+    """Finds the end of the object or array that begins at ``at``."""
 
-    Attributes:
-        at: how far the text is read; the end of the value once it is closed.
-    """
-
-    at: int = 0
+    at: int = 0  # how far the text is read; the end of the value once it is closed
     _stack: list[str] = field(default_factory=list)
     _expect: _Expect = "value"
     _in_string: bool = False
