@@ -42,14 +42,8 @@ def text_chart(
     Longer series are averaged into ``width`` columns; NaN and infinities leave a gap.
 
     Args:
-        values: the series, in order.
         width: columns of the plot, without the axis labels.
-        height: rows of the plot.
-        title: first line; empty for none.
         stream: where the chart will be printed, which decides between Unicode and ASCII; None is ``sys.stdout``.
-
-    Returns:
-        The chart, lines joined by newlines, without one at the end.
 
     Raises:
         ValueError: ``width`` or ``height`` is below 2.
@@ -83,7 +77,6 @@ def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True)
 
     Args:
         values: the series; longer ones are averaged, NaN and infinities become blanks.
-        width: most characters.
         unicode: block characters; False uses ASCII.
     """
     marks = _SPARKS if unicode else _SPARKS_ASCII

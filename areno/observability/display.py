@@ -53,7 +53,6 @@ class Progress(abc.ABC):
         """Begin.
 
         Args:
-            total_steps: steps of the whole run.
             done_steps: of those, steps that an earlier part of a resumed run has done.
         """
         self._total = total_steps
@@ -98,9 +97,6 @@ class Progress(abc.ABC):
 def create_progress(stream: TextIO | None = None) -> Progress:
     """Progress display that suits the stream.
 
-    Args:
-        stream: where to draw; None is ``sys.stderr``.
-
     Returns:
         A ``LiveProgress`` on a terminal that can move its cursor, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``.
     """
@@ -120,11 +116,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A few lines at the bottom of the terminal that redraw themselves.
-
-    Args:
-        console: the terminal.
-    """
+    """A few lines at the bottom of the terminal that redraw themselves."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

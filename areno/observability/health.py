@@ -83,15 +83,11 @@ class HealthMonitor:
         """Judge one finished step.
 
         Args:
-            step: step index, for the messages.
             stats: of it ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors``
                 (samples dropped because their reward function failed) are read; what is missing is not judged.
             rewards: one per sample; empty for algorithms without rewards.
             groups: prompt index of each sample, aligned with ``rewards``.
             truncated: whether each response ended at the token limit.
-
-        Returns:
-            Warnings to show now, most often none.
 
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.

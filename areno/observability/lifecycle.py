@@ -172,15 +172,7 @@ def agentic_train_batch(
 def agentic_filtered(
     logger: Logger, max_context_len: int | None, total: int, lengths: Sequence[int], top: Sequence[Mapping[str, Any]]
 ) -> None:
-    """``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``.
-
-    Args:
-        logger: the trainer's logger.
-        max_context_len: the limit.
-        total: trajectories of the step.
-        lengths: tokens of those that were filtered, at least one.
-        top: what is known of the longest ones, in the order in which it is shown.
-    """
+    """``agentic trajectory filtered: max_context_len=512 total=16 kept=15 filtered=1 tokens[min/p50/p90/max]=...``."""
     ordered = sorted(lengths)
     marks = [
         ordered[0],

@@ -28,7 +28,6 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Console lines: straight to the stream, or through the live display while there is one.
 
     Args:
-        stream: where lines go.
         live_level: least level shown while a live display is on.
     """
 
@@ -51,12 +50,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class LoggingSetup:
-    """Handlers on the logger ``areno``; made by ``setup_logging``, at most one is active.
-
-    Args:
-        handlers: the handlers to install.
-        level: level of the logger while they are on it.
-    """
+    """Handlers on the logger ``areno``; made by ``setup_logging``, at most one is active."""
 
     active: ClassVar[LoggingSetup | None] = None
 
@@ -124,9 +118,6 @@ def setup_logging(
         run_dir: its ``log.txt`` gets every record, appended; None writes no file.
         level: console level by name; None reads ``ARENO_LOG_LEVEL``.
         stream: console stream; None is ``sys.stderr``.
-
-    Returns:
-        The set-up, whose ``close`` undoes it.
 
     Raises:
         UsageError: the level is unknown, or the run directory cannot be made.

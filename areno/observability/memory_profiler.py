@@ -18,10 +18,8 @@ class MemoryProfiler:
     """Takes a snapshot of each chosen step.
 
     Args:
-        logs: the run directory.
         profile_steps: global steps, from 0; none switches it off.
         max_entries: most events of a step that are kept; the oldest go first.
-        rank: of the process.
 
     Raises:
         UsageError: steps are asked for and there is no CUDA device.

@@ -55,9 +55,7 @@ class PerfTracer:
     """Gathers events and appends them to a file.
 
     Args:
-        logs: the run directory.
         role: what the process is: ``trainer``, ``rollout``, ...
-        rank: of the process in its role.
         enabled: off, it does nothing and makes no file.
         save_interval: events are written at each step whose number, counted from 1, is a multiple of it; 0 and less mean 1.
         profile_steps: global steps to run the torch profiler in.
@@ -93,13 +91,7 @@ class PerfTracer:
     def trace_scope(
         self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
     ) -> Iterator[None]:
-        """Record the block as one event.
-
-        Args:
-            name: of the event.
-            category: kind of work.
-            args: shown with it.
-        """
+        """Record the block as one event."""
         if not self.enabled:
             yield
             return

@@ -36,11 +36,7 @@ def sample_records(
     """Records for ``RunDirectory.append_samples``: best, worst and first sample of the step's first prompts.
 
     Args:
-        step: step index.
         records: all samples of the step; ``metadata`` names prompt, sample and finish reason.
-        rewards: one per sample.
-        advantages: one per sample, where there are any.
-        max_prompts: number of prompts to keep samples of.
         trajectories: for each sample the rows that it was trained on as segments of like tokens; asked for kept samples
             only, and written until `MAX_TOKENS` tokens of the step are told.
 
@@ -94,11 +90,8 @@ def row_records(
     """:func:`sample_records` of a batch of which there is nothing but the rows: each of them is one sample.
 
     Args:
-        step: step index.
         prompts: number of the prompt of each group.
         rows: group by group, with their rewards and advantages.
-        tokenizer: decodes them.
-        texts: looks the text of a token up.
     """
     counts: Counter[int] = Counter()
     records, advantages = [], []
@@ -136,7 +129,6 @@ def row_segments(
     """A row as runs of like tokens, as ``rows`` of a sample holds them.
 
     Args:
-        row: as it was trained on.
         texts: looks the text of a token up.
         roles: of each token; None tells only ``text``, which was sampled, from ``given``.
         turns: which turn of the sample each token belongs to; None counts the sampled parts.
@@ -201,15 +193,7 @@ def log_completions(
     decode: Callable[[Sequence[int]], str],
     limit: int,
 ) -> None:
-    """Log the first ``limit`` samples, one line each.
-
-    Args:
-        logger: the trainer's logger.
-        records: all samples of the step.
-        prompt_tokens: token ids of each sample's prompt.
-        decode: turns token ids into text, special tokens included.
-        limit: most samples; see ``completions_to_log``.
-    """
+    """Log the first ``limit`` samples, one line each."""
     for record, tokens in list(zip(records, prompt_tokens, strict=True))[:limit]:
         logger.info(
             "completion prompt_idx=%d sample_idx=%d prompt=%r decoded_prompt=%r completion=%r "
@@ -235,14 +219,7 @@ class LoggedRow(Protocol):
 def log_trajectory(
     logger: Logger, record: RewardRecord, *, rows: Sequence[LoggedRow], decode: Callable[[Sequence[int]], str]
 ) -> None:
-    """Log one sample of an agent, in one line.
-
-    Args:
-        logger: the trainer's logger.
-        record: the sample.
-        rows: what it is trained on; the first one is shown.
-        decode: turns token ids into text, special tokens included.
-    """
+    """Log one sample of an agent, in one line."""
     row = rows[0] if rows else None
     tokens, mask = (row.tokens, row.trained) if row is not None else ([], [])
     prompt = tokens[: row.sampled.index(True)] if row is not None and True in row.sampled else tokens

@@ -30,7 +30,6 @@ def step_scalars(
     """All scalars of a step by tag.
 
     Args:
-        rows: training rows of the step; may be empty.
         train_stats: what the backend and the loss returned; entries that are no scalars are left out.
         timings: seconds by stage (``rollout``, ``reward``, ``advantage``, ``train``).
         skipped_long: prompts passed over in this step because they are too long.

@@ -73,12 +73,7 @@ def open_services(
     """Open the services that are not disabled.
 
     Args:
-        run: names of the run.
         folder: the run's folder; a service that keeps files and is given no place keeps them below it.
-        wandb: fields of the ``wandb`` section.
-        swanlab: fields of the ``swanlab`` section.
-        tensorboard: fields of the ``tensorboard`` section.
-        trackio: fields of the ``trackio`` section.
 
     Raises:
         UsageError: an unknown mode, a package that is not installed, or a service that refuses.
@@ -111,7 +106,6 @@ class ServiceGroup:
     """Services that all get the same numbers; one that fails is left out, because training must not depend on it.
 
     Args:
-        services: open ones.
         kept_in: file that has all values whatever happens, for messages.
     """
 
@@ -166,11 +160,7 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 
 
 class TensorboardService:
-    """Event files in a folder.
-
-    Args:
-        path: the folder.
-    """
+    """Event files in a folder."""
 
     name = "TensorBoard"
 
@@ -187,17 +177,7 @@ class TensorboardService:
 
 
 class WandbService:
-    """A Weights & Biases run, resumed under its name after a restart.
-
-    Args:
-        run: names of the run.
-        folder: where offline files go.
-        mode: ``online``, ``offline`` or ``shared``.
-        section: what else the section says; without an API key the login is left to W&B.
-
-    Raises:
-        UsageError: W&B is not installed, or refuses.
-    """
+    """A Weights & Biases run, resumed under its name after a restart. Raises UsageError: W&B is not installed, or refuses."""
 
     name = "W&B"
 
@@ -237,17 +217,7 @@ class WandbService:
 
 
 class SwanlabService:
-    """A SwanLab run.
-
-    Args:
-        run: names of the run.
-        folder: the run's folder; its ``swanlab`` gets the files where the section names no folder.
-        mode: ``cloud``, ``local`` or ``offline``.
-        section: what else the section says; without an API key the login is left to SwanLab.
-
-    Raises:
-        UsageError: SwanLab is not installed, or refuses.
-    """
+    """A SwanLab run. Raises UsageError: SwanLab is not installed, or refuses."""
 
     name = "SwanLab"
 
@@ -284,12 +254,6 @@ class SwanlabService:
 
 class TrackioService:
     """A Trackio run: a local data base, or a Hugging Face Space.
-
-    Args:
-        run: names of the run.
-        folder: not used; Trackio keeps its files where ``TRACKIO_DIR`` says.
-        mode: ``local`` or ``online``.
-        section: what else the section says.
 
     Raises:
         UsageError: Trackio is not installed, or mode and ``space_id`` do not go together.

@@ -84,9 +84,6 @@ class SessionTracer:
     """Gathers sessions and appends those that have ended to a file.
 
     Args:
-        logs: the run directory.
-        role: what the process is.
-        rank: of the process in its role.
         enabled: off, it does nothing and makes no file.
         flush_threshold: sessions that have ended are written when there are so many; 0 and less mean 1.
     """
@@ -165,7 +162,6 @@ class SessionTracer:
         Args:
             task_id: of the task; an unknown or ended one is passed over.
             status: what became of the task; a session that failed stays failed.
-            reason: why, where it was not accepted.
 
         Raises:
             ValueError: no such status.

@@ -27,8 +27,6 @@ class StatsLogger:
 
     Args:
         run_dir: its ``metrics.jsonl`` gets one line per step.
-        total_epochs: epochs of the whole run.
-        steps_per_epoch: steps of each.
         services: tracking services, from ``open_services``; closed with the logger.
         clock: seconds, never going back.
     """
@@ -67,9 +65,6 @@ class StatsLogger:
         """Tell the statistics of one finished step.
 
         Args:
-            epoch: index of the epoch, from 0.
-            step: index of the step in its epoch, from 0.
-            global_step: index of the step in the run, from 0.
             stats: numbers by name; counts of scalars (``...__count``) are left out.
 
         Raises:

@@ -41,16 +41,7 @@ class EventWriter:
         self._closed = False
 
     def write(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
-        """Queue one step.
-
-        Args:
-            step: x value.
-            scalars: tag to value.
-            wall_time: unix seconds.
-
-        Raises:
-            ArenoError: an earlier write failed, or the writer is closed.
-        """
+        """Queue one step. Raises ArenoError: an earlier write failed, or the writer is closed."""
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; make a new one to record step {step}")
         self._raise_failure()

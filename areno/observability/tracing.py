@@ -28,9 +28,6 @@ def configure(
     """Start the process's tracers; what earlier ones still hold is written first.
 
     Args:
-        logs: the run directory.
-        role: what the process is.
-        rank: of the process in its role.
         perf: ``enabled``, ``save_interval``, ``profile_steps`` of the ``perf_tracer`` section; None is off.
         session: ``enabled``, ``flush_threshold`` of its ``session_tracer``; None is off.
     """

@@ -74,7 +74,6 @@ class StatsTracker:
 
     Args:
         name: what its names begin with, ``rollout`` for ``rollout/reward``; empty for none.
-        clock: seconds for :meth:`record_timing`.
     """
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,9 +102,6 @@ class StatsTracker:
 
     def denominator(self, **masks: Any) -> None:
         """Record which elements count, for the calls of :meth:`stat` that name it; its own statistic is how many those are.
-
-        Args:
-            masks: boolean tensors of any shape, by name.
 
         Raises:
             TypeError: a mask is not boolean.
@@ -164,7 +160,6 @@ class StatsTracker:
 
         Args:
             key: take only the statistic or the scope of this full name.
-            reset: begin anew with what was taken.
         """
         with self._lock:
             taken = [name for name in self._sums if key is None or name == key or name.startswith(f"{key}/")]
@@ -184,7 +179,6 @@ class StatsTracker:
 
         Args:
             gather: given this process's parts, returns those of all, its own among them (an all-gather of objects).
-            reset: begin anew.
         """
         return told(merge(gather(self.parts(reset=reset))))
 

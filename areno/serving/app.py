@@ -42,11 +42,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the application.
-
-    Args:
-        service: what it serves; its engine may still be loading.
-    """
+    """Make the application."""
     app = FastAPI(title="areno", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     _add_status(app, service)

@@ -22,11 +22,7 @@ BlockKind = Literal["reasoning", "text"]
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """A chat request of fields that another protocol's request was translated to.
-
-    Raises:
-        ApiError: 400, a field cannot work.
-    """
+    """A chat request of fields that another protocol's request was translated to. Raises ApiError: 400, a field cannot work."""
     try:
         return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -36,22 +32,14 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
-    """A list of objects, as which a field that is not a text must be read.
-
-    Raises:
-        ApiError: 400, it is something else.
-    """
+    """A list of objects, as which a field that is not a text must be read. Raises ApiError: 400, it is something else."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise ApiError(400, f"{where}: {str(value)[:80]!r} is no list of blocks; send text or objects", param=param)
     return value
 
 
 class BlockAnswer(ABC):
-    """An :class:`areno.serving.wire.Answer` in another protocol.
-
-    Args:
-        answer: the chat answer, of one sample.
-    """
+    """An :class:`areno.serving.wire.Answer` in another protocol."""
 
     ending = b""
 

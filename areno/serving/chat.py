@@ -37,12 +37,6 @@ class PreparedChat:
 def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
     """Check a request, render and encode its messages, and compile what constrains the answer.
 
-    Args:
-        service: the server.
-        model: answers.
-        body: the request.
-        tape: records the answer, and has the tokens of the conversation so far.
-
     Raises:
         ApiError: 400, a field cannot work.
     """
@@ -180,14 +174,7 @@ class _Message:
 
 
 class ChatAnswer:
-    """The answer to one request.
-
-    Args:
-        prepared: the request, how messages are to be read, and who records them.
-        model: name of the model.
-        texts: looks single tokens up.
-        metrics: counts calls that could not be read.
-    """
+    """The answer to one request."""
 
     ending = DONE
 

@@ -17,7 +17,6 @@ class ChatClient:
     """Talks to one OpenAI-compatible server.
 
     Args:
-        base_url: its address, up to ``/v1``.
         api_key: its key; None sends none.
     """
 
@@ -28,11 +27,7 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """Name of the first model that the server lists.
-
-        Raises:
-            ArenoError: it cannot be asked, or has none.
-        """
+        """Name of the first model that the server lists. Raises ArenoError: it cannot be asked, or has none."""
         with self._open("/models") as answer:
             models = json.load(answer).get("data") or []
         if not models:
@@ -40,14 +35,7 @@ class ChatClient:
         return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The deltas of one answer, as they come.
-
-        Args:
-            body: a chat completion request; ``stream`` is added.
-
-        Raises:
-            ArenoError: the server refuses, fails, or goes away.
-        """
+        """The deltas of one answer, as they come. Raises ArenoError: the server refuses, fails, or goes away."""
         with self._open("/chat/completions", body | {"stream": True}) as answer:
             for line in answer:
                 data = line.decode().strip().removeprefix("data:").strip()

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def prepare_completion(service: Service, engine: Backend, body: CompletionRequest) -> Job:
-    """Check a request, and encode its prompts.
-
-    Raises:
-        ApiError: 400, a field cannot work.
-    """
+    """Check a request, and encode its prompts. Raises ApiError: 400, a field cannot work."""
     _check(body)
     prompts = _encode(engine, body)
     return make_job(
@@ -69,13 +65,7 @@ def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
 
 
 class CompletionAnswer:
-    """The answer to one request.
-
-    Args:
-        job: the request.
-        model: name of the model.
-        texts: looks single tokens up.
-    """
+    """The answer to one request."""
 
     ending = DONE
 

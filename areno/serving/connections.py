@@ -23,7 +23,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Args:
         most_connections: more are refused; None lets any number in.
-        options: uvicorn's own.
     """
 
     def __init__(self, most_connections: int | None, **options: Any) -> None:

@@ -31,11 +31,7 @@ class ApiError(ArenoError):
     """An answer that is an error.
 
     Args:
-        status: HTTP status.
-        message: what is wrong, and what to do.
-        param: the field that is wrong.
         code: a name that programs can test for.
-        headers: further response headers.
     """
 
     def __init__(

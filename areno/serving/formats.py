@@ -25,16 +25,7 @@ ConstraintMaker = Callable[[], TokenConstraint]
 
 
 class Formats:
-    """The formats of one model.
-
-    Args:
-        engine: has the model.
-        tool_call_parser: name of the format of tool calls, or ``auto``.
-        reasoning_parser: name of the format of reasoning, or ``auto``.
-
-    Raises:
-        UsageError: a name is unknown.
-    """
+    """The formats of one model. Raises UsageError: a name is unknown."""
 
     def __init__(self, engine: Backend, tool_call_parser: str, reasoning_parser: str) -> None:
         self._engine = engine
@@ -50,9 +41,6 @@ class Formats:
 
         Args:
             prompt: the rendered prompt, which may open the reasoning.
-            tools: what may be called.
-            tool_choice: ``none``, ``auto``, ``required`` or one tool.
-            parallel: more than one call may be made.
 
         Raises:
             UsageError: tools or choice make no sense.
@@ -118,14 +106,7 @@ class Formats:
 
 
 class _Contained:
-    """Keeps what goes wrong in one sample's grammar to that sample; in the engine it would end everybody's.
-
-    Args:
-        inner: the grammar.
-        vocabulary: width V of its masks.
-        ends: tokens that end a sample.
-        failures: gets the reason.
-    """
+    """Keeps what goes wrong in one sample's grammar to that sample; in the engine it would end everybody's."""
 
     def __init__(self, inner: TokenConstraint, vocabulary: int, ends: Sequence[int], failures: list[str]) -> None:
         self._inner, self._failures, self._failed = inner, failures, False
@@ -167,13 +148,7 @@ class _Contained:
 
 
 class _MayThink:
-    """A constraint for a model that reasons or not, as it likes: its first token decides.
-
-    Args:
-        silent: the constraint of an answer without reasoning.
-        thinking: makes that of an answer whose form begins after the reasoning.
-        opener: the token that begins the reasoning.
-    """
+    """A constraint for a model that reasons or not, as it likes: its first token decides."""
 
     def __init__(self, silent: TokenConstraint, thinking: ConstraintMaker, opener: int) -> None:
         self._chosen, self._thinking, self._opener = silent, thinking, opener
@@ -224,11 +199,7 @@ class Expectation:
 
 @dataclass(slots=True)
 class MessageReader:
-    """Splits the text of one message into reasoning, content and calls while it comes in.
-
-    Attributes:
-        malformed: calls that could not be read and stayed text.
-    """
+    """Splits the text of one message into reasoning, content and calls while it comes in."""
 
     _reasoning: ReasoningStream
     _calls: StreamingParser

@@ -38,7 +38,6 @@ class Generation:
     """The samples of one HTTP request while they are generated; must be made in the event loop.
 
     Args:
-        engine: generates them.
         requests: one per prompt; sample i of prompt p has the index ``samples of the prompts before + i``.
         on_end: called in the event loop once, when nothing is running any more.
         streams: whether tokens are wanted as they come.

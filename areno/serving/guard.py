@@ -24,12 +24,7 @@ TAPE = "areno.tape"
 
 
 class Guard:
-    """ASGI middleware; see the module's text.
-
-    Args:
-        app: the application inside.
-        service: the server.
-    """
+    """ASGI middleware; see the module's text."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service

@@ -66,15 +66,7 @@ def make_job(
     """Check a request's numbers against the model, and write the engine's requests.
 
     Args:
-        body: the request.
-        engine: will do it.
-        prompts: token ids of each prompt.
-        prompt_field: the field that the prompts come from.
         max_tokens: most tokens of a sample; cut to what the model's context leaves.
-        seeds: makes the seeds of one prompt's samples.
-        top_logprobs: alternatives to report for each token.
-        skip_special_tokens: leave special tokens out of the text.
-        constraint: what samples may say.
         context_limit: most tokens of prompt and answer; a prompt that leaves no room is then answered by nothing. None
             is the model's own limit, and refuses such a prompt.
 
@@ -138,20 +130,12 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
 
 
 def check_prompt_ids(engine: Backend, prompt: Sequence[int]) -> None:
-    """Check that a prompt's token ids are the model's.
-
-    Raises:
-        ApiError: 400, one is not.
-    """
+    """Check that a prompt's token ids are the model's. Raises ApiError: 400, one is not."""
     _check_ids("prompt", prompt, vocabulary_of(engine))
 
 
 def check_text(text: str, param: str) -> None:
-    """Check that a text has a UTF-8 form, as tokenizers need it.
-
-    Raises:
-        ApiError: 400, it holds half a surrogate pair.
-    """
+    """Check that a text has a UTF-8 form, as tokenizers need it. Raises ApiError: 400, it holds half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -32,11 +32,7 @@ class MessagesRequest(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request.
-
-        Raises:
-            ApiError: 400, something has no meaning here.
-        """
+        """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
         choice = self.tool_choice or {}
         return chat_request(
             {

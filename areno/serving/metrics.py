@@ -79,12 +79,7 @@ class _EngineLoad:
 
 
 class SampleClock:
-    """Times the tokens of one request's samples.
-
-    Args:
-        metrics: get the times.
-        samples: number of samples.
-    """
+    """Times the tokens of one request's samples."""
 
     def __init__(self, metrics: ServingMetrics, samples: int) -> None:
         self._metrics = metrics

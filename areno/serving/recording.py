@@ -58,72 +58,45 @@ class OpenTurn(Protocol):
     @property
     def prompt_tokens(self) -> list[int]:
         """What the engine is given."""
-        ...
 
     @property
     def prompt_text(self) -> str:
         """The rendered prompt, which may open the reasoning."""
-        ...
 
     def seeds(self, samples: int) -> list[int]:
         """Seeds of the samples where the request names none."""
-        ...
 
     def end(self, answer: RecordedAnswer) -> dict[str, Any]:
         """Keep a sample; returns what the response says about it under the key ``areno``."""
-        ...
 
 
 class Tape(Protocol):
-    """The conversations of one API key.
-
-    Attributes:
-        session: of the traces, that its requests belong to.
-    """
+    """The conversations of one API key."""
 
     @property
     def session(self) -> Held:
         """Session of the traces that its requests belong to."""
-        ...
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
-        """A request begins; called from the thread that renders.
-
-        Raises:
-            UsageError: the template refuses the messages.
-        """
-        ...
+        """A request begins; called from the thread that renders. Raises UsageError: the template refuses the messages."""
 
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Reward an answer; the latest one unless it is named.
-
-        Raises:
-            ValueError: there is no such answer.
-        """
-        ...
+        """Reward an answer; the latest one unless it is named. Raises ValueError: there is no such answer."""
 
 
 class Recorder(Protocol):
-    """Who keeps conversations.
-
-    Attributes:
-        sampling: what requests that do not say otherwise are sampled with.
-        context_limit: most tokens of prompt and answer; None is the model's limit.
-    """
+    """Who keeps conversations."""
 
     @property
     def sampling(self) -> SamplingParams:
         """What requests that do not say otherwise are sampled with."""
-        ...
 
     @property
     def context_limit(self) -> int | None:
         """Most tokens of prompt and answer; None is the model's limit."""
-        ...
 
     def tape(self, key: str) -> Tape | None:
         """The tape of an API key; None where the key is unknown or not valid any more."""
-        ...
 
 
 def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:

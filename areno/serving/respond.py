@@ -60,11 +60,7 @@ def respond_at_once(job: Job, chunks: list[dict[str, Any]], answer: Answer) -> R
 
 @contextlib.asynccontextmanager
 async def _deadline(service: Service) -> AsyncIterator[None]:
-    """Bounds what a request may take.
-
-    Raises:
-        ApiError: 504, it has taken too long.
-    """
+    """Bounds what a request may take. Raises ApiError: 504, it has taken too long."""
     limit = service.config.request_timeout_s
     try:
         async with asyncio.timeout(limit):
@@ -80,14 +76,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """An answer as server-sent events.
-
-    Args:
-        service: the server.
-        generation: makes the tokens.
-        answer: makes chunks of them.
-        clock: times them.
-    """
+    """An answer as server-sent events."""
 
     media_type = "text/event-stream"
 

@@ -31,11 +31,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request.
-
-        Raises:
-            ApiError: 400, something has no meaning here.
-        """
+        """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
         if self.previous_response_id is not None:
             message = "previous_response_id: answers are not kept here; send the whole conversation as input"
             raise ApiError(400, message, param="previous_response_id")
@@ -126,12 +122,7 @@ def _format(form: Any) -> dict[str, Any] | None:
 
 
 class ResponsesAnswer(BlockAnswer):
-    """The answer to one request.
-
-    Args:
-        answer: the chat answer.
-        body: the request.
-    """
+    """The answer to one request."""
 
     def __init__(self, answer: ChatAnswer, body: ResponsesRequest) -> None:
         super().__init__(answer)

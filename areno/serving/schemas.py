@@ -51,11 +51,7 @@ class RequestBody(Body):
 
 
 def measure(value: Any) -> int:
-    """Characters of all texts in a JSON value.
-
-    Raises:
-        ApiError: 400, it is nested too deeply, or holds too many values.
-    """
+    """Characters of all texts in a JSON value. Raises ApiError: 400, it is nested too deeply, or holds too many values."""
     characters = values = depth = 0
     level = [value]
     while level:

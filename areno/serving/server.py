@@ -28,11 +28,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
-
-    Raises:
-        UsageError: the address cannot be used.
-    """
+    """A listening socket; port 0 takes a free one. Raises UsageError: the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -93,7 +89,6 @@ class ServerThread:
 
     Args:
         service: what to serve; its engine stays the caller's.
-        host: address to listen on.
         port: port; 0 takes a free one.
 
     Raises:
@@ -128,11 +123,7 @@ class ServerThread:
         await serving
 
     def stop(self) -> None:
-        """Cancel what runs and end the thread; a second call does nothing.
-
-        Raises:
-            EngineError: the thread does not end.
-        """
+        """Cancel what runs and end the thread; a second call does nothing. Raises EngineError: the thread does not end."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -159,9 +150,7 @@ def serve_process(
     """Serve until a signal ends it: SIGTERM or SIGINT once to finish what runs, twice to cancel it.
 
     Args:
-        service: what to serve.
         load: makes the engine; runs in a thread, while the port answers already.
-        sock: listening socket.
         drain_timeout_s: how long running requests may take to finish.
         say: gets lines about the server's state.
 

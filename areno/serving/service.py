@@ -74,7 +74,6 @@ class Service:
     """See the module's text.
 
     Args:
-        config: how to answer.
         engine: generates; None where it is still being loaded, see :meth:`attach`.
         recorder: keeps the conversations, and knows the API keys in place of the configuration's one.
     """
@@ -97,11 +96,7 @@ class Service:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def attach(self, engine: Backend) -> None:
-        """The model is loaded: serve from now on.
-
-        Raises:
-            UsageError: the configuration names a format that does not exist.
-        """
+        """The model is loaded: serve from now on. Raises UsageError: the configuration names a format that does not exist."""
         formats = Formats(engine, self.config.tool_call_parser, self.config.reasoning_parser)
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
@@ -135,11 +130,7 @@ class Service:
         return sum(self._open.values())
 
     def ready_model(self) -> ServedModel:
-        """The model.
-
-        Raises:
-            ApiError: 503, the server is not in the state to take requests.
-        """
+        """The model. Raises ApiError: 503, the server is not in the state to take requests."""
         if self.state == "ready" and self._model is not None:
             return self._model
         retry = {"Retry-After": _RETRY_AFTER_S}
@@ -150,11 +141,7 @@ class Service:
         raise ApiError(503, f"the engine has failed: {self._failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names; none is fine.
-
-        Raises:
-            ApiError: 404, it is another one.
-        """
+        """Check the model that a request names; none is fine. Raises ApiError: 404, it is another one."""
         known = self.config.model_name
         if name is not None and name != known:
             message = f"model: {name!r} is not served here; this server has {known!r}"
@@ -163,11 +150,7 @@ class Service:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def check_characters(self, characters: int) -> None:
-        """Check that a request's text is not too long to be worth encoding.
-
-        Raises:
-            ApiError: 400, it is.
-        """
+        """Check that a request's text is not too long to be worth encoding. Raises ApiError: 400, it is."""
         if self.recorder is not None:
             return  # its clients are this program's own, and are told by an empty answer that the context is full
         engine = self.ready_model().engine

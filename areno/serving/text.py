@@ -15,11 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class StopCut:
-    """Passes text on up to the first stop string, and holds back what may be the beginning of one.
-
-    Args:
-        stop: the stop strings; may be empty.
-    """
+    """Passes text on up to the first stop string, and holds back what may be the beginning of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -52,10 +48,8 @@ class SampleText:
     """The visible text of one sample while it is generated.
 
     Args:
-        tokenizer: a ``transformers`` tokenizer.
         stop: stop strings, which never show.
         stop_ids: tokens that end a sample; the one that did does not show.
-        skip_special_tokens: leave special tokens out.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class SampleText:
 
 
 class TokenTexts:
-    """What single tokens look like: their text, and their bytes, which may be part of a character.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-    """
+    """What single tokens look like: their text, and their bytes, which may be part of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

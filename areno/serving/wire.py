@@ -56,34 +56,27 @@ class Answer(Protocol):
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first token."""
-        ...
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
         """Take the next tokens of a sample, at least one; returns the chunks that they make for a stream."""
-        ...
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks after the last token."""
-        ...
 
     def complete(self) -> dict[str, Any]:
         """The whole answer."""
-        ...
 
     def problem(self) -> ApiError | None:
         """What is wrong with the answer when no more tokens come; None where it is complete."""
-        ...
 
 
 class Frame:
     """Makes the objects around choices.
 
     Args:
-        job: the request.
         prefix: of the answer's id, such as ``chatcmpl``.
         kind: value of ``object`` of a whole answer.
         chunk_kind: value of ``object`` of a chunk.
-        model: name of the model.
     """
 
     def __init__(self, job: Job, prefix: str, kind: str, chunk_kind: str, model: str) -> None:

@@ -183,8 +183,6 @@ class CheckpointFolder:
         """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
 
         Args:
-            step: completed steps.
-            needed_bytes: free space that it takes.
             copy_of: checkpoint whose files the folder holds to begin with, as hard links or copies; None begins empty.
 
         Raises:

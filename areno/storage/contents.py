@@ -42,7 +42,6 @@ def check_files(folder: Path, *, required: bool = False) -> None:
     """Compare the files of a checkpoint with its manifest; files that it does not list may be there.
 
     Args:
-        folder: the checkpoint.
         required: whether a checkpoint without a manifest is refused; otherwise it passes.
 
     Raises:
@@ -107,11 +106,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of a file; None where there is none.
-
-    Raises:
-        CheckpointError: there is one, and it cannot be read.
-    """
+    """The bytes of a file; None where there is none. Raises CheckpointError: there is one, and it cannot be read."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -51,20 +51,12 @@ def is_run(path: Path) -> bool:
 
 
 def is_experiment(run: Path, option: str) -> bool:
-    """Whether ``areno run`` wrote a run directory; ``option`` named it.
-
-    Raises:
-        UsageError: its configuration is unreadable.
-    """
+    """Whether ``areno run`` wrote a run directory; ``option`` named it. Raises UsageError: its configuration is unreadable."""
     return "experiment_name" in _config(run, option)
 
 
 def newest_model(place: str | Path, option: str) -> str:
     """The newest model in a run directory or a folder of checkpoints; ``place`` itself where it is neither.
-
-    Args:
-        place: a path, or the name of a model.
-        option: that gave it.
 
     Raises:
         UsageError: the run has not saved a model.

@@ -25,12 +25,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunDirectory:
-    """One run's files.
-
-    Args:
-        path: the directory; ``create`` makes it.
-        layout: its table of paths.
-    """
+    """One run's files."""
 
     def __init__(self, path: str | Path, layout: Layout = OPTIONS) -> None:
         self.path = Path(path)
@@ -44,9 +39,6 @@ class RunDirectory:
 
     def create(self) -> RunDirectory:
         """Make the directory, its parents and its sub-directories where they are missing.
-
-        Returns:
-            The run directory itself.
 
         Raises:
             UsageError: a file is in the way, or the place cannot be written to.
@@ -91,11 +83,7 @@ class RunDirectory:
         _append(self.samples_path, rows)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Replace ``summary.json`` by ``values`` in one move.
-
-        Raises:
-            ArenoError: the file cannot be written.
-        """
+        """Replace ``summary.json`` by ``values`` in one move. Raises ArenoError: the file cannot be written."""
         _replace(self.summary_path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:

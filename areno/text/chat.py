@@ -76,7 +76,6 @@ def render_generation_prompt(
     """Bring a prompt into the form that the model was trained to answer.
 
     Args:
-        tokenizer: a ``transformers`` tokenizer.
         prompt: a text, or a list of ``{"role", "content"}`` messages as OpenAI clients send them: content in text parts,
             ``tool_calls`` of the assistant and answers of the role ``tool`` included.
         disable_thinking: pass ``enable_thinking=False`` to templates that take it.
@@ -139,7 +138,6 @@ def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
     """Every id that ends a response: the tokenizer's EOS and those of the model's configuration files.
 
     Args:
-        tokenizer: a ``transformers`` tokenizer.
         model_path_or_config: checkpoint folder, hub id, or a loaded ``transformers`` configuration.
     """
     found = _ids(tokenizer.eos_token_id)

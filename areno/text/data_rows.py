@@ -79,13 +79,7 @@ def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: s
 def encode_examples(
     tokenizer: Any, examples: Sequence[tuple[RenderedPrompt, str]], eos_token_ids: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-        examples: rendered prompt and response text.
-        eos_token_ids: ids that end a response.
-    """
+    """Token ids of prompts and of their responses, each response with an EOS token unless it ends with one."""
     eos = ending_token(tokenizer, eos_token_ids)
     for begin in range(0, len(examples), _ENCODE_ROWS):
         prompts, responses = zip(*examples[begin : begin + _ENCODE_ROWS], strict=True)

@@ -24,10 +24,6 @@ class IncrementalDetokenizer:
     The pieces returned by :meth:`push`, and :meth:`flush` at the end, add up to :attr:`text`, which is what
     ``tokenizer.decode`` says about all tokens together. (The one exception: a byte-fallback tokenizer decodes a valid
     character anew as invalid if stray bytes follow it directly; here it stays what it was.)
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-        skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:

@@ -49,11 +49,6 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """JSON that fits a schema, its properties in the order in which the schema has them.
 
-    Args:
-        tokenizer: a fast ``transformers`` tokenizer.
-        schema: a JSON schema.
-        **options: see :class:`Options`.
-
     Returns:
         A function that makes the state of one sample, cheap to call.
 
@@ -87,12 +82,8 @@ def tool_call_constraint(
     Parameters that cannot be enforced in full are enforced in part, unless the tool says ``"strict": true``.
 
     Args:
-        tokenizer: a fast ``transformers`` tokenizer.
         parser: the model's format; it must have a ``shape``.
-        tools: the tools of the request.
         tool_choice: ``required``, or the one tool to be called.
-        parallel: allow several calls.
-        **options: see :class:`Options`.
 
     Raises:
         UsageError: calls in the format cannot be enforced, there is no tool, or as in :func:`json_schema_constraint`.
@@ -167,11 +158,7 @@ class _State:
         return bool(text) and text.startswith(self._tokens.decode_bytes([token]))
 
     def push(self, token: int) -> None:
-        """A token was sampled.
-
-        Raises:
-            EngineError: it was not allowed, or the grammar became too complex to follow.
-        """
+        """A token was sampled. Raises EngineError: it was not allowed, or the grammar became too complex to follow."""
         self._matcher.consume_token(token)
         self._check()
 

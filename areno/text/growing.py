@@ -10,11 +10,7 @@ from bisect import bisect_left
 
 
 class GrowingText:
-    """A text and the places of the markers that were searched for in it.
-
-    Attributes:
-        text: all of it so far.
-    """
+    """A text and the places of the markers that were searched for in it."""
 
     __slots__ = ("_places", "_searched", "text")
 

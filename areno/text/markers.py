@@ -44,13 +44,7 @@ def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def warn_of_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:
-    """Say once for each tokenizer, which is once per run, that a prompt has markers of its own, or gets no template at all.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-        prompt: of a data row.
-        where: names the row.
-    """
+    """Say once for each tokenizer, which is once per run, that a prompt has markers of its own, or gets no template at all."""
     if tokenizer in _told:
         return
     if not getattr(tokenizer, "chat_template", None):

@@ -23,7 +23,6 @@ def template_messages(
     """Bring messages into the form of a chat template.
 
     Args:
-        messages: from the client.
         template: source of the template; what it does not mention it cannot render.
         arguments_as_text: hand over the arguments of calls as JSON text; most templates want objects.
 

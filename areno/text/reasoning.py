@@ -34,11 +34,9 @@ class ReasoningStream(Protocol):
 
     def push(self, text_piece: str) -> list[ReasoningOrContent]:
         """Add text; returns what became certain with it."""
-        ...
 
     def finish(self) -> list[ReasoningOrContent]:
         """The rest at the end of the message; reasoning that was cut off stays reasoning."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +268,6 @@ def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
     """The reasoning format of a model, for a prompt of its template's default form (see ``after_prompt`` for others).
 
     Args:
-        tokenizer: the model's.
         name: a known name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and takes
             ``none`` where neither shows a format.
 

@@ -15,9 +15,7 @@ class StopChecker:
     """Watches one response for stop strings.
 
     Args:
-        tokenizer: a ``transformers`` tokenizer.
         stop: strings that end the response; may be empty, none of them may be the empty string.
-        skip_special_tokens: leave special tokens out of the text that is searched and returned.
 
     Raises:
         ValueError: a stop string is empty.

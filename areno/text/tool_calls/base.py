@@ -105,15 +105,10 @@ class CallScanner(Protocol):
     def scan(self, source: GrowingText, final: bool) -> Outcome | None:
         """Look at the text from the opening marker on.
 
-        Args:
-            source: the message so far; each time the same one or a longer one.
-            final: no more will come.
-
         Returns:
             The outcome, None if it takes more text to know (never when ``final``). It depends on the text alone, not
             on how it arrived.
         """
-        ...
 
 
 class CallFormat(Protocol):
@@ -122,11 +117,9 @@ class CallFormat(Protocol):
     @property
     def openers(self) -> tuple[str, ...]:
         """The markers that a call begins with; none of them is part of another."""
-        ...
 
     def scanner(self, start: int) -> CallScanner:
         """A fresh scanner of the block whose opening marker is at ``start``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +160,6 @@ class ToolCallParser:
         """Split a whole message into text and calls.
 
         Args:
-            text: what the model said, without its end-of-turn token.
             tools: the tools of the request, in OpenAI's form or flat (``{"name", "parameters"}``).
             tool_choice: ``auto``, ``none`` (nothing is parsed), ``required``, or the one tool that may be called.
 

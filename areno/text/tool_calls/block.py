@@ -30,11 +30,9 @@ class Body(Protocol):
 
     def read(self, source: GrowingText) -> Verdict:
         """Read on in the text, which may have grown; the verdict depends on the text alone."""
-        ...
 
     def items(self, text: str, source: str) -> Sequence[Item]:
         """The calls of the closed body, at least one; ``source`` is the block's own part of ``text``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

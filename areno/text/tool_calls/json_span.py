@@ -100,11 +100,7 @@ class JsonSpan:
 
 
 def load_json(text: str) -> Any:
-    """Read JSON as models write it (line breaks in strings are fine).
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Read JSON as models write it (line breaks in strings are fine). Raises ValueError: it is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except RecursionError as error:

@@ -90,7 +90,6 @@ def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
     """The format of a model.
 
     Args:
-        tokenizer: the model's; asked only for ``auto``.
         name: a registered name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and
             takes plain JSON where neither shows a format.
 
