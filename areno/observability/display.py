@@ -7,7 +7,6 @@ the run: the ``with`` block calls ``stop``, and so does the interpreter's exit i
 
 from __future__ import annotations
 
-import abc
 import atexit
 import contextlib
 import logging
@@ -33,7 +32,7 @@ _REDRAWS_PER_S = 4
 _SAMPLE_CHARS = 200
 
 
-class Progress(abc.ABC):
+class Progress:
     """What a trainer tells about its run. Use it as a context manager, so that it stops whatever happens.
 
     ``stats`` of a step may hold ``reward_mean``, ``loss``, ``logp_abs_diff_mean`` and ``tokens_per_second``; what is
@@ -56,19 +55,15 @@ class Progress(abc.ABC):
             done_steps: of those, steps that an earlier part of a resumed run has done.
         """
         self._total = total_steps
-        self._pace.start(done_steps)
+        self._pace = _Pace(done_steps)
 
-    @abc.abstractmethod
     def phase(self, name: str) -> None:
         """The run is now doing ``name`` (``rollout``, ``reward``, ``train``, ``save``)."""
 
     def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """A step is finished: log ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
+        """Step ``step`` (from 0) is finished: log ``step 3/100 reward=0.125000 loss=0.001200 1.43 s/step ETA 0:02:18``.
 
-        Args:
-            step: its index, from 0, as in the log lines.
-            stats: see the class.
-            sample: a completion of the step; a live display shows its beginning.
+        A live display also shows the beginning of ``sample``, a completion of the step.
         """
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
@@ -76,14 +71,13 @@ class Progress(abc.ABC):
         line = (step + 1, self._total, values, self._pace.describe(self._total))
         _log.info("step %d/%d%s %s", *line, extra={BESIDE_DISPLAY: True})
 
-    def evaluated(self, text: str) -> None:  # noqa: B027  (the trainer has logged it)
+    def evaluated(self, text: str) -> None:
         """The model was measured on held-out data; a live display shows ``text`` until the next time."""
 
     def warn(self, text: str) -> None:
         """Show a warning, and log it."""
         _log.warning("%s", text)
 
-    @abc.abstractmethod
     def stop(self) -> None:
         """End the display; a second call does nothing."""
 
@@ -95,24 +89,14 @@ class Progress(abc.ABC):
 
 
 def create_progress(stream: TextIO | None = None) -> Progress:
-    """Progress display that suits the stream.
-
-    Returns:
-        A ``LiveProgress`` on a terminal that can move its cursor, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``.
-    """
+    """A ``LiveProgress`` on a terminal that can move its cursor, else (pipe, file, ``TERM=dumb``) a ``PlainProgress``."""
     target = stream or sys.stderr
     console = Console(file=target, highlight=False)
     return LiveProgress(console) if target.isatty() and console.is_interactive else PlainProgress()
 
 
 class PlainProgress(Progress):
-    """One log line per step and nothing else."""
-
-    def phase(self, name: str) -> None:
-        """Nothing: the trainer's own log lines tell where each phase starts and ends."""
-
-    def stop(self) -> None:
-        """Nothing: there is no picture to clear."""
+    """One log line per step and nothing else; the trainer's own log lines tell the phases."""
 
 
 class LiveProgress(Progress):
@@ -237,15 +221,10 @@ class LiveProgress(Progress):
 class _Pace:
     """Seconds per step over the last steps, and what they promise for the rest."""
 
-    def __init__(self) -> None:
-        self.done = 0
+    def __init__(self, done_steps: int = 0) -> None:
+        self.done = done_steps
         # A tuple, because another thread reads it while it draws.
         self._durations: tuple[float, ...] = ()
-        self._last = time.monotonic()
-
-    def start(self, done_steps: int) -> None:
-        self.done = done_steps
-        self._durations = ()
         self._last = time.monotonic()
 
     def step_done(self, step: int) -> None:

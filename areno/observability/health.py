@@ -28,15 +28,6 @@ class _Episode:
     warned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """What one check says about one step."""
-
-    holds: bool | None  # the condition is met; None means that the step has no evidence either way
-    message: str  # the warning; ``{n}`` is the number of steps that it has held
-    patience: int = 1  # steps in a row before it is a warning
-
-
 class HealthMonitor:
     """Watches each step's statistics and says what is wrong.
 
@@ -80,9 +71,10 @@ class HealthMonitor:
         groups: Sequence[int] = (),
         truncated: Sequence[bool] = (),
     ) -> list[str]:
-        """Judge one finished step.
+        """Warnings to show after a finished step, most often none.
 
         Args:
+            step: step index, for the messages.
             stats: of it ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors``
                 (samples dropped because their reward function failed) are read; what is missing is not judged.
             rewards: one per sample; empty for algorithms without rewards.
@@ -92,23 +84,14 @@ class HealthMonitor:
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.
         """
-        tied = _all_tied(rewards, groups)
-        findings = {
-            "equal_rewards": self._equal_rewards(tied, rewards),
-            "all_truncated": _all_truncated(truncated, stats.get("response_len"), self._max_new_tokens),
-            "zero_gradient": _zero_gradient(stats, tied),
-            "non_finite": _non_finite(stats),
-            "short_responses": _short_responses(stats),
-            "logprob_gap": self._logprob_gap(stats),
-            "reward_errors": _reward_errors(stats),
-        }
-        warnings = [text for name, finding in findings.items() for text in self._follow(name, finding)]
-        return [f"step {step}: {self._in_settings(text)}" for text in warnings]
-
-    def _in_settings(self, text: str) -> str:
+        warnings = [
+            text
+            for name, condition in self._conditions(stats, rewards, groups, truncated).items()
+            for text in self._follow(name, *condition)
+        ]
         for option, name in self._settings.items():
-            text = text.replace(option, name)
-        return text
+            warnings = [text.replace(option, name) for text in warnings]
+        return [f"step {step}: {text}" for text in warnings]
 
     def explain(self, step: int, stats: Mapping[str, float], rewards: Sequence[float] = ()) -> str:
         """Once in a run, why a loss near 0 is no problem; else an empty text. Arguments as for :meth:`observe`."""
@@ -137,43 +120,85 @@ class HealthMonitor:
         }
         self._loss_explained = self._loss_explained or bool(state["loss_explained"])
 
-    def _follow(self, name: str, finding: _Finding) -> list[str]:
+    def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
         """Advance one condition's episode by one step."""
-        if finding.holds is None:
+        if holds is None:
             return []
         episode = self._episodes.setdefault(name, _Episode())
-        if not finding.holds:
+        if not holds:
             episode.held = 0
             episode.absent += 1
             episode.warned = episode.warned and episode.absent < self._window
             return []
         episode.held += 1
         episode.absent = 0
-        if episode.warned or episode.held < finding.patience:
+        if episode.warned or episode.held < (self._window if name == "equal_rewards" else 1):
             return []
         episode.warned = True
-        return [finding.message.replace("{n}", str(episode.held))]
+        return [message.replace("{n}", str(episode.held))]
 
-    def _equal_rewards(self, tied: bool | None, rewards: Sequence[float]) -> _Finding:
+    def _conditions(
+        self, stats: Mapping[str, float], rewards: Sequence[float], groups: Sequence[int], truncated: Sequence[bool]
+    ) -> dict[str, tuple[bool | None, str]]:
+        """By name: whether it is met (None: the step has no evidence), and the warning; ``{n}`` is the steps it has held."""
+        tied = _all_tied(rewards, groups)
         low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-        what = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
-        return _Finding(
-            tied,
-            f"{what}, for {{n}} steps: nothing can be learned, because advantages compare the samples of a prompt and "
-            "here they are all zero. If this is the best reward the task is solved: stop, or use harder problems. If "
-            "not, call the reward function on an answer that you know is right, try easier problems, a better "
-            "starting model (SFT first), a higher --temperature or a larger --n-samples",
-            self._window,
-        )
+        equal = f"all rewards are {low:g}" if low == high else "rewards are equal within every prompt's group"
+        length, gap = stats.get("response_len"), stats.get("logp_abs_diff_mean")
+        by_context = length is not None and self._max_new_tokens is not None and length < self._max_new_tokens
+        limit, remedy = ("the token limit", "--max-new-tokens")
+        if by_context:
+            limit, remedy = "the context length", "--max-context-len (or take shorter prompts, --max-prompt-tokens)"
+        grad_norm, dropped = stats.get("grad_norm"), stats.get("reward_errors")
+        seen = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
+        bad = ", ".join(f"{name} is {value}" for name, value in seen.items() if not math.isfinite(value))
+        return {
+            "equal_rewards": (
+                tied,
+                f"{equal}, for {{n}} steps: nothing can be learned, because advantages compare the samples of a prompt "
+                "and here they are all zero. If this is the best reward the task is solved: stop, or use harder "
+                "problems. If not, call the reward function on an answer that you know is right, try easier problems, "
+                "a better starting model (SFT first), a higher --temperature or a larger --n-samples",
+            ),
+            "all_truncated": (
+                all(truncated) if truncated else None,
+                f"every response ({len(truncated)}) was cut at {limit}: none came to its end, so most rewards cannot be "
+                f"right. Raise {remedy}; if the model never stops, check its EOS token and chat template, or teach it "
+                "to stop with SFT first",
+            ),
+            "zero_gradient": (
+                # Equal rewards explain a zero gradient, and have a warning of their own.
+                None if grad_norm is None or tied else grad_norm == 0,
+                "the gradient is exactly zero: the weights do not move. Check that some response tokens are trained on "
+                "(loss mask), that the advantages are not all zero, and that the loss is not clipped everywhere",
+            ),
+            "non_finite": (
+                bool(bad) if seen else None,
+                f"{bad}: the update is unusable, and so are later checkpoints. Begin a new run from the last checkpoint "
+                "before this step, with a lower --lr, a lower --grad-clip-norm, or --dtype float32",
+            ),
+            "short_responses": (
+                None if length is None else length <= 1,
+                f"responses have collapsed to {length} tokens on average: the model stops at once. Check that the "
+                "reward does not favour an empty answer, and lower --lr",
+            ),
+            "logprob_gap": (
+                None if gap is None else gap > self._gap_limit,
+                f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the policy that is trained is "
+                "not the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) "
+                "or a lower learning rate; if it is so from the first step, try --dtype float32",
+            ),
+            "reward_errors": (
+                None if dropped is None else dropped > 0,
+                f"the reward function failed on {dropped or 0:g} samples, which were dropped; the log names each record",
+            ),
+        }
 
-    def _logprob_gap(self, stats: Mapping[str, float]) -> _Finding:
-        gap = stats.get("logp_abs_diff_mean")
-        return _Finding(
-            None if gap is None else gap > self._gap_limit,
-            f"mean |rollout - train log-prob| is {gap}, above {self._gap_limit:g}: the policy that is trained is not "
-            "the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) or a "
-            "lower learning rate; if it is so from the first step, try --dtype float32",
-        )
+
+def unusable(stats: Mapping[str, float]) -> bool:
+    """Whether an update of a step was skipped, or its loss or gradient is not finite."""
+    numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
+    return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
@@ -185,57 +210,3 @@ def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:
         members.setdefault(group, []).append(reward)
     compared = [values for values in members.values() if len(values) > 1] or [list(rewards)]
     return all(min(values) == max(values) for values in compared) if len(rewards) > 1 else None
-
-
-def _all_truncated(truncated: Sequence[bool], response_len: float | None, max_new_tokens: int | None) -> _Finding:
-    by_context = response_len is not None and max_new_tokens is not None and response_len < max_new_tokens
-    limit = "the context length" if by_context else "the token limit"
-    remedy = "--max-context-len (or take shorter prompts, --max-prompt-tokens)" if by_context else "--max-new-tokens"
-    return _Finding(
-        all(truncated) if truncated else None,
-        f"every response ({len(truncated)}) was cut at {limit}: none came to its end, so most rewards cannot be right. "
-        f"Raise {remedy}; if the model never stops, check its EOS token and chat template, or teach it to stop with SFT first",
-    )
-
-
-def _zero_gradient(stats: Mapping[str, float], tied: bool | None) -> _Finding:
-    grad_norm = stats.get("grad_norm")
-    # Equal rewards explain a zero gradient, and have a warning of their own.
-    return _Finding(
-        None if grad_norm is None or tied else grad_norm == 0,
-        "the gradient is exactly zero: the weights do not move. Check that some response tokens are trained on (loss "
-        "mask), that the advantages are not all zero, and that the loss is not clipped everywhere",
-    )
-
-
-def _non_finite(stats: Mapping[str, float]) -> _Finding:
-    seen = {name: stats[name] for name in ("loss", "grad_norm") if name in stats}
-    bad = ", ".join(f"{name} is {value}" for name, value in seen.items() if not math.isfinite(value))
-    return _Finding(
-        bool(bad) if seen else None,
-        f"{bad}: the update is unusable, and so are later checkpoints. Begin a new run from the last checkpoint before this "
-        "step, with a lower --lr, a lower --grad-clip-norm, or --dtype float32",
-    )
-
-
-def unusable(stats: Mapping[str, float]) -> bool:
-    """Whether an update of a step was skipped, or its loss or gradient is not finite."""
-    numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
-    return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
-
-
-def _short_responses(stats: Mapping[str, float]) -> _Finding:
-    length = stats.get("response_len")
-    return _Finding(
-        None if length is None else length <= 1,
-        f"responses have collapsed to {length} tokens on average: the model stops at once. Check that the reward does "
-        "not favour an empty answer, and lower --lr",
-    )
-
-
-def _reward_errors(stats: Mapping[str, float]) -> _Finding:
-    dropped = stats.get("reward_errors")
-    return _Finding(
-        None if dropped is None else dropped > 0,
-        f"the reward function failed on {dropped or 0:g} samples, which were dropped; the log names each record",
-    )

@@ -19,7 +19,13 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
@@ -44,6 +50,19 @@ class Category(StrEnum):
     SCHEDULER = "scheduler"
     INSTR = "instr"
     MISC = "misc"
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
+    """Append records as JSON lines; none make no file. Raises ArenoError: the file cannot be written."""
+    if not records:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record, default=str) + "\n" for record in records))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArenoError(f"cannot write {path}: {reason}; check free disk space, or set {setting}=false") from error
 
 
 def trace_path(logs: Path, role: str, rank: int) -> Path:
@@ -99,7 +118,9 @@ class PerfTracer:
         try:
             yield
         finally:
-            self._complete(name, category, args, start, track)
+            event = {"name": name, "ph": "X", "ts": self._us(start), "cat": str(category)}
+            event["dur"] = max(1.0, (time.perf_counter_ns() - start) / 1000)
+            self._add({**event, "pid": self._pid, "tid": track, "args": {**self._common, **(args or {})}})
 
     @asynccontextmanager
     async def atrace_scope(
@@ -164,27 +185,10 @@ class PerfTracer:
             return
         with self._lock:
             events, self._events = self._events, []
-        if not events:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(event, default=str) + "\n" for event in events))
-        except OSError as error:
-            raise ArenoError(
-                f"cannot write {self.path}: {error.strerror or error}; check free disk space, or set "
-                "perf_tracer.enabled=false"
-            ) from error
+        append_lines(self.path, events, "perf_tracer.enabled")
 
     def _us(self, perf_ns: int) -> float:
         return (perf_ns + self._offset_ns) / 1000
-
-    def _complete(
-        self, name: str, category: Category | str, args: Mapping[str, Any] | None, start: int, track: int
-    ) -> None:
-        event = {"name": name, "ph": "X", "ts": self._us(start), "cat": str(category)}
-        event["dur"] = max(1.0, (time.perf_counter_ns() - start) / 1000)
-        self._add({**event, "pid": self._pid, "tid": track, "args": {**self._common, **(args or {})}})
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -196,8 +200,10 @@ class PerfTracer:
     def _track(self) -> int:
         """The track of the running task, or of the thread."""
         held = self._lane.get()
-        if held is not None and held[0] is _current_task():
-            return held[1]
+        if held is not None:
+            with suppress(RuntimeError):  # no loop runs in this thread
+                if held[0] is asyncio.current_task():
+                    return held[1]
         track = threading.get_native_id()
         if track not in self._tracks:
             self._tracks.add(track)
@@ -214,30 +220,34 @@ class PerfTracer:
         return lane
 
 
-def _current_task() -> Any:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return None
-
-
 def traced(
     function: Function, name: str | None, category: Category | str, tracer: Callable[[], PerfTracer]
 ) -> Function:
     """``function`` with each call recorded by the tracer that ``tracer`` returns at that time."""
     shown = name or function.__qualname__
+    return wrapped(
+        function, lambda: tracer().trace_scope(shown, category), lambda: tracer().atrace_scope(shown, category)
+    )
+
+
+def wrapped(
+    function: Function,
+    scope: Callable[[], AbstractContextManager[None]],
+    async_scope: Callable[[], AbstractAsyncContextManager[None]],
+) -> Function:
+    """``function`` with each call inside a new ``scope``, or ``async_scope`` where it is a coroutine function."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-            async with tracer().atrace_scope(shown, category):
+            async with async_scope():
                 return await function(*args, **kwargs)
 
         return asynchronous  # type: ignore[return-value]
 
     @functools.wraps(function)
     def synchronous(*args: Any, **kwargs: Any) -> Any:
-        with tracer().trace_scope(shown, category):
+        with scope():
             return function(*args, **kwargs)
 
     return synchronous  # type: ignore[return-value]

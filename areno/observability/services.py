@@ -86,15 +86,18 @@ def open_services(
     from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig  # loads OmegaConf
 
     makers: list[tuple[str, Callable[..., Service], Any, tuple[str, ...]]] = [
-        ("wandb", WandbService, WandBConfig(**wandb or {}), ("online", "offline", "shared")),
-        ("swanlab", SwanlabService, SwanlabConfig(**swanlab or {}), ("cloud", "local", "offline")),
-        ("trackio", TrackioService, TrackioConfig(**trackio or {}), ("online", "local")),
+        ("wandb", _wandb, WandBConfig(**wandb or {}), ("online", "offline", "shared")),
+        ("swanlab", _swanlab, SwanlabConfig(**swanlab or {}), ("cloud", "local", "offline")),
+        ("trackio", _trackio, TrackioConfig(**trackio or {}), ("online", "local")),
     ]
     try:
         for name, make, section, modes in makers:
-            mode = _mode(name, section.mode, modes)
-            if mode != "disabled":
+            mode = {True: modes[0], False: "disabled", None: "disabled"}.get(section.mode, section.mode)
+            if mode in modes:
                 services.append(make(run, folder, mode, section))
+            elif mode != "disabled":
+                known = ", ".join((*modes, "disabled"))
+                raise UsageError(f"{name}.mode={section.mode!r} is not a mode; use one of {known}")
     except BaseException:
         for service in services:
             service.close()
@@ -129,14 +132,6 @@ class ServiceGroup:
                 service.close()
             except Exception as error:  # a service's own failure, of whatever type
                 _log.error("%s did not end properly: %s; %s has all values", service.name, error, self._kept_in)
-
-
-def _mode(section: str, value: Any, modes: tuple[str, ...]) -> str:
-    """The mode by name; of on and off the first one and ``disabled``."""
-    named = {True: modes[0], False: "disabled", None: "disabled"}.get(value, value)
-    if named not in (*modes, "disabled"):
-        raise UsageError(f"{section}.mode={value!r} is not a mode; use one of {', '.join((*modes, 'disabled'))}")
-    return str(named)
 
 
 def _package(section: str, package: str, pip_name: str) -> Any:
@@ -176,116 +171,107 @@ class TensorboardService:
         self._writer.close()
 
 
-class WandbService:
-    """A Weights & Biases run, resumed under its name after a restart. Raises UsageError: W&B is not installed, or refuses."""
+class _TrackedRun:
+    """A run of a service that is driven by its own package.
 
-    name = "W&B"
-
-    def __init__(self, run: RunName, folder: Path, mode: str, section: WandBConfig) -> None:
-        wandb = _package("wandb", "wandb", "wandb")
-        settings = {"console": "off", "silent": True}  # it would take the terminal's output for itself
-        settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
-        settings |= {"base_url": section.wandb_base_url} if section.wandb_base_url else {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = _opened(
-            "wandb",
-            lambda: wandb.init(
-                dir=str(folder),
-                mode=mode,
-                id=run.run_id(section.id_suffix),
-                resume="allow" if mode != "offline" else None,
-                entity=section.entity,
-                project=section.project or run.experiment,
-                name=section.name or run.trial,
-                job_type=section.job_type,
-                group=section.group or f"{run.experiment}_{run.trial}",
-                notes=section.notes,
-                tags=section.tags,
-                config=dict(run.config if section.config is None else section.config),
-                settings=wandb.Settings(**settings),
-            ),
-        )
-        _log.info("W&B (%s): %s", mode, self._run.url or self._run.dir)
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send one step."""
-        self._run.log(dict(numbers), step=max(step, self._run.step), commit=True)
-
-    def close(self) -> None:
-        """Send what is left and end the run."""
-        self._run.finish()
-
-
-class SwanlabService:
-    """A SwanLab run. Raises UsageError: SwanLab is not installed, or refuses."""
-
-    name = "SwanLab"
-
-    def __init__(self, run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> None:
-        swanlab = _package("swanlab", "swanlab", "swanlab")
-        if mode == "local":
-            _package("swanlab", "swanboard", "swanlab[dashboard]")
-        if mode == "cloud" and section.api_key:
-            _opened("swanlab", lambda: swanlab.login(api_key=section.api_key))
-        # Only its cloud can continue a run; on this machine a restart is a run of its own, of the same name.
-        resumed = {"id": run.run_id(None), "resume": "allow"} if mode == "cloud" else {}
-        self._last = -1
-        self._run = _opened(
-            "swanlab",
-            lambda: swanlab.init(
-                project=section.project or plain(run.experiment),
-                name=section.name or run.trial,
-                config=dict(run.config if section.config is None else section.config),
-                log_dir=str(Path(section.logdir).expanduser() if section.logdir else folder / "swanlab"),
-                mode="online" if mode == "cloud" else mode,
-                **resumed,
-            ),
-        )
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send one step; SwanLab draws finite numbers only."""
-        self._last = max(step, self._last + 1)
-        self._run.log({name: value for name, value in numbers.items() if math.isfinite(value)}, step=self._last)
-
-    def close(self) -> None:
-        """Send what is left and end the run."""
-        self._run.finish()
-
-
-class TrackioService:
-    """A Trackio run: a local data base, or a Hugging Face Space.
-
-    Raises:
-        UsageError: Trackio is not installed, or mode and ``space_id`` do not go together.
+    Args:
+        name: of the service, for messages.
+        run: what the package's ``init`` returned.
+        next_step: the least step that the service takes next.
+        takes: whether the service takes a number.
+        options: of each call of its ``log``.
     """
 
-    name = "Trackio"
-
-    def __init__(self, run: RunName, folder: Path, mode: str, section: TrackioConfig) -> None:
-        if (mode == "online") != bool(section.space_id):
-            remedy = "give trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
-            raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
-        trackio = _package("trackio", "trackio", "trackio")
-        self._last: int | None = None
-        self._run = _opened(
-            "trackio",
-            lambda: trackio.init(
-                section.project or run.experiment,
-                name=section.name or run.trial,
-                space_id=section.space_id,
-                config=dict(run.config),
-                resume="allow",
-                embed=False,
-            ),
-        )
+    def __init__(
+        self,
+        name: str,
+        run: Any,
+        next_step: Callable[[int], int] = lambda last: last + 1,
+        takes: Callable[[float], bool] = lambda value: True,
+        **options: Any,
+    ) -> None:
+        self.name, self._run, self._options = name, run, options
+        self._next_step, self._takes, self._last = next_step, takes, -1
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send one step."""
-        # The run knows how far its history goes, and says so only by what it gives a step without a number.
-        start = getattr(self._run, "_next_step", 0) if self._last is None else self._last + 1
-        self._last = max(step, start)
-        self._run.log(dict(numbers), step=self._last)
+        self._last = max(step, self._next_step(self._last))
+        sent = {name: value for name, value in numbers.items() if self._takes(value)}
+        self._run.log(sent, step=self._last, **self._options)
 
     def close(self) -> None:
         """Send what is left and end the run."""
         self._run.finish()
+
+
+def _wandb(run: RunName, folder: Path, mode: str, section: WandBConfig) -> Service:
+    """Weights & Biases, resumed under the run's name after a restart; without an API key the login is left to W&B."""
+    wandb = _package("wandb", "wandb", "wandb")
+    settings = {"console": "off", "silent": True}  # it would take the terminal's output for itself
+    settings |= {"api_key": section.wandb_api_key} if section.wandb_api_key else {}
+    settings |= {"base_url": section.wandb_base_url} if section.wandb_base_url else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = _opened(
+        "wandb",
+        lambda: wandb.init(
+            dir=str(folder),
+            mode=mode,
+            id=run.run_id(section.id_suffix),
+            resume="allow" if mode != "offline" else None,
+            entity=section.entity,
+            project=section.project or run.experiment,
+            name=section.name or run.trial,
+            job_type=section.job_type,
+            group=section.group or f"{run.experiment}_{run.trial}",
+            notes=section.notes,
+            tags=section.tags,
+            config=dict(run.config if section.config is None else section.config),
+            settings=wandb.Settings(**settings),
+        ),
+    )
+    _log.info("W&B (%s): %s", mode, opened.url or opened.dir)
+    return _TrackedRun("W&B", opened, lambda _: opened.step, commit=True)
+
+
+def _swanlab(run: RunName, folder: Path, mode: str, section: SwanlabConfig) -> Service:
+    """SwanLab, which draws finite numbers only; without an API key the login is left to it."""
+    swanlab = _package("swanlab", "swanlab", "swanlab")
+    if mode == "local":
+        _package("swanlab", "swanboard", "swanlab[dashboard]")
+    if mode == "cloud" and section.api_key:
+        _opened("swanlab", lambda: swanlab.login(api_key=section.api_key))
+    # Only its cloud can continue a run; on this machine a restart is a run of its own, of the same name.
+    resumed = {"id": run.run_id(None), "resume": "allow"} if mode == "cloud" else {}
+    opened = _opened(
+        "swanlab",
+        lambda: swanlab.init(
+            project=section.project or plain(run.experiment),
+            name=section.name or run.trial,
+            config=dict(run.config if section.config is None else section.config),
+            log_dir=str(Path(section.logdir).expanduser() if section.logdir else folder / "swanlab"),
+            mode="online" if mode == "cloud" else mode,
+            **resumed,
+        ),
+    )
+    return _TrackedRun("SwanLab", opened, takes=math.isfinite)
+
+
+def _trackio(run: RunName, folder: Path, mode: str, section: TrackioConfig) -> Service:
+    """Trackio: a local data base where ``TRACKIO_DIR`` says, or a Hugging Face Space."""
+    if (mode == "online") != bool(section.space_id):
+        remedy = "give trackio.space_id=user/space" if mode == "online" else "use trackio.mode=online"
+        raise UsageError(f"trackio.mode={mode} with trackio.space_id={section.space_id!r}: {remedy}")
+    trackio = _package("trackio", "trackio", "trackio")
+    opened = _opened(
+        "trackio",
+        lambda: trackio.init(
+            section.project or run.experiment,
+            name=section.name or run.trial,
+            space_id=section.space_id,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+        ),
+    )
+    # The run knows how far its history goes, and says so only by what it gives a step without a number.
+    return _TrackedRun("Trackio", opened, lambda last: getattr(opened, "_next_step", 0) if last < 0 else last + 1)

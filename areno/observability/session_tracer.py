@@ -8,21 +8,17 @@ in tasks started there, so that an engine or a tool need not be handed it.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
-import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from areno.errors import ArenoError
-from areno.observability.perf_tracer import Function
+from areno.observability.perf_tracer import append_lines
 
 Status = Literal["pending", "accepted", "rejected", "failed", "dropped"]
 PHASES = ("generate", "reward", "toolcall")
@@ -44,19 +40,9 @@ class _Session:
 
     def record(self, common: dict[str, Any]) -> dict[str, Any]:
         spent = {name: sum(span["end_ts"] - span["start_ts"] for span in spans) for name, spans in self.phases.items()}
-        return {
-            "task_id": self.task_id,
-            "session_id": self.session_id,
-            **common,
-            "status": self.status,
-            "reason": self.reason,
-            "submit_ts": self.submit_ts,
-            "finalized_ts": self.finalized_ts,
-            "total_s": None if self.finalized_ts is None else self.finalized_ts - self.submit_ts,
-            **{f"{name}_s": spent.get(name, 0.0) for name in PHASES},
-            "phases": self.phases,
-            "counters": self.counters,
-        }
+        derived: dict[str, Any] = {f"{name}_s": spent.get(name, 0.0) for name in PHASES}
+        derived["total_s"] = None if self.finalized_ts is None else self.finalized_ts - self.submit_ts
+        return {**asdict(self), **common, **derived}
 
 
 Held = tuple[Any, _Session] | None
@@ -187,16 +173,8 @@ class SessionTracer:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return
             ended, self._ended = self._ended, []
-        lines = "".join(json.dumps(session.record(self._common)) + "\n" for session in ended)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(lines)
-        except OSError as error:
-            raise ArenoError(
-                f"cannot write {self.path}: {error.strerror or error}; check free disk space, or set "
-                "perf_tracer.session_tracer.enabled=false"
-            ) from error
+        records = [session.record(self._common) for session in ended]
+        append_lines(self.path, records, "perf_tracer.session_tracer.enabled")
 
     def close(self) -> None:
         """Write everything, sessions that are still under way as ``pending``."""
@@ -211,22 +189,3 @@ class SessionTracer:
 
     def _now(self) -> float:
         return time.perf_counter() + self._offset
-
-
-def traced_phase(function: Function, phase: str, tracer: Callable[[], SessionTracer]) -> Function:
-    """``function`` with each call recorded as a phase by the tracer that ``tracer`` returns at that time."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-            with tracer().trace_session_phase(phase):
-                return await function(*args, **kwargs)
-
-        return asynchronous  # type: ignore[return-value]
-
-    @functools.wraps(function)
-    def synchronous(*args: Any, **kwargs: Any) -> Any:
-        with tracer().trace_session_phase(phase):
-            return function(*args, **kwargs)
-
-    return synchronous  # type: ignore[return-value]

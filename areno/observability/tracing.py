@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.observability.perf_tracer import Category, Function, PerfTracer, traced
-from areno.observability.session_tracer import SessionTracer, traced_phase
+from areno.observability.perf_tracer import Category, Function, PerfTracer, traced, wrapped
+from areno.observability.session_tracer import SessionTracer
 
 _perf = PerfTracer(".", enabled=False)
 _sessions = SessionTracer(".", enabled=False)
@@ -65,10 +66,7 @@ def atrace_scope(
 def trace_perf(name: str | None = None, category: Category | str = Category.MISC) -> Callable[[Function], Function]:
     """Decorator: each call is recorded by the tracer that the process has by then."""
 
-    def decorate(function: Function) -> Function:
-        return traced(function, name, category, perf_tracer)
-
-    return decorate
+    return partial(traced, name=name, category=category, tracer=perf_tracer)
 
 
 def instant(name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None) -> None:
@@ -84,10 +82,7 @@ def session_context(task_id: int) -> AbstractContextManager[int]:
 def trace_session(phase: str) -> Callable[[Function], Function]:
     """Decorator: each call is a phase of the session that it runs in."""
 
-    def decorate(function: Function) -> Function:
-        return traced_phase(function, phase, session_tracer)
-
-    return decorate
+    return partial(wrapped, scope=partial(trace_session_phase, phase), async_scope=partial(atrace_session_phase, phase))
 
 
 def trace_session_phase(phase: str) -> AbstractContextManager[None]:

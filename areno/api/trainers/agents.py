@@ -112,11 +112,11 @@ class AgentRollouts:
         records = [sample.record for sample in samples]
         lifecycle.agentic_train_batch(
             self._logger,
-            samples=len(samples),
-            tokens=sum(len(row.tokens) for sample in samples for row in sample.rows),
-            messages=sum(len(record.messages) for record in records),
-            tool_calls=sum(len(record.tool_calls) for record in records),
-            tool_results=sum(len(record.tool_results) for record in records),
+            len(samples),
+            sum(len(row.tokens) for sample in samples for row in sample.rows),
+            sum(len(record.messages) for record in records),
+            sum(len(record.tool_calls) for record in records),
+            sum(len(record.tool_results) for record in records),
         )
 
     def _stats(self, collected: Collected, kept: list[AgentSample]) -> dict[str, float]:
