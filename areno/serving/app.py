@@ -97,13 +97,8 @@ def _status(state: State) -> int:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    created = service.metrics.started_ns // 10**9
-    entry: dict[str, Any] = {
-        "id": service.config.model_name,
-        "object": "model",
-        "created": created,
-        "owned_by": "areno",
-    }
+    entry: dict[str, Any] = {"id": service.config.model_name, "object": "model", "owned_by": "areno"}
+    entry["created"] = service.metrics.started_ns // 10**9
     if service.state == "ready":
         entry["max_model_len"] = service.ready_model().engine.context_length
     return entry
@@ -174,7 +169,7 @@ def _describe_errors(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         page = describe()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        text = {"type": ["string", "null"]}
+        one, some = {"type": "string"}, {"type": ["string", "null"]}
         schemas["Error"] = {
             "type": "object",
             "required": ["error"],
@@ -182,12 +177,7 @@ def _describe_errors(app: FastAPI) -> None:
                 "error": {
                     "type": "object",
                     "required": ["message", "type", "param", "code"],
-                    "properties": {
-                        "message": {"type": "string"},
-                        "type": {"type": "string"},
-                        "param": text,
-                        "code": text,
-                    },
+                    "properties": {"message": one, "type": one, "param": some, "code": some},
                 }
             },
         }

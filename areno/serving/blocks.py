@@ -13,12 +13,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from areno.serving.chat import ChatAnswer
-from areno.serving.errors import ApiError
+from areno.serving.errors import ApiError, bad_field
 from areno.serving.schemas import ChatRequest
 from areno.types import GeneratedToken
 
 Event = dict[str, Any]
 BlockKind = Literal["reasoning", "text"]
+_TEXTS: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
@@ -28,13 +29,13 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         names = [str(part) for part in first["loc"]]
-        raise ApiError(400, f"{'.'.join(names)}: {first['msg']}", param=names[0] if names else None) from error
+        raise bad_field(names[0], first["msg"], where=".".join(names)) from error
 
 
 def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
     """A list of objects, as which a field that is not a text must be read. Raises ApiError: 400, it is something else."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise ApiError(400, f"{where}: {str(value)[:80]!r} is no list of blocks; send text or objects", param=param)
+        raise bad_field(param, f"{str(value)[:80]!r} is no list of blocks; send text or objects", where=where)
     return value
 
 
@@ -55,8 +56,7 @@ class BlockAnswer(ABC):
 
     def opening(self) -> list[Event]:
         """Events before the first token."""
-        self._answer.opening()
-        return list(self.start())
+        return list(self._begin())
 
     def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[Event]:
         """Take the next tokens; the events that they make."""
@@ -64,7 +64,7 @@ class BlockAnswer(ABC):
 
     def without_tokens(self) -> list[Event]:
         """The events of an answer for which the context had no room."""
-        return [*self.start(), *self._read(self._answer.without_tokens())]
+        return [*self._begin(), *self._read(self._answer.without_tokens())]
 
     def closing(self) -> list[Event]:
         """Nothing is left to say after the last token."""
@@ -72,7 +72,15 @@ class BlockAnswer(ABC):
 
     def complete(self) -> dict[str, Any]:
         """The whole answer."""
-        return self.whole(self._answer.complete())
+        chat = self._answer.complete()
+        message = chat["choices"][0]["message"]
+        items: list[dict[str, Any]] = []
+        for kind, name in _TEXTS:
+            if message.get(name):
+                items.append(self._item(len(items), kind, message[name]))
+        for call in message.get("tool_calls") or []:
+            items.append(self._call_item(len(items), call))
+        return self._whole(chat, items) | recorded(chat)
 
     def _read(self, chunks: Iterable[Mapping[str, Any]]) -> list[Event]:
         events: list[Event] = []
@@ -80,60 +88,60 @@ class BlockAnswer(ABC):
             for choice in chunk["choices"]:
                 events += self._delta(choice["delta"])
                 if choice["finish_reason"] is not None:
-                    events += self._close()
-                    events += self.end(self._answer.complete())
+                    events += self._close_block()
+                    events += self._end(self._answer.complete())
         return events
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterable[Event]:
-        texts: tuple[tuple[BlockKind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
-        for kind, name in texts:
+        for kind, name in _TEXTS:
             if text := delta.get(name):
-                yield from self._say(kind, text)
+                if self._kind != kind:
+                    yield from self._close_block()
+                    self._kind = kind
+                    yield from self._open(self._blocks, kind)
+                    self._blocks += 1
+                self._text += text
+                yield self._piece(self._blocks - 1, kind, text)
         for call in delta.get("tool_calls") or []:
-            yield from self._close()
-            yield from self.call(self._blocks, call)
+            yield from self._close_block()
+            yield from self._call(self._blocks, call)
             self._blocks += 1
 
-    def _say(self, kind: BlockKind, text: str) -> Iterable[Event]:
-        if self._kind != kind:
-            yield from self._close()
-            self._kind = kind
-            yield from self.open(self._blocks, kind)
-            self._blocks += 1
-        self._text += text
-        yield self.delta(self._blocks - 1, kind, text)
-
-    def _close(self) -> Iterable[Event]:
+    def _close_block(self) -> Iterable[Event]:
         if self._kind is not None:
-            yield from self.close(self._blocks - 1, self._kind, self._text)
+            yield from self._close(self._blocks - 1, self._kind, self._text)
         self._kind, self._text = None, ""
 
-    # -- what a protocol supplies ----------------------------------------------------------------------------------
+    # What a protocol supplies: events, the items of an answer, and the whole answer around them.
 
     @abstractmethod
-    def start(self) -> Iterable[Event]:
-        """The stream begins."""
+    def _begin(self) -> Iterable[Event]: ...
 
     @abstractmethod
-    def open(self, index: int, kind: BlockKind) -> Iterable[Event]:
-        """A block begins."""
+    def _open(self, index: int, kind: BlockKind) -> Iterable[Event]: ...
 
     @abstractmethod
-    def delta(self, index: int, kind: BlockKind, text: str) -> Event:
-        """A further piece of a block."""
+    def _piece(self, index: int, kind: BlockKind, text: str) -> Event: ...
 
     @abstractmethod
-    def close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
-        """A block ends."""
+    def _close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]: ...
 
     @abstractmethod
-    def call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
-        """A whole call, from its beginning to its end."""
+    def _call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]: ...
 
     @abstractmethod
-    def end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        """The stream ends; ``chat`` is the whole chat answer."""
+    def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]: ...
 
     @abstractmethod
-    def whole(self, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer, from the whole chat answer."""
+    def _item(self, index: int, kind: BlockKind, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]: ...
+
+
+def recorded(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recorder says about an answer."""
+    return {"areno": chat["areno"]} if "areno" in chat else {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areno.errors import UsageError
-from areno.serving.errors import ApiError
+from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Expectation, MessageReader, Piece
 from areno.serving.job import Job, check_text, make_job
 from areno.serving.metrics import ServingMetrics
@@ -15,7 +15,7 @@ from areno.serving.recording import ChatPrompt, OpenTurn, RecordedAnswer, Tape
 from areno.serving.schemas import ChatRequest, NamedTool
 from areno.serving.service import ServedModel, Service
 from areno.serving.text import TokenTexts
-from areno.serving.wire import DONE, Frame, Sample, chat_logprobs
+from areno.serving.wire import Sample, SampledAnswer, chat_logprobs
 from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_prompt
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ContentDelta
@@ -73,18 +73,17 @@ def _seeds(service: Service, body: ChatRequest, turn: OpenTurn | None) -> list[i
 def _check(body: ChatRequest) -> None:
     form = body.response_format
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        raise bad_field("top_logprobs", "needs logprobs to be true")
     if form is not None and (form.json_schema is not None) != (form.type == "json_schema"):
-        message = "response_format: the type json_schema and the field json_schema go together; give both or none"
-        raise ApiError(400, message, param="response_format")
+        message = "the type json_schema and the field json_schema go together; give both or none"
+        raise bad_field("response_format", message)
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice: there are no tools to choose from; give tools", param="tool_choice")
+        raise bad_field("tool_choice", "there are no tools to choose from; give tools")
     if form is not None and form.type != "text" and _tool_choice(body) != "none":
         message = (
-            f"response_format: an answer of the type {form.type} cannot be a tool call; leave tools out, or send "
-            'tool_choice "none"'
+            f'an answer of the type {form.type} cannot be a tool call; leave tools out, or send tool_choice "none"'
         )
-        raise ApiError(400, message, param="response_format")
+        raise bad_field("response_format", message)
 
 
 def _blamed(body: ChatRequest) -> str:
@@ -173,47 +172,24 @@ class _Message:
         return "tool_calls" if self.calls and self.sample.finish == "stop" else self.sample.finish
 
 
-class ChatAnswer:
-    """The answer to one request."""
+class ChatAnswer(SampledAnswer):
+    """The answer to one request; ``metrics`` counts the calls that could not be read."""
 
-    ending = DONE
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, prepared: PreparedChat, model: str, texts: TokenTexts, metrics: ServingMetrics) -> None:
-        job, expected, self._turn = prepared.job, prepared.expected, prepared.turn
-        body = job.body
-        assert isinstance(body, ChatRequest)
-        self._job, self._body, self._texts, self._metrics = job, body, texts, metrics
-        self._frame = Frame(job, "chatcmpl", "chat.completion", "chat.completion.chunk", model)
-        self._samples = [Sample(index, job.sample_text()) for index in range(body.samples)]
-        self._failures, self._closer = expected.failures, expected.reasoning.closer
-        self._messages = [_Message(sample, expected.reader()) for sample in self._samples]
-
-    @property
-    def id(self) -> str:
-        """Names the answer, without the prefix that says of what kind it is."""
-        return self._frame.name.partition("-")[2]
-
-    @property
-    def created(self) -> int:
-        """When it began, in Unix seconds."""
-        return self._frame.created
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-        return self._frame.model
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self._job.prompt_tokens
+        super().__init__(prepared.job, model, texts)
+        assert isinstance(prepared.job.body, ChatRequest)
+        self._body, self._expected, self._turn = prepared.job.body, prepared.expected, prepared.turn
+        self._metrics = metrics
+        self._messages = [_Message(sample, self._expected.reader()) for sample in self._samples]
 
     def problem(self) -> ApiError | None:
         """What keeps the answer from being complete."""
-        if self._failures:
-            message = f"the form of the answer cannot be followed: {self._failures[0]}; simplify the schema"
+        if self._expected.failures:
+            message = f"the form of the answer cannot be followed: {self._expected.failures[0]}; simplify the schema"
             return ApiError(400, message, param=_blamed(self._body), code="grammar_failed")
-        return self._frame.problem(self._samples)
+        return super().problem()
 
     def opening(self) -> list[dict[str, Any]]:
         """The role of each message."""
@@ -264,17 +240,13 @@ class ChatAnswer:
                 text="".join(message.texts),
                 offsets=message.sample.offsets,
                 pieces=message.pieces,
-                closer=self._closer,
+                closer=self._expected.reasoning.closer,
                 response_id=self.id,
             )
         )
 
     def _recorded(self, answer: dict[str, Any], message: _Message) -> dict[str, Any]:
         return answer if message.record is None else {**answer, "areno": message.record}
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Usage, where it was asked for."""
-        return self._frame.closing(self._samples)
 
     def complete(self) -> dict[str, Any]:
         """The whole answer."""
@@ -285,7 +257,7 @@ class ChatAnswer:
         ]
         if len(choices) > 1:  # one alone is described beside them, as clients expect it
             choices = [self._recorded(*pair) for pair in zip(choices, self._messages, strict=True)]
-        return self._recorded(self._frame.whole(choices, self._frame.usage(self._samples)), self._messages[0])
+        return self._recorded(self._whole(choices), self._messages[0])
 
     def _chunk(
         self,
@@ -297,15 +269,11 @@ class ChatAnswer:
         first: bool = False,
     ) -> dict[str, Any]:
         choice = {"index": message.sample.index, "delta": delta, "finish_reason": finish}
-        return self._frame.chunk([choice | self._details(message.sample, places, first=first)])
+        return self._framed([choice | self._details(message.sample, places, first=first)])
 
     def _details(self, sample: Sample, places: range, *, first: bool) -> dict[str, Any]:
         """What a choice says about its tokens at some places."""
         tokens = [sample.tokens[place] for place in places]
         wanted = self._body.logprobs and (tokens or not self._body.stream)
-        found: dict[str, Any] = {"logprobs": chat_logprobs(tokens, self._texts) if wanted else None}
-        if self._body.return_token_ids:
-            if first:
-                found["prompt_token_ids"] = self._job.prompt_of(0)
-            found["token_ids"] = [token.token for token in tokens]
-        return found
+        logprobs = chat_logprobs(tokens, self._texts) if wanted else None
+        return {"logprobs": logprobs, **self._token_ids(sample, places, first)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from areno.serving.errors import ApiError
-from areno.serving.job import Job, check_prompt_ids, check_text, make_job
+from areno.serving.errors import bad_field
+from areno.serving.job import Job, check_ids, check_text, make_job
 from areno.serving.schemas import MAX_SAMPLES, CompletionRequest
 from areno.serving.service import Service
 from areno.serving.text import TokenTexts
-from areno.serving.wire import DONE, Frame, Sample, finite
+from areno.serving.wire import Sample, SampledAnswer, finite
 from areno.text.chat import RenderedPrompt, encode_rendered
 from areno.types import GeneratedToken
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 def prepare_completion(service: Service, engine: Backend, body: CompletionRequest) -> Job:
     """Check a request, and encode its prompts. Raises ApiError: 400, a field cannot work."""
     _check(body)
-    prompts = _encode(engine, body)
     return make_job(
         body,
         engine,
-        prompts,
+        _encode(engine, body),
         prompt_field="prompt",
         max_tokens=body.max_tokens or service.config.default_max_tokens,
         seeds=lambda: service.seeds(body.seed, body.samples),
@@ -35,48 +34,42 @@ def prepare_completion(service: Service, engine: Backend, body: CompletionReques
 
 def _check(body: CompletionRequest) -> None:
     if body.suffix:
-        raise ApiError(400, "suffix: text cannot be inserted before a suffix; leave it out", param="suffix")
+        raise bad_field("suffix", "text cannot be inserted before a suffix; leave it out")
     if body.best_of is not None and body.best_of != body.samples:
-        message = f"best_of: {body.best_of} is not n={body.samples}; every sample is returned, so leave it out"
-        raise ApiError(400, message, param="best_of")
+        raise bad_field("best_of", f"{body.best_of} is not n={body.samples}; every sample is returned, so leave it out")
     if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo: log-probs of the prompt are not reported; leave echo or logprobs out", param="echo")
+        raise bad_field("echo", "log-probs of the prompt are not reported; leave echo or logprobs out")
 
 
 def _encode(engine: Backend, body: CompletionRequest) -> list[list[int]]:
     """Token ids of the prompts; texts get the BOS token where the tokenizer has one."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not given:
-        raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
+        raise bad_field("prompt", "the list is empty; give at least one prompt")
     if isinstance(given[0], int):
         given = [given]
     if len(given) * body.samples > MAX_SAMPLES:
-        message = f"prompt: {len(given)} prompts of {body.samples} samples are more than {MAX_SAMPLES}; send fewer"
-        raise ApiError(400, message, param="prompt", code="too_many_samples")
+        message = f"{len(given)} prompts of {body.samples} samples are more than {MAX_SAMPLES}; send fewer"
+        raise bad_field("prompt", message, code="too_many_samples")
     if isinstance(given[0], str):
         for text in given:
             check_text(text, "prompt")
-        prompts = encode_rendered(engine.tokenizer, [RenderedPrompt(text, templated=False) for text in given])
-    else:
-        prompts = given
-        for prompt in prompts:
-            check_prompt_ids(engine, prompt)
-    return prompts
+        return encode_rendered(engine.tokenizer, [RenderedPrompt(text, templated=False) for text in given])
+    for prompt in given:
+        check_ids("prompt", prompt, engine.vocab_size)
+    return given
 
 
-class CompletionAnswer:
+class CompletionAnswer(SampledAnswer):
     """The answer to one request."""
 
-    ending = DONE
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
-        body = job.body
-        assert isinstance(body, CompletionRequest)
-        self._job, self._body, self._texts = job, body, texts
-        self._frame = Frame(job, "cmpl", "text_completion", "text_completion", model)
-        count = len(job.requests) * body.samples
-        self._samples = [Sample(index, job.sample_text()) for index in range(count)]
-        self._content = [[self._echo(index)] for index in range(count)]
+        super().__init__(job, model, texts)
+        assert isinstance(job.body, CompletionRequest)
+        self._body = job.body
+        self._content = [[self._echo(sample.index)] for sample in self._samples]
         self._echoed = [len(texts[0]) for texts in self._content]
 
     def _echo(self, sample: int) -> str:
@@ -89,16 +82,12 @@ class CompletionAnswer:
             return str(given[sample // self._body.samples])
         return str(self._job.engine.tokenizer.decode(self._job.prompt_of(sample), skip_special_tokens=False))
 
-    def problem(self) -> ApiError | None:
-        """What keeps the answer from being complete."""
-        return self._frame.problem(self._samples)
-
     def opening(self) -> list[dict[str, Any]]:
         """The prompts, where they are to be repeated or their token ids were asked for."""
         if not (self._body.echo or self._body.return_token_ids):
             return []
         return [
-            self._frame.chunk([self._choice(sample, self._content[sample.index][0], range(0), first=True)])
+            self._framed([self._choice(sample, self._content[sample.index][0], range(0), first=True)])
             for sample in self._samples
         ]
 
@@ -109,31 +98,22 @@ class CompletionAnswer:
         self._content[sample].append(text)
         if not self._body.stream or (not text and state.finish is None):
             return []
-        return [self._frame.chunk([self._choice(state, text, state.unshown())])]
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Usage, where it was asked for."""
-        return self._frame.closing(self._samples)
+        return [self._framed([self._choice(state, text, state.unshown())])]
 
     def complete(self) -> dict[str, Any]:
         """The whole answer."""
-        choices = [
-            self._choice(s, "".join(self._content[s.index]), range(len(s.tokens)), first=True) for s in self._samples
-        ]
-        return self._frame.whole(choices, self._frame.usage(self._samples))
+        return self._whole(
+            [self._choice(s, "".join(self._content[s.index]), range(len(s.tokens)), first=True) for s in self._samples]
+        )
 
     def _choice(self, sample: Sample, text: str, places: range, *, first: bool = False) -> dict[str, Any]:
-        choice = {
+        return {
             "index": sample.index,
             "text": text,
             "logprobs": self._logprobs(sample, places) if self._body.logprobs is not None and places else None,
             "finish_reason": sample.finish,
+            **self._token_ids(sample, places, first),
         }
-        if self._body.return_token_ids:
-            if first:
-                choice["prompt_token_ids"] = self._job.prompt_of(sample.index)
-            choice["token_ids"] = [sample.tokens[place].token for place in places]
-        return choice
 
     def _logprobs(self, sample: Sample, places: range) -> dict[str, Any]:
         tokens = [sample.tokens[place] for place in places]

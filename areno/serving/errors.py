@@ -57,6 +57,11 @@ class ApiError(ArenoError):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def bad_field(param: str, message: str, *, where: str | None = None, code: str | None = None) -> ApiError:
+    """Status 400: the field ``param`` cannot work; the message begins with it, or with the place ``where`` in it."""
+    return ApiError(400, f"{where or param}: {message}", param=param, code=code)
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Let every error that an endpoint raises be answered in OpenAI's shape."""
 
@@ -94,4 +99,4 @@ def _invalid(error: RequestValidationError) -> ApiError:
     field = names[0]
     others = {problem["loc"][1] for problem in problems if len(problem["loc"]) > 1} - {field}
     also = f" (and {', '.join(sorted(map(str, others)))})" if others else ""
-    return ApiError(400, f"{'.'.join(names)}: {first['msg']}{also}", param=field, code=str(first["type"]))
+    return bad_field(field, f"{first['msg']}{also}", where=".".join(names), code=str(first["type"]))

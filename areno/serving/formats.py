@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from areno.serving.job import vocabulary_of
 from areno.serving.schemas import ResponseFormat
 from areno.text import grammar
 from areno.text.reasoning import ReasoningDelta, ReasoningParser, ReasoningStream, reasoning_parser_for
@@ -70,7 +69,7 @@ class Formats:
         if make is None:
             return None
         inner, ends = self._with_reasoning(make, expected.reasoning), sorted(self._engine.eos_ids)
-        return lambda: _Contained(inner(), vocabulary_of(self._engine), ends, expected.failures)
+        return lambda: _Contained(inner(), self._engine.vocab_size, ends, expected.failures)
 
     def _with_reasoning(self, make: Callable[..., ConstraintMaker], reasoning: ReasoningParser) -> ConstraintMaker:
         """The constraint of the answer, before which the model may reason as its format has it.
@@ -89,7 +88,7 @@ class Formats:
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
         """Makes the constraint of the answer itself, from the marker ``after`` on where one is given."""
         tokenizer = self._engine.tokenizer
-        options: dict[str, Any] = {"vocab_size": vocabulary_of(self._engine), "eos_ids": self._engine.eos_ids}
+        options: dict[str, Any] = {"vocab_size": self._engine.vocab_size, "eos_ids": self._engine.eos_ids}
         if expected.tool_choice not in ("none", "auto"):
             options |= {"parallel": expected.parallel}
             what = (tokenizer, expected.calls, expected.tools, expected.tool_choice)
@@ -114,7 +113,6 @@ class _Contained:
         self._only_end[list(ends)] = True
 
     def allowed(self) -> np.ndarray | None:
-        """What the grammar allows; once it has failed, the end."""
         if not self._failed:
             try:
                 mask = self._inner.allowed()
@@ -126,11 +124,9 @@ class _Contained:
         return self._only_end
 
     def forces(self, token: int) -> bool:
-        """Whether nothing but the token's text may follow."""
         return self._failed or self._inner.forces(token)
 
     def push(self, token: int) -> None:
-        """A token was sampled."""
         try:
             if not self._failed:
                 self._inner.push(token)
@@ -139,7 +135,6 @@ class _Contained:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end of text may follow."""
         return self._failed or self._inner.finished
 
     def _fail(self, reason: str) -> None:
@@ -155,7 +150,6 @@ class _MayThink:
         self._begun = False
 
     def allowed(self) -> np.ndarray | None:
-        """What may come next; at first also the beginning of reasoning."""
         mask = self._chosen.allowed()
         if self._begun or mask is None:
             return mask
@@ -164,11 +158,9 @@ class _MayThink:
         return mask
 
     def forces(self, token: int) -> bool:
-        """Whether nothing but the token's text may follow; not at first, where the model may also begin to reason."""
         return self._begun and self._chosen.forces(token)
 
     def push(self, token: int) -> None:
-        """A token was sampled."""
         if not self._begun and token == self._opener:
             self._chosen = self._thinking()
         self._begun = True
@@ -176,7 +168,6 @@ class _MayThink:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end of text may follow."""
         return self._chosen.finished
 
 

@@ -47,12 +47,11 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Backend, requests: Sequence[Request], on_end: Callable[[], None], streams: bool = True
+        self, engine: Backend, requests: Sequence[Request], on_end: Callable[[], object], streams: bool = True
     ) -> None:
         self._engine, self._on_end, self._streams = engine, on_end, streams
         self._inbox = _Inbox(asyncio.get_running_loop())
         self._error: BaseException | None = None
-        self._cancelled = False
         listened, first = [], 0
         for request in requests:
             listened.append(replace(request, listener=functools.partial(self._take, first)))
@@ -62,14 +61,8 @@ class Generation:
         for future in self._futures:
             future.add_done_callback(self._ended)
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was ended early."""
-        return self._cancelled
-
     def cancel(self) -> None:
         """Free the slots of what still runs; samples that are complete stay as they are."""
-        self._cancelled = self._cancelled or self._running > 0
         for future in self._futures:
             if not future.done():
                 self._engine.cancel(future)

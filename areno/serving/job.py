@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areno.serving.errors import ApiError
+from areno.serving.errors import ApiError, bad_field
 from areno.serving.schemas import GenerationBody
 from areno.serving.text import SampleText
 from areno.types import Request, SamplingParams, TokenConstraint
@@ -74,16 +74,15 @@ def make_job(
         ApiError: 400, a value cannot work with this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    vocabulary = vocabulary_of(engine)
-    _check_ids("stop_token_ids", body.stop_token_ids or (), vocabulary)
-    bias = _bias(body, vocabulary)
+    check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)
+    bias = _bias(body, engine.vocab_size)
+    temperature = 1.0 if body.temperature is None else body.temperature
     requests, context_full = [], False
     for prompt in prompts:
         if not prompt:
             raise ApiError(400, "a prompt without a token cannot be continued; give some text", param=prompt_field)
         context_full = context_limit is not None and len(prompt) >= context_limit
         room = 1 if context_full else _room(engine, len(prompt), prompt_field, context_limit)
-        temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingParams(
             greedy=temperature < _GREEDY_BELOW,
             temperature=max(temperature, _GREEDY_BELOW),
@@ -119,19 +118,13 @@ def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
     tokens = sum(request.n * request.sampling.max_new_tokens for request in requests)
     if tokens * top_logprobs > _MAX_ALTERNATIVES:
         samples = sum(request.n for request in requests)
-        raise ApiError(
-            400,
-            f"top_logprobs: {top_logprobs} for each token of {samples} samples, {tokens} tokens in all, are "
+        raise bad_field(
+            "top_logprobs",
+            f"{top_logprobs} for each token of {samples} samples, {tokens} tokens in all, are "
             f"{tokens * top_logprobs} alternatives, and one request may have {_MAX_ALTERNATIVES}; ask for fewer "
             "samples, tokens or alternatives",
-            param="top_logprobs",
             code="too_many_logprobs",
         )
-
-
-def check_prompt_ids(engine: Backend, prompt: Sequence[int]) -> None:
-    """Check that a prompt's token ids are the model's. Raises ApiError: 400, one is not."""
-    _check_ids("prompt", prompt, vocabulary_of(engine))
 
 
 def check_text(text: str, param: str) -> None:
@@ -140,20 +133,14 @@ def check_text(text: str, param: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise ApiError(400, f"{param}: {half!r} is half a character; send valid UTF-8", param=param) from error
+        raise bad_field(param, f"{half!r} is half a character; send valid UTF-8") from error
 
 
-def vocabulary_of(engine: Backend) -> int:
-    """Width of the model's logits."""
-    return engine.vocab_size
-
-
-def _check_ids(param: str, ids: Sequence[int], vocabulary: int) -> None:
+def check_ids(param: str, ids: Iterable[int], vocabulary: int) -> None:
+    """Check that the token ids of a field are the model's. Raises ApiError: 400, one is not."""
     for token in ids:
         if not 0 <= token < vocabulary:
-            raise ApiError(
-                400, f"{param}: {token} is no token id of this model; give ids from 0 to {vocabulary - 1}", param=param
-            )
+            raise bad_field(param, f"{token} is no token id of this model; give ids from 0 to {vocabulary - 1}")
 
 
 def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
@@ -162,11 +149,9 @@ def _bias(body: GenerationBody, vocabulary: int) -> dict[int, float] | None:
     bias = {}
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdigit()) or len(key) > 12:
-            raise ApiError(
-                400, f"logit_bias: {key[:40]!r} is no token id; give whole numbers as keys", param="logit_bias"
-            )
+            raise bad_field("logit_bias", f"{key[:40]!r} is no token id; give whole numbers as keys")
         bias[int(key)] = float(value)
-    _check_ids("logit_bias", list(bias), vocabulary)
+    check_ids("logit_bias", bias, vocabulary)
     return bias
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects
-from areno.serving.errors import ApiError
+from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects, recorded
+from areno.serving.errors import bad_field
 from areno.serving.schemas import ChatRequest, RequestBody
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -34,19 +34,15 @@ class MessagesRequest(RequestBody):
     def chat(self) -> ChatRequest:
         """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
         choice = self.tool_choice or {}
+        same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return chat_request(
-            {
-                "model": self.model,
+            {name: getattr(self, name) for name in same}
+            | {
                 "messages": self._messages(),
                 "tools": [_tool(tool) for tool in self.tools or []] or None,
                 "tool_choice": _choice(choice) if self.tools else None,
                 "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
-                "max_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
-                "stream": self.stream,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
             }
         )
 
@@ -72,10 +68,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
             result = _text(block.get("content") or "", where)
             made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use":
-            function = {
-                "name": block.get("name"),
-                "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
-            }
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             answer.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
@@ -95,21 +89,16 @@ def _text(content: Any, where: str) -> str:
     content = objects(content, where, "messages")
     wrong = [block.get("type") for block in content if block.get("type") != "text"]
     if wrong:
-        raise ApiError(400, f"{where}: blocks of type {wrong[0]!r} cannot be read here; send text", param="messages")
+        raise bad_field("messages", f"blocks of type {wrong[0]!r} cannot be read here; send text", where=where)
     return "".join(str(block.get("text", "")) for block in content)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        raise ApiError(
-            400, f"tools: a tool of type {tool['type']!r} is not there; give tools of your own", param="tools"
-        )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-    }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+        raise bad_field("tools", f"a tool of type {tool['type']!r} is not there; give tools of your own")
+    names = {"name": "name", "description": "description", "parameters": "input_schema"}
+    function = {name: tool[own] for name, own in names.items() if tool.get(own) is not None}
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
@@ -121,52 +110,50 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 class MessagesAnswer(BlockAnswer):
     """The answer to one request."""
 
-    def start(self) -> Iterable[Event]:
-        """The stream begins."""
+    def _begin(self) -> Iterable[Event]:
         yield {"type": "message_start", "message": self._message([], None, self._answer.prompt_tokens, 0)}
 
-    def open(self, index: int, kind: BlockKind) -> Iterable[Event]:
-        """A block begins."""
-        yield {"type": "content_block_start", "index": index, "content_block": _block(kind, "")}
+    def _open(self, index: int, kind: BlockKind) -> Iterable[Event]:
+        yield {"type": "content_block_start", "index": index, "content_block": self._item(index, kind, "")}
 
-    def delta(self, index: int, kind: BlockKind, text: str) -> Event:
-        """A further piece of a block."""
+    def _piece(self, index: int, kind: BlockKind, text: str) -> Event:
         piece = {"type": "text_delta", "text": text} if kind == "text" else {"type": "thinking_delta", "thinking": text}
         return {"type": "content_block_delta", "index": index, "delta": piece}
 
-    def close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
-        """A block ends."""
+    def _close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
         yield {"type": "content_block_stop", "index": index}
 
-    def call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
-        """A whole call."""
+    def _call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
         arguments = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
-        yield {"type": "content_block_start", "index": index, "content_block": {**_use(call), "input": {}}}
+        begun = {**self._call_item(index, call), "input": {}}
+        yield {"type": "content_block_start", "index": index, "content_block": begun}
         yield {"type": "content_block_delta", "index": index, "delta": arguments}
         yield {"type": "content_block_stop", "index": index}
 
-    def end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        """The stream ends."""
-        reason, usage = _STOPS[chat["choices"][0]["finish_reason"]], chat["usage"]
-        recorded = {"areno": chat["areno"]} if "areno" in chat else {}
+    def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
+        reason = _STOPS[chat["choices"][0]["finish_reason"]]
         yield {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": None},
-            "usage": {"output_tokens": usage["completion_tokens"]},
-            **recorded,
+            "usage": {"output_tokens": chat["usage"]["completion_tokens"]},
+            **recorded(chat),
         }
         yield {"type": "message_stop"}
 
-    def whole(self, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
-        choice, usage = chat["choices"][0], chat["usage"]
-        message = choice["message"]
-        blocks = [_block("reasoning", message["reasoning_content"])] if message.get("reasoning_content") else []
-        blocks += [_block("text", message["content"])] if message["content"] else []
-        blocks += [_use(call) for call in message.get("tool_calls") or []]
-        counts = (usage["prompt_tokens"], usage["completion_tokens"])
-        made = self._message(blocks, _STOPS[choice["finish_reason"]], *counts)
-        return made | ({"areno": chat["areno"]} if "areno" in chat else {})
+    def _item(self, index: int, kind: BlockKind, text: str) -> dict[str, Any]:
+        if kind == "text":
+            return {"type": "text", "text": text}
+        return {"type": "thinking", "thinking": text, "signature": ""}
+
+    def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = chat["usage"]
+        reason = _STOPS[chat["choices"][0]["finish_reason"]]
+        return self._message(items, reason, usage["prompt_tokens"], usage["completion_tokens"])
 
     def _message(self, content: list[dict[str, Any]], stop: str | None, given: int, said: int) -> dict[str, Any]:
         return {
@@ -179,19 +166,3 @@ class MessagesAnswer(BlockAnswer):
             "stop_sequence": None,
             "usage": {"input_tokens": given, "output_tokens": said},
         }
-
-
-def _block(kind: BlockKind, text: str) -> dict[str, Any]:
-    if kind == "text":
-        return {"type": "text", "text": text}
-    return {"type": "thinking", "thinking": text, "signature": ""}
-
-
-def _use(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "type": "tool_use",
-        "id": call["id"],
-        "name": function["name"],
-        "input": json.loads(function["arguments"]),
-    }

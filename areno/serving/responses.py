@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects
+from areno.serving.blocks import BlockAnswer, BlockKind, Event, chat_request, objects, recorded
 from areno.serving.chat import ChatAnswer
-from areno.serving.errors import ApiError
+from areno.serving.errors import bad_field
 from areno.serving.schemas import ChatRequest, RequestBody
 
 
@@ -33,31 +33,25 @@ class ResponsesRequest(RequestBody):
     def chat(self) -> ChatRequest:
         """The same as a chat request. Raises ApiError: 400, something has no meaning here."""
         if self.previous_response_id is not None:
-            message = "previous_response_id: answers are not kept here; send the whole conversation as input"
-            raise ApiError(400, message, param="previous_response_id")
+            raise bad_field("previous_response_id", "answers are not kept here; send the whole conversation as input")
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
+        same = ("model", "parallel_tool_calls", "temperature", "top_p", "stream")
         return chat_request(
-            {
-                "model": self.model,
+            {name: getattr(self, name) for name in same}
+            | {
                 "messages": self._messages(),
                 "tools": [_tool(tool) for tool in self.tools or []] or None,
                 "tool_choice": choice if self.tools else None,
-                "parallel_tool_calls": self.parallel_tool_calls,
                 "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "stream": self.stream,
                 "response_format": _format((self.text or {}).get("format")),
             }
         )
 
     def _messages(self) -> list[dict[str, Any]]:
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for place, item in enumerate(items):
             _add(messages, item, f"input[{place}]")
         return messages
@@ -78,7 +72,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             messages.append({"role": "assistant", "content": None})
         _extend(messages[-1], kind, item)
     else:
-        raise ApiError(400, f"{where}: items of type {kind!r} have no meaning here; leave it out", param="input")
+        raise bad_field("input", f"items of type {kind!r} have no meaning here; leave it out", where=where)
 
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -105,14 +99,14 @@ def _extend(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ApiError(400, f"tools: a tool of type {tool.get('type')!r} is not there; give functions", param="tools")
+        raise bad_field("tools", f"a tool of type {tool.get('type')!r} is not there; give functions")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _format(form: Any) -> dict[str, Any] | None:
     if form is not None and not isinstance(form, Mapping):
-        raise ApiError(400, f"text: {form!r:.80} is no format; give an object with a type", param="text")
+        raise bad_field("text", f"{form!r:.80} is no format; give an object with a type")
     if form is None or form.get("type") == "text":
         return None
     if form.get("type") != "json_schema":
@@ -129,39 +123,32 @@ class ResponsesAnswer(BlockAnswer):
         self._body, self._number = body, -1
         self._output: list[dict[str, Any]] = []
 
-    def start(self) -> Iterable[Event]:
-        """The stream begins."""
+    def _begin(self) -> Iterable[Event]:
         begun = self._response("in_progress", [], None)
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
 
-    def open(self, index: int, kind: BlockKind) -> Iterable[Event]:
-        """A block begins."""
-        item = _reasoning(self._item(index), "") if kind == "reasoning" else _message(self._item(index), None)
-        yield self._event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
+    def _open(self, index: int, kind: BlockKind) -> Iterable[Event]:
+        begun = {**self._item(index, kind, ""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
         if kind == "text":
             yield self._event("response.content_part.added", **self._place(index), part=_part(""))
 
-    def delta(self, index: int, kind: BlockKind, text: str) -> Event:
-        """A further piece of a block."""
+    def _piece(self, index: int, kind: BlockKind, text: str) -> Event:
         name = "response.output_text.delta" if kind == "text" else "response.reasoning_text.delta"
         extra: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
         return self._event(name, **self._place(index), delta=text, **extra)
 
-    def close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
-        """A block ends."""
+    def _close(self, index: int, kind: BlockKind, text: str) -> Iterable[Event]:
         if kind == "text":
             yield self._event("response.output_text.done", **self._place(index), text=text, logprobs=[])
             yield self._event("response.content_part.done", **self._place(index), part=_part(text))
-            item = _message(self._item(index), text)
         else:
             yield self._event("response.reasoning_text.done", **self._place(index), text=text)
-            item = _reasoning(self._item(index), text)
-        yield self._done(index, item)
+        yield self._done(index, self._item(index, kind, text))
 
-    def call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
-        """A whole call."""
-        item = _call(self._item(index), call)
+    def _call(self, index: int, call: Mapping[str, Any]) -> Iterable[Event]:
+        item = self._call_item(index, call)
         begun = {**item, "arguments": "", "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": index}
         yield self._event("response.output_item.added", output_index=index, item=begun)
@@ -170,23 +157,23 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("response.function_call_arguments.done", **place, **named)
         yield self._done(index, item)
 
-    def end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
-        """The stream ends."""
-        status = _status(chat)
-        response = self._response(status, self._output, chat["usage"]) | _recorded(chat)
-        yield self._event(f"response.{status}", response=response)
+    def _end(self, chat: Mapping[str, Any]) -> Iterable[Event]:
+        response = self._whole(chat, self._output)
+        yield self._event(f"response.{response['status']}", response=response | recorded(chat))
 
-    def whole(self, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
-        message = chat["choices"][0]["message"]
-        output: list[dict[str, Any]] = []
-        if message.get("reasoning_content"):
-            output.append(_reasoning(self._item(len(output)), message["reasoning_content"]))
-        if message["content"]:
-            output.append(_message(self._item(len(output)), message["content"]))
-        for call in message.get("tool_calls") or []:
-            output.append(_call(self._item(len(output)), call))
-        return self._response(_status(chat), output, chat["usage"]) | _recorded(chat)
+    def _item(self, index: int, kind: BlockKind, text: str) -> dict[str, Any]:
+        name = {"id": self._name(index)}
+        if kind == "text":
+            return name | {"type": "message", "status": "completed", "role": "assistant", "content": [_part(text)]}
+        return name | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        head = {"id": self._name(index), "type": "function_call", "status": "completed", "call_id": call["id"]}
+        return head | {name: call["function"][name] for name in ("name", "arguments")}
+
+    def _whole(self, chat: Mapping[str, Any], items: list[dict[str, Any]]) -> dict[str, Any]:
+        status = "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
+        return self._response(status, items, chat["usage"])
 
     def _done(self, index: int, item: dict[str, Any]) -> Event:
         self._output.append(item)
@@ -196,11 +183,11 @@ class ResponsesAnswer(BlockAnswer):
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
-    def _item(self, index: int) -> str:
+    def _name(self, index: int) -> str:
         return f"item_{index}_{self._answer.id}"
 
     def _place(self, index: int) -> dict[str, Any]:
-        return {"item_id": self._item(index), "output_index": index, "content_index": 0}
+        return {"item_id": self._name(index), "output_index": index, "content_index": 0}
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
         body = self._body
@@ -234,35 +221,5 @@ class ResponsesAnswer(BlockAnswer):
         }
 
 
-def _status(chat: Mapping[str, Any]) -> Literal["completed", "incomplete"]:
-    return "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
-
-
-def _recorded(chat: Mapping[str, Any]) -> dict[str, Any]:
-    return {"areno": chat["areno"]} if "areno" in chat else {}
-
-
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _message(name: str, text: str | None) -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
-    return {"id": name, "type": "message", "status": "completed", "role": "assistant", "content": content}
-
-
-def _reasoning(name: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}] if text else []
-    return {"id": name, "type": "reasoning", "summary": [], "content": content}
-
-
-def _call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": name,
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call["id"],
-        "name": function["name"],
-        "arguments": function["arguments"],
-    }

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -33,15 +34,15 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(2048)
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
     except OSError as error:
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; choose another port, or 0 for any free one"
         ) from error
-    return found
+    return sock
 
 
 def address_of(sock: socket.socket) -> str:
@@ -101,7 +102,7 @@ class ServerThread:
         self.url = address_of(self._socket)
         self._server = _Server(service)
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="areno-serving", daemon=True)
+        self._thread = threading.Thread(target=lambda: _run(self._serve()), name="areno-serving", daemon=True)
         self._thread.start()
         self._started.wait()
 
@@ -109,9 +110,6 @@ class ServerThread:
     def base_url(self) -> str:
         """What OpenAI clients take as ``base_url``."""
         return f"{self.url}/v1"
-
-    def _run(self) -> None:
-        _run(self._serve())
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
@@ -171,23 +169,21 @@ def serve_process(
         raise process.error
 
 
+@dataclass
 class _Process:
     """One run of ``areno serve``."""
 
-    def __init__(
-        self,
-        service: Service,
-        load: Callable[[], Backend],
-        sock: socket.socket,
-        drain_timeout_s: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self.engine: Backend | None = None
-        self.error: BaseException | None = None
+    service: Service
+    make_engine: Callable[[], Backend]
+    sock: socket.socket
+    drain_timeout_s: float
+    say: Callable[[str], None]
+    engine: Backend | None = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
         self.loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
-        self._service, self._make_engine, self._socket = service, load, sock
-        self._drain_timeout_s, self._say = drain_timeout_s, say
-        self._server = _Server(service)
+        self._server = _Server(self.service)
 
     async def run(self) -> None:
         """Serve to the end."""
@@ -196,35 +192,35 @@ class _Process:
         self._insisted = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled)
-        self._say(f"{self._service.config.model_name} at {address_of(self._socket)}/v1 (loading the model)")
-        serving = asyncio.create_task(self._server.serve([self._socket]))
+        self.say(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")
+        serving = asyncio.create_task(self._server.serve([self.sock]))
         self.loading.start()
         await self._asked.wait()
         await self._drain()
         self._server.should_exit = True
         await serving
-        self._service.close()
+        self.service.close()
 
     async def _drain(self) -> None:
-        running = self._service.open_samples
+        running = self.service.open_samples
         if running:
-            self._say(f"finishing {running} samples, at most {self._drain_timeout_s:g} s; once more to cancel them")
-        draining = asyncio.create_task(self._service.drain(self._drain_timeout_s))
+            self.say(f"finishing {running} samples, at most {self.drain_timeout_s:g} s; once more to cancel them")
+        draining = asyncio.create_task(self.service.drain(self.drain_timeout_s))
         insisting = asyncio.create_task(self._insisted.wait())
         await asyncio.wait((draining, insisting), return_when=asyncio.FIRST_COMPLETED)
         insisting.cancel()
         if not draining.done():
             draining.cancel()
-            await self._service.drain(0)
+            await self.service.drain(0)
 
     def _signalled(self) -> None:
         (self._insisted if self._asked.is_set() else self._asked).set()
 
     def _load(self) -> None:
         try:
-            self.engine = self._make_engine()
-            self._service.attach(self.engine)
-            self._say("ready")
+            self.engine = self.make_engine()
+            self.service.attach(self.engine)
+            self.say("ready")
         except ArenoError as error:
             self._give_up(error)
         except BaseException as error:
@@ -234,6 +230,6 @@ class _Process:
 
     def _give_up(self, error: ArenoError) -> None:
         self.error = error
-        self._service.fail(str(error))
+        self.service.fail(str(error))
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             self._loop.call_soon_threadsafe(self._asked.set)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError
-from areno.serving.errors import ApiError
+from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
 from areno.serving.heap import seldom_collections
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 
-_RETRY_AFTER_S = "1"
+_RETRY = {"Retry-After": "1"}  # seconds
 # Threads that render, encode and compile: one request that takes long must not hold up the others.
 _PREPARING_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
@@ -82,7 +82,7 @@ class Service:
         self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
-        self._failure = ""
+        self.failure = ""  # why the state is ``failed``
         self._draining = False
         self._open: dict[Generation, int] = {}  # generations that are not over, and their samples
         self._requests = 0
@@ -104,25 +104,16 @@ class Service:
 
     def fail(self, reason: str) -> None:
         """The engine can serve no more."""
-        self._failure = reason
-
-    def start_draining(self) -> None:
-        """Finish what runs, take nothing new."""
-        self._draining = True
+        self.failure = reason
 
     @property
     def state(self) -> State:
         """Where the server is in its life."""
-        if self._failure:
+        if self.failure:
             return "failed"
         if self._draining:
             return "draining"
         return "ready" if self._model is not None else "loading"
-
-    @property
-    def failure(self) -> str:
-        """Why the state is ``failed``."""
-        return self._failure
 
     @property
     def open_samples(self) -> int:
@@ -133,12 +124,11 @@ class Service:
         """The model. Raises ApiError: 503, the server is not in the state to take requests."""
         if self.state == "ready" and self._model is not None:
             return self._model
-        retry = {"Retry-After": _RETRY_AFTER_S}
         if self.state == "loading":
-            raise ApiError(503, "the model is still being loaded; try again", code="loading", headers=retry)
+            raise ApiError(503, "the model is still being loaded; try again", code="loading", headers=_RETRY)
         if self.state == "draining":
-            raise ApiError(503, "the server is shutting down", code="draining", headers=retry)
-        raise ApiError(503, f"the engine has failed: {self._failure}; restart the server", code="engine_failed")
+            raise ApiError(503, "the server is shutting down", code="draining", headers=_RETRY)
+        raise ApiError(503, f"the engine has failed: {self.failure}; restart the server", code="engine_failed")
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a request names; none is fine. Raises ApiError: 404, it is another one."""
@@ -196,16 +186,12 @@ class Service:
         """
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
-            message = f"n: {samples} samples in one request, but this server takes {limit} at once; send fewer"
-            raise ApiError(400, message, param="n", code="too_many_samples")
+            message = f"{samples} samples in one request, but this server takes {limit} at once; send fewer"
+            raise bad_field("n", message, code="too_many_samples")
         taken = self.open_samples + self._in_preparation
         if taken + samples > limit:
-            raise ApiError(
-                429,
-                f"the queue is full ({taken} samples of at most {limit}); try again later",
-                code="queue_full",
-                headers={"Retry-After": _RETRY_AFTER_S},
-            )
+            message = f"the queue is full ({taken} samples of at most {limit}); try again later"
+            raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool = True) -> Generation:
         """Start generating; ``streams`` says whether tokens are wanted as they come.
@@ -217,14 +203,11 @@ class Service:
         samples = sum(request.n for request in requests)
         self.make_room(samples)
         try:
-            generation = Generation(engine, requests, lambda: self._close(generation), streams)
+            generation = Generation(engine, requests, lambda: self._open.pop(generation, None), streams)
         except EngineError as error:
             raise ApiError(503, f"the engine takes no requests: {error}", code="engine_failed") from error
         self._open[generation] = samples
         return generation
-
-    def _close(self, generation: Generation) -> None:
-        self._open.pop(generation, None)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -234,7 +217,7 @@ class Service:
         Returns:
             Samples that were cancelled.
         """
-        self.start_draining()
+        self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)

@@ -70,53 +70,67 @@ class Answer(Protocol):
         """What is wrong with the answer when no more tokens come; None where it is complete."""
 
 
-class Frame:
-    """Makes the objects around choices.
+class SampledAnswer:
+    """What answers of both completion endpoints share: samples, usage, and the objects around choices.
 
-    Args:
+    Attributes:
         prefix: of the answer's id, such as ``chatcmpl``.
         kind: value of ``object`` of a whole answer.
         chunk_kind: value of ``object`` of a chunk.
     """
 
-    def __init__(self, job: Job, prefix: str, kind: str, chunk_kind: str, model: str) -> None:
-        self._job, self._kind, self._chunk_kind = job, kind, chunk_kind
-        self.name, self.created, self.model = f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model
-        self._head = {"id": self.name, "created": self.created, "model": model}
+    ending = DONE
+    prefix: str
+    kind: str
+    chunk_kind: str
 
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """One chunk of a stream."""
-        counts = {"usage": usage} if self._job.body.include_usage else {}
-        return {**self._head, "object": self._chunk_kind, "choices": choices, **counts}
+    def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
+        self.id, self.created, self.model = uuid.uuid4().hex, int(time.time()), model
+        self.prompt_tokens = job.prompt_tokens
+        self._job, self._texts = job, texts
+        self._head = {"id": f"{self.prefix}-{self.id}", "created": self.created, "model": model}
+        count = len(job.requests) * job.body.samples
+        self._samples = [Sample(index, job.sample_text()) for index in range(count)]
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """A whole answer."""
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
-
-    def usage(self, samples: list[Sample]) -> dict[str, int]:
-        """Token counts; a prompt counts once, however many samples it has."""
-        completion = sum(len(sample.tokens) for sample in samples)
-        prompt = self._job.prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def problem(self, samples: list[Sample]) -> ApiError | None:
+    def problem(self) -> ApiError | None:
         """An error where a sample did not come to its end: only the server itself cancels one whose client still waits."""
-        if all(sample.finish is not None for sample in samples):
+        if all(sample.finish is not None for sample in self._samples):
             return None
         return ApiError(503, "the server is shutting down and has cancelled this request", code="draining")
 
-    def closing(self, samples: list[Sample]) -> list[dict[str, Any]]:
+    def closing(self) -> list[dict[str, Any]]:
         """The last chunk, with usage, where the client asked for it."""
-        return [self.chunk([], self.usage(samples))] if self._job.body.include_usage else []
+        return [self._framed([], self._usage())] if self._job.body.include_usage else []
+
+    def _framed(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """One chunk of a stream."""
+        counts = {"usage": usage} if self._job.body.include_usage else {}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **counts}
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        """Token counts; a prompt counts once, however many samples it has."""
+        completion = sum(len(sample.tokens) for sample in self._samples)
+        prompt = self.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _token_ids(self, sample: Sample, places: range, first: bool) -> dict[str, list[int]]:
+        """Token ids of a choice where they were asked for, those of the prompt with its ``first`` chunk."""
+        if not self._job.body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": self._job.prompt_of(sample.index)} if first else {}
+        return {**prompt, "token_ids": [sample.tokens[place].token for place in places]}
 
 
 def chat_logprobs(tokens: Sequence[GeneratedToken], texts: TokenTexts) -> dict[str, Any]:
     """``logprobs`` of a chat choice: each token with the most likely ones at its place."""
-    return {"content": [{**_entry(t.token, t.logprob, texts), "top_logprobs": _tops(t, texts)} for t in tokens]}
-
-
-def _tops(token: GeneratedToken, texts: TokenTexts) -> list[dict[str, Any]]:
-    return [_entry(other, logprob, texts) for other, logprob in token.top]
+    content = [
+        {**_entry(t.token, t.logprob, texts), "top_logprobs": [_entry(*other, texts) for other in t.top]}
+        for t in tokens
+    ]
+    return {"content": content}
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:

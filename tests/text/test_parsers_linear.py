@@ -19,7 +19,7 @@ MODULES = [
         "reasoning",
         "tool_calls.block",
         "tool_calls.gemma",
-        "tool_calls.hermes",
+        "tool_calls.qwen",
         "tool_calls.json_calls",
         "tool_calls.json_span",
         "tool_calls.mistral",

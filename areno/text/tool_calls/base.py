@@ -1,6 +1,6 @@
 """What every tool-call format shares: the message that comes out, and the walk through text that may arrive in pieces.
 
-A format knows how one call looks from its opening marker on (:class:`CallFormat`, :class:`CallScanner`); the walk here
+A format knows how one call looks from its opening marker on (:class:`CallFormat`); the walk here
 finds the markers, hands out the text between them, and decides whether a call counts. A call is handed out once it is
 complete and known to be good, never before: only so can a malformed one stay text. Parsing a whole text is streaming it
 in one piece, so both always agree.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any
 
 from areno.errors import UsageError
 from areno.text.growing import GrowingText
@@ -82,44 +83,33 @@ class PlainText:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A marker around calls; it vanishes beside a call and stays where text follows."""
+class Outcome:
+    """What a scanner found: the text from its opening marker up to ``end`` stands for ``items``.
+
+    Without items it was a mere wrapper of calls, which vanishes beside a call and stays where text follows.
+    """
+
+    end: int
+    items: Sequence[RawCall | Malformed | PlainText]
+
+
+Scan = Callable[[GrowingText, bool], Outcome | None]
+"""Reads one call, or one block of calls, from its opening marker on.
+
+It is given the message so far, each time the same one or a longer one, and whether no more will come. It returns None if it
+takes more text to know (never where no more comes); the outcome depends on the text alone, not on how it arrived. A message
+may have any number of opening markers, and the text after each may be read in vain up to where another one could begin: so
+it must take time in proportion to what it reads, go on where it stopped, look for markers by :meth:`GrowingText.find`, and
+not read far beyond the text that its outcome stands for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a scanner found: the text from its opening marker up to ``end`` stands for ``items``, one or more."""
-
-    end: int
-    items: Sequence[RawCall | Malformed | PlainText | Wrapper]
-
-
-class CallScanner(Protocol):
-    """Reads one call, or one block of calls, whose text may still be growing.
-
-    A message may have any number of opening markers, and the text after each may be read in vain up to where another one
-    could begin. So a scanner must take time in proportion to what it reads, go on where it stopped, look for markers by
-    :meth:`GrowingText.find`, and not read far beyond the text that its outcome stands for.
-    """
-
-    def scan(self, source: GrowingText, final: bool) -> Outcome | None:
-        """Look at the text from the opening marker on.
-
-        Returns:
-            The outcome, None if it takes more text to know (never when ``final``). It depends on the text alone, not
-            on how it arrived.
-        """
-
-
-class CallFormat(Protocol):
+class CallFormat:
     """One way to write calls."""
 
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The markers that a call begins with; none of them is part of another."""
-
-    def scanner(self, start: int) -> CallScanner:
-        """A fresh scanner of the block whose opening marker is at ``start``."""
+    openers: tuple[str, ...]  # the markers that a call begins with; none of them is part of another
+    scanner: Callable[[int], Scan]  # a fresh scanner of the block whose opening marker is at this place
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +218,7 @@ class StreamingParser:
     _source: GrowingText = field(default_factory=GrowingText)
     _at: int = 0  # what is before has been read
     _unsaid: int = 0  # from here to there are white space and wrappers: text if text follows, nothing beside a call
-    _scanner: CallScanner | None = None
+    _scan: Scan | None = None
     _calls: int = 0
     _after_call: bool = False
     _said: list[str] = field(default_factory=list)
@@ -252,32 +242,29 @@ class StreamingParser:
     def _walk(self, final: bool) -> None:
         length = len(self._source.text)
         while self._at < length:
-            if self._scanner is not None:
-                if not self._scan(self._scanner, final):
+            if self._scan is not None:
+                outcome = self._scan(self._source, final)
+                if outcome is None:
                     return
+                if outcome.items:
+                    self._take_items(outcome)
+                    self._unsaid = outcome.end
+                self._at, self._scan = outcome.end, None
                 continue
-            place, opener, form = self._next_marker()
-            if opener is None:
+            markers: list[tuple[str, CallFormat | None]] = [(marker, None) for marker in self.parser.wrappers]
+            markers += [(opener, form) for form in self.parser.formats for opener in form.openers]
+            hits = [(place, *one) for one in markers if (place := self._source.find(one[0], self._at)) >= 0]
+            if not hits:
                 # The longest end of the text that may grow into a marker is left for later.
                 keep = 0 if final else longest_marker_start(self._source.text, self.parser.markers, self._at)
                 self._prose(length - keep)
                 return
+            place, marker, form = min(hits, key=itemgetter(0))
             self._prose(place)
             if form is None:
-                self._at += len(opener)
+                self._at += len(marker)
             else:
-                self._scanner = form.scanner(place)
-
-    def _scan(self, scanner: CallScanner, final: bool) -> bool:
-        outcome = scanner.scan(self._source, final)
-        if outcome is None:
-            return False
-        if not isinstance(outcome.items[0], Wrapper):
-            self._take_items(outcome)
-            self._unsaid = outcome.end
-        self._at = outcome.end
-        self._scanner = None
-        return True
+                self._scan = form.scanner(place)
 
     def _take_items(self, outcome: Outcome) -> None:
         arguments = [self._arguments(item) for item in outcome.items]
@@ -287,33 +274,22 @@ class StreamingParser:
             self._say(outcome.end)
             return
         for item, found in zip(outcome.items, arguments, strict=True):
-            if found is None:
-                self._say(self._at, item.source)  # type: ignore[union-attr]
+            if found is None or not isinstance(item, RawCall):
+                self._say(self._at, item.source)
                 continue
             self._unsaid = self._at
             self._after_call = True
-            call_id = f"call_{uuid.uuid4().hex[:24]}"
             self._end_text()
-            self._out.append(ToolCallDelta(self._calls, call_id, item.name, found))  # type: ignore[union-attr]
+            self._out.append(ToolCallDelta(self._calls, f"call_{uuid.uuid4().hex[:24]}", item.name, found))
             self._calls += 1
 
-    def _arguments(self, call: RawCall | Malformed | PlainText | Wrapper) -> str | None:
+    def _arguments(self, call: RawCall | Malformed | PlainText) -> str | None:
         """JSON text of a call's arguments; None where the item is no call of a tool that may be called."""
         function = self.functions.get(call.name) if isinstance(call, RawCall) else None
         if function is None or not isinstance(call, RawCall):
             return None
         arguments = typed_arguments(call.arguments, function.get("parameters")) if call.untyped else call.arguments
         return compact_json(arguments)
-
-    def _next_marker(self) -> tuple[int, str | None, CallFormat | None]:
-        best: tuple[int, str | None, CallFormat | None] = (len(self._source.text), None, None)
-        pairs: list[tuple[str, CallFormat | None]] = [(w, None) for w in self.parser.wrappers]
-        pairs += [(opener, form) for form in self.parser.formats for opener in form.openers]
-        for marker, form in pairs:
-            place = self._source.find(marker, self._at)
-            if 0 <= place < best[0]:
-                best = (place, marker, form)
-        return best
 
     def _prose(self, end: int) -> None:
         """Read text without a marker."""

@@ -1,4 +1,4 @@
-"""A call between an opening and a closing marker, whatever its body looks like.
+"""A call between an opening and a closing marker, whatever its body looks like; and the formats whose body is JSON.
 
 The closing marker only counts where the body is complete, so it may stand in an argument; a body that cannot be read
 ends at the first closing marker, so that one bad call does not swallow the next.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallScanner, Malformed, Outcome, RawCall
-from areno.text.tool_calls.json_span import JsonSpan, Verdict, call_of, load_arguments, load_json
+from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, Outcome, RawCall, ToolCallParser
+from areno.text.tool_calls.json_span import JsonSpan, Span, Verdict, call_of, load_arguments, load_json
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 MAX_HEADER = 256
@@ -35,27 +35,23 @@ class Body(Protocol):
         """The calls of the closed body, at least one; ``source`` is the block's own part of ``text``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A format of marked blocks."""
+def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], Body]) -> CallFormat:
+    """A format of marked blocks.
 
-    opener: str  # begins a block
-    closers: tuple[str, ...]  # any of them ends it; empty where the body itself says where it ends
-    make_body: Callable[[int], Body]  # given the place where the body begins, a fresh reader of it
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The one opening marker."""
-        return (self.opener,)
-
-    def scanner(self, start: int) -> CallScanner:
-        """A fresh scanner of one block."""
-        return _BlockScanner(self, self.make_body(start + len(self.opener)), start)
+    Args:
+        opener: begins a block.
+        closers: any of them ends it; empty where the body itself says where it ends.
+        make_body: given the place where the body begins, a fresh reader of it.
+    """
+    return CallFormat(
+        (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
+    )
 
 
 @dataclass(slots=True)
 class _BlockScanner:
-    block: Block
+    opener: str
+    closers: tuple[str, ...]
     body: Body
     start: int
     verdict: Verdict = "open"
@@ -71,7 +67,7 @@ class _BlockScanner:
         return self._give_up(source, final)
 
     def _close(self, source: GrowingText, final: bool) -> Outcome | None:
-        text, opener, closers = source.text, self.block.opener, self.block.closers
+        text, opener, closers = source.text, self.opener, self.closers
         if not closers:
             return self._done(text, self.body.at)
         place = self._after = _BLANK.match(text, max(self._after, self.body.at)).end()  # type: ignore[union-attr]
@@ -92,15 +88,11 @@ class _BlockScanner:
         return Outcome(end, self.body.items(text, text[self.start : end]))
 
     def _give_up(self, source: GrowingText, final: bool) -> Outcome | None:
-        if not self.block.closers and self.verdict == "broken":
-            return Outcome(self.start + len(self.block.opener), [Malformed(self.block.opener)])
-        ends = [
-            place + len(closer)
-            for closer in self.block.closers
-            if (place := source.find(closer, self.body.resume)) >= 0
-        ]
-        following = source.find(self.block.opener, self.body.resume)
-        ends += [following] if following >= 0 else []
+        if not self.closers and self.verdict == "broken":
+            return Outcome(self.start + len(self.opener), [Malformed(self.opener)])
+        after = self.body.resume
+        ends = [place + len(closer) for closer in self.closers if (place := source.find(closer, after)) >= 0]
+        ends += [place for place in [source.find(self.opener, after)] if place >= 0]
         if not ends and not final:
             return None
         end = min(ends, default=len(source.text))
@@ -112,12 +104,12 @@ class HeaderJson:
     """A body of a short header and a JSON object; the header may name the tool, otherwise the object does."""
 
     at: int  # where the body begins
-    header: re.Pattern[
-        str
-    ]  # what the header looks like up to the brace; its first group that matched is the name of the tool
+    header: re.Pattern[str]  # what is before the brace; its first group that matched is the name of the tool
+    make_span: Callable[[int], Span] = JsonSpan
+    load: Callable[[str], Any] = load_json
     resume: int = field(init=False)
     _brace: int = -1
-    _span: JsonSpan | None = None
+    _span: Span | None = None
 
     def __post_init__(self) -> None:
         self.resume = self.at
@@ -131,8 +123,8 @@ class HeaderJson:
                 return "open" if len(text) - self.resume <= MAX_HEADER else "broken"
             if not self.header.fullmatch(text, self.resume, self._brace):
                 return "broken"
-            self._span = JsonSpan(self._brace)
-        verdict = self._span.read(text)
+            self._span = self.make_span(self._brace)
+        verdict = self._span.read(source)
         self.at = self._span.at
         return verdict
 
@@ -141,7 +133,7 @@ class HeaderJson:
         matched = self.header.fullmatch(text, self.resume, self._brace)
         name = next((group for group in matched.groups() if group), None) if matched else None
         try:
-            value = load_json(text[self._brace : self.at])
+            value = self.load(text[self._brace : self.at])
         except ValueError:
             return [Malformed(source)]
         return [raw_call(source, value, name)]
@@ -154,3 +146,46 @@ def raw_call(source: str, value: Any, name: str | None = None) -> Item:
         return Malformed(source) if arguments is None else RawCall(name, arguments, source)
     call = call_of(value) if isinstance(value, Mapping) else None
     return Malformed(source) if call is None else RawCall(*call, source)
+
+
+def _headed(opener: str, closers: tuple[str, ...], header: str) -> CallFormat:
+    pattern = re.compile(header)
+    return block(opener, closers, lambda start: HeaderJson(start, pattern))
+
+
+# Hermes: the JSON has the name. Qwen's and MiniCPM's formats are made of this one.
+HERMES = ToolCallParser(
+    "hermes",
+    (_headed("<tool_call>", ("</tool_call>",), r"\s*"),),
+    shape=CallShape('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", separator="\n"),
+)
+
+# DeepSeek: V3 writes the kind, the separator, the name and a code fence; V3.1 the name, the separator and the bare object.
+_BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK = _headed(
+    _BEGIN,
+    (_END, f"```{_END}", f"```\n{_END}"),
+    rf"\s*function{_SEP}([^\s{{<]+)\s*+(?:```json)?\s*|\s*([^\s{{<]+){_SEP}\s*",
+)
+_V3_SHAPE = CallShape(
+    before=f"{_BEGIN}function{_SEP}{{bare_name}}\n```json\n",
+    after=f"\n```{_END}",
+    begin=_ALL_BEGIN,
+    separator="\n",
+    end=_ALL_END,
+)
+_V31_SHAPE = CallShape(before=f"{_BEGIN}{{bare_name}}{_SEP}", after=_END, begin=_ALL_BEGIN, end=_ALL_END)
+DEEPSEEK = ToolCallParser("deepseek", (_DEEPSEEK,), wrappers=(_ALL_BEGIN, _ALL_END), shape=_V3_SHAPE)
+DEEPSEEK_V31 = ToolCallParser("deepseek_v31", (_DEEPSEEK,), wrappers=(_ALL_BEGIN, _ALL_END), shape=_V31_SHAPE)
+
+_KIMI_HEADER = r"\s*(?:functions\.)?([^\s{<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
+KIMI = ToolCallParser(
+    "kimi",
+    (_headed("<|tool_call_begin|>", ("<|tool_call_end|>",), _KIMI_HEADER),),
+    wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
+
+# gpt-oss: a part of the message that is addressed to a tool; the reasoning parser brings every such part into this form.
+_HARMONY_HEADER = r"\s*(?:functions\.)?([^\s{<]+)\s*+(?:<\|constrain\|>)?\s*+(?:json)?\s*<\|message\|>\s*"
+HARMONY = ToolCallParser("harmony", (_headed("<|channel|>commentary to=", ("<|call|>",), _HARMONY_HEADER),))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallScanner, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
 from areno.text.tool_calls.block import MAX_HEADER, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json
 
@@ -22,13 +22,6 @@ _START = re.compile(r"(?:```json[ \t\r\n]*)?(?=(?:\[[ \t\r\n]*)?\{)")
 _UNDER_WAY = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _LOOKS_LIKE_A_CALL = re.compile(r'[ \t\r\n\[]*\{\s*"(?:name|function|tool_calls)"\s*:')
-
-
-class _BareJson:
-    openers = ("{", "[", _FENCE)
-
-    def scanner(self, start: int) -> CallScanner:
-        return _Scanner(start)
 
 
 @dataclass(slots=True)
@@ -50,7 +43,7 @@ class _Scanner:
                 return Outcome(self.start + len(opener), [PlainText(opener)])
             self._value = head.end()
             self._span = JsonSpan(self._value)
-        verdict = self._span.read(text)
+        verdict = self._span.read(source)
         if verdict == "closed":
             return self._closed(text, self._span.at, final)
         if verdict == "open" and not final:
@@ -97,10 +90,11 @@ def _describes_a_call(value: Any) -> bool:
     )
 
 
-JSON = ToolCallParser("json", (_BareJson(),), shape=CallShape('{"name": {name}, "arguments": ', "}", separator="\n"))
+_BARE_JSON = CallFormat(("{", "[", _FENCE), lambda start: _Scanner(start).scan)
+JSON = ToolCallParser("json", (_BARE_JSON,), shape=CallShape('{"name": {name}, "arguments": ', "}", separator="\n"))
 LLAMA3 = ToolCallParser(
     "llama3",
-    (_BareJson(),),
+    (_BARE_JSON,),
     wrappers=("<|python_tag|>",),
     separators=";",
     shape=CallShape('{"name": {name}, "parameters": ', "}", separator="; "),

@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+from areno.text.growing import GrowingText
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _STRING_PART = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
@@ -20,6 +22,15 @@ _SCALAR_STARTS = re.compile(r"[-0-9tfn]")
 
 Verdict = Literal["open", "closed", "broken"]
 _Expect = Literal["value", "first value", "key", "first key", "colon", "comma"]
+
+
+class Span(Protocol):
+    """Reads up to the end of a value; ``at`` is how far, and the end once it is closed."""
+
+    at: int
+
+    def read(self, source: GrowingText) -> Verdict:
+        """Read on."""
 
 
 @dataclass(slots=True)
@@ -33,8 +44,9 @@ class JsonSpan:
     _in_scalar: bool = False
     _verdict: Verdict = "open"
 
-    def read(self, text: str) -> Verdict:
+    def read(self, source: GrowingText) -> Verdict:
         """Read on in the same text, which may have grown; ``broken`` as soon as it cannot become JSON."""
+        text = source.text
         while self._verdict == "open":
             if self._in_string and not self._string(text):
                 break

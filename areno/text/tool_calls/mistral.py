@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
-from areno.text.tool_calls.block import Block, HeaderJson, Item, raw_call
+from areno.text.tool_calls.block import HeaderJson, Item, block, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
 
 _OPENER = "[TOOL_CALLS]"
@@ -34,9 +34,8 @@ class _Body:
             if self.at == len(text):
                 return "open"
             self._reader = JsonSpan(self.at) if text[self.at] == "[" else HeaderJson(self.resume, _HEADER)
-        reader = self._reader
-        verdict = reader.read(source) if isinstance(reader, HeaderJson) else reader.read(source.text)
-        self.at = reader.at
+        verdict = self._reader.read(source)
+        self.at = self._reader.at
         return verdict
 
     def items(self, text: str, source: str) -> Sequence[Item]:
@@ -48,7 +47,7 @@ class _Body:
         return [raw_call(source if len(elements) == 1 else piece, value) for value, piece in elements]
 
 
-_BLOCK = Block(_OPENER, (), _Body)
+_BLOCK = block(_OPENER, (), _Body)
 
 MISTRAL = ToolCallParser(
     "mistral",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallScanner, Malformed, Outcome, PlainText, RawCall, ToolCallParser
+from areno.text.tool_calls.base import CallFormat, Malformed, Outcome, PlainText, RawCall, ToolCallParser
 from areno.text.tool_calls.block import MAX_HEADER
 
 _START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -17,13 +17,6 @@ _UNDER_WAY = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
 _TOKEN = re.compile(r"""[\[\](){}"']""")
 _STRING_PARTS = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "\"'"}
 _CONSTANTS = {"true": True, "false": False, "null": None}
-
-
-class _CallList:
-    openers = ("[",)
-
-    def scanner(self, start: int) -> CallScanner:
-        return _Scanner(start, start)
 
 
 @dataclass(slots=True)
@@ -114,4 +107,4 @@ def _key(node: ast.expr | None) -> str:
     return key
 
 
-PYTHONIC = ToolCallParser("pythonic", (_CallList(),))
+PYTHONIC = ToolCallParser("pythonic", (CallFormat(("[",), lambda start: _Scanner(start, start).scan),))

@@ -6,41 +6,46 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.text.tool_calls.base import ToolCallParser
-from areno.text.tool_calls.deepseek import DEEPSEEK, DEEPSEEK_V31, KIMI
+from areno.text.tool_calls.block import DEEPSEEK, DEEPSEEK_V31, HARMONY, HERMES, KIMI
 from areno.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA
-from areno.text.tool_calls.harmony import HARMONY
-from areno.text.tool_calls.hermes import HERMES, MINICPM, QWEN, QWEN3_CODER
 from areno.text.tool_calls.json_calls import JSON, LLAMA3
 from areno.text.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
 from areno.text.tool_calls.pythonic import PYTHONIC
+from areno.text.tool_calls.qwen import MINICPM, QWEN, QWEN3_CODER
 from areno.text.tool_calls.xml_calls import DEEPSEEK_V32, GLM, MINIMAX
 
-_PARSERS: dict[str, ToolCallParser] = {}
+_PARSERS: dict[str, ToolCallParser] = {
+    parser.name: parser
+    for parser in (
+        *(
+            HERMES,
+            QWEN,
+            QWEN3_CODER,
+            JSON,
+            LLAMA3,
+            MISTRAL,
+            MISTRAL_ARGS,
+            GEMMA,
+            FUNCTION_GEMMA,
+            DEEPSEEK,
+            DEEPSEEK_V31,
+        ),
+        *(DEEPSEEK_V32, KIMI, GLM, MINICPM, MINIMAX, PYTHONIC, HARMONY),
+    )
+}
 _ALIASES = {
-    "qwen25": "qwen",
-    "qwen3": "qwen",
-    "qwen3_moe": "qwen",
-    "qwen3_5": "qwen3_coder",
-    "qwen3_5_moe": "qwen3_coder",
-    "qwen3_xml": "qwen3_coder",
+    **dict.fromkeys(("qwen25", "qwen3", "qwen3_moe"), "qwen"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_xml"), "qwen3_coder"),
+    **dict.fromkeys(("llama", "llama3_json", "llama4_json"), "llama3"),
+    **dict.fromkeys(("llama4", "llama4_pythonic"), "pythonic"),
+    **dict.fromkeys(("deepseek_v3", "deepseekv3", "deepseek_r1"), "deepseek"),
+    **dict.fromkeys(("glm4", "glm45", "glm47"), "glm"),
+    **dict.fromkeys(("gpt_oss", "openai"), "harmony"),
     "minicpmv46": "minicpm",
     "gemma": "gemma4",
-    "llama": "llama3",
-    "llama3_json": "llama3",
-    "llama4_json": "llama3",
-    "llama4": "pythonic",
-    "llama4_pythonic": "pythonic",
     "bailing_moe_linear_v2": "json",
-    "deepseek_v3": "deepseek",
-    "deepseekv3": "deepseek",
     "deepseekv31": "deepseek_v31",
     "deepseekv32": "deepseek_v32",
-    "deepseek_r1": "deepseek",
-    "glm4": "glm",
-    "glm45": "glm",
-    "glm47": "glm",
-    "gpt_oss": "harmony",
-    "openai": "harmony",
     "kimi_k2": "kimi",
     "minimax_m2": "minimax",
 }
@@ -110,15 +115,4 @@ def _detect(tokenizer: Any) -> str:
     if isinstance(template, dict):  # named templates; the one for tools tells most
         template = template.get("tool_use") or "\n".join(template.values())
     added = "\n".join(tokenizer.get_added_vocab())
-    for text in (template, added):
-        for sign, found in _SIGNS:
-            if sign in text:
-                return found
-    return "json"
-
-
-for _parser in (
-    *(HERMES, QWEN, QWEN3_CODER, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA, FUNCTION_GEMMA, DEEPSEEK, DEEPSEEK_V31),
-    *(DEEPSEEK_V32, KIMI, GLM, MINICPM, MINIMAX, PYTHONIC, HARMONY),
-):
-    register_tool_call_parser(_parser.name, _parser)
+    return next((name for text in (template, added) for sign, name in _SIGNS if sign in text), "json")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from areno.text.tool_calls.json_span import load_json
 
 _FLAGS = {"true": True, "false": False}
 
@@ -50,14 +51,10 @@ _UNFIT = object()
 
 def _as_json(text: str, wanted: type) -> Any:
     try:
-        value = json.loads(text, strict=False, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        value = load_json(text)
+    except ValueError:
         return text if wanted is object else _UNFIT
     return value if isinstance(value, wanted) else _UNFIT
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _number(text: str) -> Any:

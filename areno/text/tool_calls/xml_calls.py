@@ -1,4 +1,4 @@
-"""Formats that write each argument between tags of its own: MiniMax, DeepSeek V3.2, GLM and (see ``hermes.py``)
+"""Formats that write each argument between tags of its own: MiniMax, DeepSeek V3.2, GLM and (see ``qwen.py``)
 Qwen3-Coder and MiniCPM.
 
 All values are text there; the tool's schema says what they stand for. A value ends at its closing tag only, so it may
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
-from areno.text.tool_calls.base import CallShape, RawCall, ToolCallParser
-from areno.text.tool_calls.block import MAX_HEADER, Block, Item
+from areno.text.tool_calls.base import CallFormat, CallShape, RawCall, ToolCallParser
+from areno.text.tool_calls.block import MAX_HEADER, Item, block
 from areno.text.tool_calls.json_span import Verdict
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -114,8 +114,8 @@ class _TagBody:
         return cdata[1] if cdata else text
 
 
-def _block(opener: str, tags: _Tags) -> Block:
-    return Block(opener, (tags.closer,), lambda start: _TagBody(start, tags))
+def _block(opener: str, tags: _Tags) -> CallFormat:
+    return block(opener, (tags.closer,), lambda start: _TagBody(start, tags))
 
 
 FUNCTION_TAGS = _block(
