@@ -73,12 +73,7 @@ def text_chart(
 
 
 def sparkline(values: Sequence[float], *, width: int = 20, unicode: bool = True) -> str:
-    """The series in one line of at most ``width`` characters, scaled from its minimum to its maximum.
-
-    Args:
-        values: the series; longer ones are averaged, NaN and infinities become blanks.
-        unicode: block characters; False uses ASCII.
-    """
+    """The series in at most ``width`` characters, scaled from minimum to maximum; NaN and infinities become blanks."""
     marks = _SPARKS if unicode else _SPARKS_ASCII
     columns = _columns(values, min(width, len(values)))
     finite = [value for value in columns if value is not None]
@@ -123,7 +118,6 @@ def _level(value: float, low: float, high: float, levels: int) -> int:
 
 
 def _top_index(rows: Sequence[int | None], height: int) -> int:
-    """Line, counted from the top, of a constant series."""
     return height - 1 - next(row for row in rows if row is not None)
 
 

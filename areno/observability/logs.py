@@ -25,11 +25,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Console lines: straight to the stream, or through the live display while there is one.
-
-    Args:
-        live_level: least level shown while a live display is on.
-    """
+    """Console lines: to the stream, or those from ``live_level`` up through the live display while there is one."""
 
     writer: ClassVar[Callable[[str], None] | None] = None
 
@@ -91,14 +87,7 @@ class LoggingSetup:
 
 
 def log_level(value: str | None = None) -> int:
-    """Console level by name.
-
-    Args:
-        value: a level name in any case; None reads ``ARENO_LOG_LEVEL``, whose default is INFO.
-
-    Raises:
-        UsageError: no such level.
-    """
+    """Console level by name in any case; None reads ``ARENO_LOG_LEVEL``, else INFO. Raises UsageError: no such level."""
     name = value if value is not None else os.environ.get("ARENO_LOG_LEVEL") or "INFO"
     if name.upper() not in LEVELS:
         source = "log level" if value is not None else "environment variable ARENO_LOG_LEVEL"

@@ -15,15 +15,7 @@ from areno.errors import UsageError
 
 
 class MemoryProfiler:
-    """Takes a snapshot of each chosen step.
-
-    Args:
-        profile_steps: global steps, from 0; none switches it off.
-        max_entries: most events of a step that are kept; the oldest go first.
-
-    Raises:
-        UsageError: steps are asked for and there is no CUDA device.
-    """
+    """Snapshots of chosen steps (from 0), each of at most ``max_entries`` events. Raises UsageError: no CUDA device."""
 
     def __init__(
         self, logs: str | Path, profile_steps: Sequence[int], max_entries: int = 100_000, rank: int = 0
@@ -32,8 +24,15 @@ class MemoryProfiler:
         self._steps = frozenset(profile_steps)
         self._max_entries = max_entries
         self._rank = rank
-        if self._steps:
-            _check_device(sorted(self._steps))
+        if not self._steps:
+            return
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"memory_profiler.profile_steps={sorted(self._steps)} needs a CUDA device, and there is none: the CPU's "
+                "allocator keeps no history of allocations; leave memory_profiler out"
+            )
 
     @contextmanager
     def step(self, global_step: int) -> Iterator[None]:
@@ -51,13 +50,3 @@ class MemoryProfiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             memory._dump_snapshot(str(path))
             memory._record_memory_history(enabled=None)
-
-
-def _check_device(steps: list[int]) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"memory_profiler.profile_steps={steps} needs a CUDA device, and there is none: the CPU's allocator keeps no "
-            "history of allocations; leave memory_profiler out"
-        )

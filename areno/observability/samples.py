@@ -171,11 +171,7 @@ def _add_rows(
 
 
 def completions_to_log() -> int:
-    """Value of ``ARENO_LOG_COMPLETIONS``: samples to log per step, 0 (the default) for none.
-
-    Raises:
-        UsageError: the value is no whole number from 0 up.
-    """
+    """Samples to log per step, from ``ARENO_LOG_COMPLETIONS``; 0 by default. Raises UsageError: no whole number from 0 up."""
     value = os.environ.get("ARENO_LOG_COMPLETIONS") or "0"
     if not (value.isascii() and value.isdigit()):
         raise UsageError(

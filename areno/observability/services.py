@@ -11,7 +11,6 @@ import importlib
 import logging
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +79,7 @@ def open_services(
     """
     services: list[Service] = []
     if tensorboard and tensorboard.get("path"):
-        services.append(TensorboardService(tensorboard["path"]))
+        services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
     if not (wandb or swanlab or trackio):
         return services
     from areno.config.experiment.run_sections import SwanlabConfig, TrackioConfig, WandBConfig  # loads OmegaConf
@@ -106,11 +105,7 @@ def open_services(
 
 
 class ServiceGroup:
-    """Services that all get the same numbers; one that fails is left out, because training must not depend on it.
-
-    Args:
-        kept_in: file that has all values whatever happens, for messages.
-    """
+    """Services that all get the same numbers; one that fails is left out, and ``kept_in`` named as what has all values."""
 
     def __init__(self, services: Iterable[Service], kept_in: Path) -> None:
         self._services, self._kept_in = list(services), kept_in
@@ -154,23 +149,6 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
         ) from error
 
 
-class TensorboardService:
-    """Event files in a folder."""
-
-    name = "TensorBoard"
-
-    def __init__(self, path: str | Path) -> None:
-        self._writer = EventWriter(Path(path).expanduser(), option="tensorboard.path")
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one step."""
-        self._writer.write(step, numbers, time.time())
-
-    def close(self) -> None:
-        """Write what is queued."""
-        self._writer.close()
-
-
 class _TrackedRun:
     """A run of a service that is driven by its own package.
 
@@ -194,13 +172,11 @@ class _TrackedRun:
         self._next_step, self._takes, self._last = next_step, takes, -1
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send one step."""
         self._last = max(step, self._next_step(self._last))
         sent = {name: value for name, value in numbers.items() if self._takes(value)}
         self._run.log(sent, step=self._last, **self._options)
 
     def close(self) -> None:
-        """Send what is left and end the run."""
         self._run.finish()
 
 

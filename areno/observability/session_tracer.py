@@ -164,11 +164,7 @@ class SessionTracer:
         self.flush()
 
     def flush(self, force: bool = False) -> None:
-        """Write the sessions that have ended, where there are enough of them or ``force`` says so.
-
-        Raises:
-            ArenoError: the file cannot be written.
-        """
+        """Write ended sessions where there are enough or ``force`` says so. Raises ArenoError: the file is not writable."""
         with self._lock:
             if not self._ended or not (force or len(self._ended) >= self._threshold):
                 return

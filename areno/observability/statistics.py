@@ -48,10 +48,7 @@ _EPISODES: _Rows = (
     ("accepted", "prompts so far whose episodes a batch may take or has taken"),
     ("rejected", "prompts so far that failed or that a filter took out"),
 )
-_EVALUATED: _Rows = (
-    ("accepted", "prompts of this evaluation that count"),
-    ("rejected", "and those that failed"),
-)
+_EVALUATED: _Rows = (("accepted", "prompts of this evaluation that count"), ("rejected", "and those that failed"))
 _BATCH: _Rows = (
     ("task_reward", "reward of each response; it should rise"),
     ("advantages", "advantage of each trained token, after normalization"),
@@ -145,10 +142,7 @@ _CRITIC: _Rows = (
     ("critic_loss", "the value loss"),
     ("clip_ratio", "share of trained tokens whose prediction is clipped"),
 )
-_SFT: _Rows = (
-    ("loss", "negative log-prob of each trained token, in nats"),
-    ("ppl", "perplexity of each sequence"),
-)
+_SFT: _Rows = (("loss", "negative log-prob of each trained token, in nats"), ("ppl", "perplexity of each sequence"))
 _SFT_COUNTS: _Rows = (
     ("n_seqs", "sequences of the step"),
     ("n_tokens", "tokens of the step"),

@@ -90,11 +90,7 @@ class StatsLogger:
         return {"global_step": self._global_step, "x": self._x, "elapsed_s": self._clock() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of ``state``; later lines of ``metrics.jsonl`` and ``samples.jsonl`` are dropped.
-
-        Raises:
-            ArenoError: a file cannot be rewritten.
-        """
+        """Continue after the last step of ``state``; later lines of the files are dropped. Raises ArenoError: it cannot."""
         self._global_step, self._x = state["global_step"], state["x"]
         self._previous = self._clock()
         self._start = self._previous - state["elapsed_s"]
@@ -105,11 +101,7 @@ class StatsLogger:
             )
 
     def begin_anew(self) -> None:
-        """Drop what an earlier attempt at this run wrote, which was killed before there was anything to recover from.
-
-        Raises:
-            ArenoError: a file cannot be rewritten.
-        """
+        """Drop what an attempt wrote that was killed before its first recovery point. Raises ArenoError: it cannot."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
             _log.info("%d lines of an attempt that ended before its first recovery point are dropped", dropped)

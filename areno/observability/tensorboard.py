@@ -7,12 +7,13 @@ is no daemon: it ends when the main thread does, after writing what is left, so 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from areno.errors import ArenoError
 
@@ -31,6 +32,8 @@ class EventWriter:
         option: what the user chose the folder with; errors name it.
     """
 
+    name = "TensorBoard"
+
     def __init__(self, log_dir: str | Path, purge_step: int | None = None, option: str = "--metrics-log-dir") -> None:
         self._option = option
         self._log_dir = Path(log_dir)
@@ -39,6 +42,10 @@ class EventWriter:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._closed = False
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """:meth:`write` at this moment."""
+        self.write(step, numbers, time.time())
 
     def write(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
         """Queue one step. Raises ArenoError: an earlier write failed, or the writer is closed."""
@@ -58,11 +65,7 @@ class EventWriter:
         self._queue.put((step, dict(scalars), wall_time))
 
     def close(self) -> None:
-        """Write what is queued and close the file; a second call does nothing.
-
-        Raises:
-            ArenoError: a write failed, or the disk did not take the events within a minute.
-        """
+        """Write what is queued and close the file; a second call does nothing. Raises ArenoError: a write failed or hangs."""
         if self._closed:
             return
         self._closed = True
@@ -79,14 +82,11 @@ class EventWriter:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise ArenoError(
-                f"cannot write TensorBoard events to {self._log_dir}: {self._failure}; "
-                + (
-                    f"check the disk, or choose another folder with {self._option}"
-                    if isinstance(self._failure, OSError)
-                    else "metrics.jsonl has the same values"
-                )
-            ) from self._failure
+            remedy = "metrics.jsonl has the same values"
+            if isinstance(self._failure, OSError):
+                remedy = f"check the disk, or choose another folder with {self._option}"
+            message = f"cannot write TensorBoard events to {self._log_dir}: {self._failure}; {remedy}"
+            raise ArenoError(message) from self._failure
 
     def _work(self) -> None:
         try:
@@ -94,11 +94,12 @@ class EventWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step)
-            try:
+            with contextlib.closing(writer):
                 while (entry := self._next()) is not None:
-                    _write_step(writer, *entry)
-            finally:
-                writer.close()
+                    step, scalars, wall_time = entry
+                    for tag, value in scalars.items():
+                        writer.add_scalar(tag, value, step, walltime=wall_time)
+                    writer.flush()
         except Exception as error:  # handed to the next write or close, which raise it with the folder's name
             self._failure = error
             if not threading.main_thread().is_alive():
@@ -114,9 +115,3 @@ class EventWriter:
             except queue.Empty:
                 if not threading.main_thread().is_alive():
                     return None
-
-
-def _write_step(writer: Any, step: int, scalars: dict[str, float], wall_time: float) -> None:
-    for tag, value in scalars.items():
-        writer.add_scalar(tag, value, step, walltime=wall_time)
-    writer.flush()

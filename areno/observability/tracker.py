@@ -101,11 +101,7 @@ class StatsTracker:
                 self._of(key, ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
-        """Record which elements count, for the calls of :meth:`stat` that name it; its own statistic is how many those are.
-
-        Raises:
-            TypeError: a mask is not boolean.
-        """
+        """Record which elements count (bool tensors) for :meth:`stat`; tells how many. Raises TypeError: one is not bool."""
         import torch
 
         for key, mask in masks.items():
@@ -156,11 +152,7 @@ class StatsTracker:
             self._under(_join(self._name, "timeperf", key), ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
-        """What this process adds to the statistics, to be merged with those of others by :func:`merge`.
-
-        Args:
-            key: take only the statistic or the scope of this full name.
-        """
+        """What this process adds to the statistics, for :func:`merge`; with ``key`` only that statistic or scope."""
         with self._lock:
             taken = [name for name in self._sums if key is None or name == key or name.startswith(f"{key}/")]
             parts = {name: self._sums[name].part() for name in taken}
@@ -175,11 +167,7 @@ class StatsTracker:
         return told(self.parts(key, reset))
 
     def export_all(self, gather: Callable[[Parts], Iterable[Parts]], reset: bool = True) -> dict[str, float]:
-        """The statistics over all ranks or processes.
-
-        Args:
-            gather: given this process's parts, returns those of all, its own among them (an all-gather of objects).
-        """
+        """The statistics over all ranks; ``gather`` is given this one's parts and returns those of all, its own among them."""
         return told(merge(gather(self.parts(reset=reset))))
 
     def _full(self, key: str) -> str:
@@ -222,11 +210,7 @@ class StatsTracker:
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
-    """The parts of several processes as one: sums and counts add up, so each value weighs the same.
-
-    Raises:
-        ValueError: processes recorded a statistic with different reduce types.
-    """
+    """The parts of several processes as one: each value weighs the same. Raises ValueError: their reduce types differ."""
     merged: Parts = {}
     for parts in gathered:
         for name, part in parts.items():

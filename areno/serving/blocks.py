@@ -40,7 +40,7 @@ def objects(value: Any, where: str, param: str) -> list[Mapping[str, Any]]:
 
 
 class BlockAnswer(ABC):
-    """An :class:`areno.serving.wire.Answer` in another protocol."""
+    """An answer in another protocol."""
 
     ending = b""
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from areno.errors import UsageError
 from areno.serving.errors import ApiError, bad_field
-from areno.serving.formats import Expectation, MessageReader, Piece
+from areno.serving.formats import Expectation, MessageReader
 from areno.serving.job import Job, check_text, make_job
 from areno.serving.metrics import ServingMetrics
-from areno.serving.recording import ChatPrompt, OpenTurn, RecordedAnswer, Tape
+from areno.serving.recording import ChatPrompt, OpenTurn, Piece, RecordedAnswer, Tape
 from areno.serving.schemas import ChatRequest, NamedTool
 from areno.serving.service import ServedModel, Service
 from areno.serving.text import TokenTexts
@@ -35,11 +35,7 @@ class PreparedChat:
 
 
 def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: Tape | None = None) -> PreparedChat:
-    """Check a request, render and encode its messages, and compile what constrains the answer.
-
-    Raises:
-        ApiError: 400, a field cannot work.
-    """
+    """Check a request, render and encode its messages, and compile what constrains the answer. Raises ApiError: 400."""
     _check(body)
     turn, text, tokens = _prompt(service, model.engine, body, tape)
     limit = service.recorder.context_limit if service.recorder is not None else None
@@ -154,7 +150,6 @@ class _Message:
         return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
 
     def whole(self) -> dict[str, Any]:
-        """The message."""
         content, reasoning = self._joined(ContentDelta), self._joined(ReasoningDelta)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None}
         if reasoning:
@@ -260,13 +255,7 @@ class ChatAnswer(SampledAnswer):
         return self._recorded(self._whole(choices), self._messages[0])
 
     def _chunk(
-        self,
-        message: _Message,
-        delta: dict[str, Any],
-        places: range,
-        *,
-        finish: str | None = None,
-        first: bool = False,
+        self, message: _Message, delta: dict[str, Any], places: range, *, finish: str | None = None, first: bool = False
     ) -> dict[str, Any]:
         choice = {"index": message.sample.index, "delta": delta, "finish_reason": finish}
         return self._framed([choice | self._details(message.sample, places, first=first)])

@@ -14,11 +14,7 @@ _CONNECT = "start a server with `areno serve`, or check --base-url"
 
 
 class ChatClient:
-    """Talks to one OpenAI-compatible server.
-
-    Args:
-        api_key: its key; None sends none.
-    """
+    """Talks to one OpenAI-compatible server; without an ``api_key`` none is sent."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/")

@@ -19,11 +19,7 @@ _GRACE_S = 0.1
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits.
-
-    Args:
-        most_connections: more are refused; None lets any number in.
-    """
+    """uvicorn's protocol with limits; None for ``most_connections`` lets any number in."""
 
     def __init__(self, most_connections: int | None, **options: Any) -> None:
         super().__init__(**options)

@@ -28,11 +28,7 @@ _TYPES = {
 
 
 class ApiError(ArenoError):
-    """An answer that is an error.
-
-    Args:
-        code: a name that programs can test for.
-    """
+    """An answer that is an error; ``code`` is a name that programs can test for."""
 
     def __init__(
         self,

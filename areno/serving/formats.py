@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areno.serving.recording import Piece
 from areno.serving.schemas import ResponseFormat
 from areno.text import grammar
 from areno.text.reasoning import ReasoningDelta, ReasoningParser, ReasoningStream, reasoning_parser_for
@@ -17,8 +18,6 @@ from areno.types import TokenConstraint
 
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
-
-Piece = ContentDelta | ReasoningDelta | ToolCallDelta
 
 ConstraintMaker = Callable[[], TokenConstraint]
 
@@ -36,14 +35,7 @@ class Formats:
     def expectation(
         self, prompt: str, tools: Sequence[dict[str, Any]], tool_choice: str | dict[str, Any], parallel: bool
     ) -> Expectation:
-        """How the answer to a prompt is to be read.
-
-        Args:
-            prompt: the rendered prompt, which may open the reasoning.
-
-        Raises:
-            UsageError: tools or choice make no sense.
-        """
+        """How the answer to a rendered prompt is to be read. Raises UsageError: tools or choice make no sense."""
         reasoning = self._reasoning.after_prompt(prompt)
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A format without a pair of markers is made of special tokens altogether.
@@ -60,11 +52,7 @@ class Formats:
         return found
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
-        """What the answer is held to; None where it is free.
-
-        Raises:
-            UsageError: a schema is not one, or says what no grammar can.
-        """
+        """What the answer is held to; None where it is free. Raises UsageError: a schema is none, or no grammar can say it."""
         make = self._maker(expected, form)
         if make is None:
             return None
@@ -72,11 +60,7 @@ class Formats:
         return lambda: _Contained(inner(), self._engine.vocab_size, ends, expected.failures)
 
     def _with_reasoning(self, make: Callable[..., ConstraintMaker], reasoning: ReasoningParser) -> ConstraintMaker:
-        """The constraint of the answer, before which the model may reason as its format has it.
-
-        Raises:
-            UsageError: a schema is not one, or says what no grammar can.
-        """
+        """The constraint of the answer, before which the model may reason as its format has it."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
         opener = self._single_token(reasoning.opener)

@@ -68,11 +68,7 @@ class Generation:
                 self._engine.cancel(future)
 
     async def tokens(self) -> AsyncIterator[list[TokenEvent]]:
-        """What was sampled since the last look, never empty; ends when every sample has ended or was cancelled.
-
-        Raises:
-            EngineError: generation failed.
-        """
+        """What was sampled since the last look, never empty, until all samples have ended. Raises EngineError."""
         while self._unread:
             events = []
             for item in await self._inbox.take():
@@ -123,7 +119,6 @@ class _Inbox:
             self._loop.call_soon_threadsafe(work)
 
     async def take(self) -> list[TokenEvent | Future[RolloutResult]]:
-        """Wait for items."""
         await self._ready.wait()
         self._ready.clear()
         self._woken = False  # before reading: an item that comes now wakes the loop again

@@ -72,7 +72,6 @@ class _EngineLoad:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """One family per figure."""
         load = self._engine.load()
         for family, name, text, field in _LOAD:
             yield family(name, text, value=getattr(load, field))

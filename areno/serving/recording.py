@@ -55,13 +55,8 @@ class RecordedAnswer:
 class OpenTurn(Protocol):
     """One request while it is answered."""
 
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """What the engine is given."""
-
-    @property
-    def prompt_text(self) -> str:
-        """The rendered prompt, which may open the reasoning."""
+    prompt_tokens: list[int]  # what the engine is given
+    prompt_text: str  # the rendered prompt, which may open the reasoning
 
     def seeds(self, samples: int) -> list[int]:
         """Seeds of the samples where the request names none."""
@@ -73,9 +68,7 @@ class OpenTurn(Protocol):
 class Tape(Protocol):
     """The conversations of one API key."""
 
-    @property
-    def session(self) -> Held:
-        """Session of the traces that its requests belong to."""
+    session: Held  # of the traces, that its requests belong to
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
         """A request begins; called from the thread that renders. Raises UsageError: the template refuses the messages."""
@@ -87,13 +80,8 @@ class Tape(Protocol):
 class Recorder(Protocol):
     """Who keeps conversations."""
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """What requests that do not say otherwise are sampled with."""
-
-    @property
-    def context_limit(self) -> int | None:
-        """Most tokens of prompt and answer; None is the model's limit."""
+    sampling: SamplingParams  # what requests that do not say otherwise are sampled with
+    context_limit: int | None  # most tokens of prompt and answer; None is the model's limit
 
     def tape(self, key: str) -> Tape | None:
         """The tape of an API key; None where the key is unknown or not valid any more."""
@@ -101,15 +89,9 @@ class Recorder(Protocol):
 
 def sampling_defaults(sampling: SamplingParams) -> dict[str, Any]:
     """Fields of a request that stand for sampling parameters."""
-    return {
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": sampling.stop,
-        "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": sampling.ignore_eos,
-    }
+    names = [
+        *("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "ignore_eos"),
+    ]
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    return {"temperature": temperature, **{name: getattr(sampling, name) for name in names}}

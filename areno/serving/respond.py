@@ -17,22 +17,23 @@ from starlette.types import Receive, Scope, Send
 
 from areno.errors import EngineError
 from areno.observability import tracing
+from areno.serving.blocks import BlockAnswer
+from areno.serving.chat import ChatAnswer
+from areno.serving.completions import CompletionAnswer
 from areno.serving.errors import ApiError, unexpected
 from areno.serving.generation import Generation, by_sample
 from areno.serving.job import Job
 from areno.serving.metrics import SampleClock
 from areno.serving.service import Service, first_done
-from areno.serving.wire import Answer, event
+from areno.serving.wire import event
+
+Answer = ChatAnswer | CompletionAnswer | BlockAnswer
 
 _CLIENT_GONE = 499
 
 
 async def respond(service: Service, request: Request, job: Job, answer: Answer) -> Response:
-    """Generate, and answer in the way that the request asks for.
-
-    Raises:
-        ApiError: the queue is full, the server ends, or the engine fails.
-    """
+    """Generate, and answer in the way that the request asks for. Raises ApiError: full queue, shutdown or failed engine."""
     generation = service.generate(job.requests, streams=bool(job.body.stream))
     clock = SampleClock(service.metrics, sum(one.n for one in job.requests))
     if job.body.stream:

@@ -86,15 +86,7 @@ class _Server(uvicorn.Server):
 
 
 class ServerThread:
-    """Serves an engine on a free loopback port, in a thread with an event loop of its own.
-
-    Args:
-        service: what to serve; its engine stays the caller's.
-        port: port; 0 takes a free one.
-
-    Raises:
-        UsageError: the address cannot be used.
-    """
+    """Serves an engine on a loopback port (0: a free one) in a thread. Raises UsageError: the address cannot be used."""
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         self.service = service
@@ -186,7 +178,6 @@ class _Process:
         self._server = _Server(self.service)
 
     async def run(self) -> None:
-        """Serve to the end."""
         self._loop = asyncio.get_running_loop()
         self._asked = asyncio.Event()  # to end, by a signal or because loading failed
         self._insisted = asyncio.Event()

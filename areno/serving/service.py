@@ -154,11 +154,7 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
 
     async def prepare(self, work: Callable[[], Result], samples: int) -> Result:
-        """Run what uses the tokenizer or compiles a grammar in another thread; the request's samples take room meanwhile.
-
-        Raises:
-            ApiError: the queue is full; 504, it takes too long.
-        """
+        """Run ``work`` in another thread; its samples take room meanwhile. Raises ApiError: 429 full queue, 504 too slow."""
         self.make_room(samples)
         self._in_preparation += samples
         limit = min(PREPARE_TIMEOUT_S, self.config.request_timeout_s or PREPARE_TIMEOUT_S)
@@ -179,11 +175,7 @@ class Service:
         return [derive_seed(self.metrics.started_ns, self._requests, index) for index in range(samples)]
 
     def make_room(self, samples: int) -> None:
-        """Check that the queue takes so many samples more.
-
-        Raises:
-            ApiError: 429, the queue is full; 400, no queue would be long enough.
-        """
+        """Check that the queue takes so many samples more. Raises ApiError: 429 it is full; 400 none would be long enough."""
         limit = self.ready_model().engine.config.max_running + self.config.max_queue
         if samples > limit:
             message = f"{samples} samples in one request, but this server takes {limit} at once; send fewer"
@@ -194,11 +186,7 @@ class Service:
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
     def generate(self, requests: Sequence[Request], streams: bool = True) -> Generation:
-        """Start generating; ``streams`` says whether tokens are wanted as they come.
-
-        Raises:
-            ApiError: the queue is full, the server is not ready, or the engine refuses.
-        """
+        """Start generating; ``streams``: tokens are wanted as they come. Raises ApiError: full, not ready, or refused."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.make_room(samples)
@@ -212,11 +200,7 @@ class Service:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Take nothing new, wait for what runs, and cancel what is left after ``timeout_s``.
-
-        Returns:
-            Samples that were cancelled.
-        """
+        """Take nothing new, wait for what runs, and cancel after ``timeout_s``; returns how many samples were cancelled."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._open and asyncio.get_running_loop().time() < deadline:

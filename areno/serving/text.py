@@ -45,12 +45,7 @@ class StopCut:
 
 
 class SampleText:
-    """The visible text of one sample while it is generated.
-
-    Args:
-        stop: stop strings, which never show.
-        stop_ids: tokens that end a sample; the one that did does not show.
-    """
+    """The visible text of one sample; neither stop strings nor the stop token that ended it show."""
 
     def __init__(
         self, tokenizer: Any, stop: Sequence[str], stop_ids: frozenset[int], skip_special_tokens: bool
@@ -61,11 +56,7 @@ class SampleText:
         self._length = 0  # characters so far, a stop string and what is held back included
 
     def push(self, tokens: Sequence[GeneratedToken]) -> tuple[str, list[int]]:
-        """The text that became final with further tokens, and where the text of each begins.
-
-        Args:
-            tokens: at least one; the sample's last token brings all the rest.
-        """
+        """Text that became final with one or more tokens, and where the text of each begins; the last one brings all."""
         last, pieces, offsets = tokens[-1], [], []
         hidden = last.finish == "stop" and last.token in self._stop_ids
         for token in tokens:

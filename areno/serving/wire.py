@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from areno.serving.errors import ApiError
 from areno.serving.job import Job
@@ -49,27 +49,6 @@ class Sample:
         return range(first, self.shown)
 
 
-class Answer(Protocol):
-    """Turns tokens into the chunks of a stream, and at the end into a whole answer; ``ending`` ends the stream."""
-
-    ending: bytes
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
-
-    def push(self, sample: int, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
-        """Take the next tokens of a sample, at least one; returns the chunks that they make for a stream."""
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Chunks after the last token."""
-
-    def complete(self) -> dict[str, Any]:
-        """The whole answer."""
-
-    def problem(self) -> ApiError | None:
-        """What is wrong with the answer when no more tokens come; None where it is complete."""
-
-
 class SampledAnswer:
     """What answers of both completion endpoints share: samples, usage, and the objects around choices.
 
@@ -103,7 +82,6 @@ class SampledAnswer:
         return [self._framed([], self._usage())] if self._job.body.include_usage else []
 
     def _framed(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """One chunk of a stream."""
         counts = {"usage": usage} if self._job.body.include_usage else {}
         return {**self._head, "object": self.chunk_kind, "choices": choices, **counts}
 

@@ -39,15 +39,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_files(folder: Path, *, required: bool = False) -> None:
-    """Compare the files of a checkpoint with its manifest; files that it does not list may be there.
-
-    Args:
-        required: whether a checkpoint without a manifest is refused; otherwise it passes.
-
-    Raises:
-        DamagedCheckpointError: a file is missing or is not what was written.
-        CheckpointError: a file cannot be read; this says nothing about what it holds.
-    """
+    """Compare a checkpoint with its manifest; one without passes unless ``required``. Raises DamagedCheckpointError."""
     path = folder / STATE_FOLDER / _MANIFEST
     text = _read(path)
     if text is None:
@@ -85,12 +77,7 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote.
-
-    Raises:
-        DamagedCheckpointError: it is missing or damaged.
-        CheckpointError: it cannot be read.
-    """
+    """Read what :func:`write_state` wrote. Raises DamagedCheckpointError: missing or damaged; CheckpointError: unreadable."""
     path = checkpoint / STATE_FOLDER / STATE_FILE
     text = _read(path)
     if text is None:

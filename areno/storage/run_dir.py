@@ -38,11 +38,7 @@ class RunDirectory:
         self.summary_path = self.path / "summary.json"
 
     def create(self) -> RunDirectory:
-        """Make the directory, its parents and its sub-directories where they are missing.
-
-        Raises:
-            UsageError: a file is in the way, or the place cannot be written to.
-        """
+        """Make the directory and its sub-directories where missing; returns itself. Raises UsageError: it cannot be made."""
         try:
             for directory in (self.path, self.events_path, self.checkpoints_path):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -53,28 +49,15 @@ class RunDirectory:
         return self
 
     def write_config(self, text: str) -> None:
-        """Replace ``config.yaml`` by ``text`` in one move; only its owner may read it, because settings may be private.
-
-        Raises:
-            ArenoError: the file cannot be written.
-        """
+        """Replace ``config.yaml`` in one move; only its owner may read it (private settings). Raises ArenoError."""
         _replace(self.config_path, [text.encode()], mode=0o600)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the line ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``.
-
-        Raises:
-            ArenoError: the file cannot be written.
-        """
+        """Add ``{"step": step, "time": unix seconds, **values}`` to ``metrics.jsonl``. Raises ArenoError: it cannot."""
         _append(self.metrics_path, [{"step": step, "time": time.time(), **values}])
 
     def append_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add one line per record to ``samples.jsonl``; each record has a ``step``.
-
-        Raises:
-            ArenoError: the file cannot be written.
-            ValueError: a record has no ``step``, so a resumed run could not tell whether to keep it.
-        """
+        """Add a line per record to ``samples.jsonl``. Raises ArenoError: it cannot; ValueError: a record has no ``step``."""
         rows = list(records)
         if any("step" not in row for row in rows):
             raise ValueError(
@@ -87,17 +70,7 @@ class RunDirectory:
         _replace(self.summary_path, [json.dumps(_json_safe(values), indent=2, allow_nan=False).encode(), b"\n"])
 
     def truncate_after(self, step: int) -> int:
-        """Drop metrics and samples of later steps than ``step``, and lines that a kill left half-written.
-
-        Args:
-            step: last step to keep; -1 keeps none.
-
-        Returns:
-            Number of lines dropped from both files.
-
-        Raises:
-            ArenoError: a file cannot be rewritten; it is then as before.
-        """
+        """Drop what is of later steps (-1: all) or half-written; returns the number of lines dropped. Raises ArenoError."""
         return sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path))
 
     def read_metrics(self) -> list[dict[str, Any]]:

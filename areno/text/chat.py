@@ -93,27 +93,24 @@ def render_generation_prompt(
             return RenderedPrompt(prompt, templated=False)
         prompt = [{"role": "user", "content": prompt}]
     variables = _variables(disable_thinking, chat_template_kwargs)
-    template = _template_source(tokenizer)
-    messages = template_messages(prompt, template)
+    template = template_source(tokenizer)
     wrapped = template_tools(tools or [])
-    if wrapped and "tools" not in template:
-        messages, wrapped = with_tools_as_text(messages, wrapped), []
-    if not template:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return RenderedPrompt("".join(lines) + ("assistant:" if add_generation_prompt else ""), templated=False)
-    try:
-        text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
-        wants_text = shows_objects(text, messages)
-    except TypeError as error:  # it adds text to the arguments of a call
-        wants_text = any("tool_calls" in message for message in messages)
-        if not wants_text:
-            raise _template_error(messages, error) from error
-    if wants_text:
-        messages = template_messages(prompt, template, arguments_as_text=True)
+    for as_text in (False, True):
+        messages = template_messages(prompt, template, arguments_as_text=as_text)
+        if wrapped and "tools" not in template:
+            messages = with_tools_as_text(messages, wrapped)
+        if not template:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+            return RenderedPrompt("".join(lines) + ("assistant:" if add_generation_prompt else ""), templated=False)
+        shown = wrapped if "tools" in template else []
         try:
-            text = _apply_template(tokenizer, messages, wrapped, variables, add_generation_prompt)
-        except TypeError as error:
-            raise _template_error(messages, error) from error
+            text = _apply_template(tokenizer, messages, shown, variables, add_generation_prompt)
+        except TypeError as error:  # it adds text to the arguments of a call
+            if as_text or not any("tool_calls" in message for message in messages):
+                raise _template_error(messages, error) from error
+            continue
+        if as_text or not shows_objects(text, messages):
+            break
     return RenderedPrompt(text, templated=True)
 
 
@@ -135,11 +132,7 @@ def encode_generation_prompt(tokenizer: Any, prompt: Prompt, disable_thinking: b
 
 
 def eos_token_ids(tokenizer: Any, model_path_or_config: Any) -> frozenset[int]:
-    """Every id that ends a response: the tokenizer's EOS and those of the model's configuration files.
-
-    Args:
-        model_path_or_config: checkpoint folder, hub id, or a loaded ``transformers`` configuration.
-    """
+    """Every id that ends a response: the tokenizer's EOS and those of a checkpoint's configuration, or a loaded one."""
     found = _ids(tokenizer.eos_token_id)
     if isinstance(model_path_or_config, (str, Path)):
         for name in ("config.json", "generation_config.json"):
@@ -158,7 +151,8 @@ def _variables(disable_thinking: bool, given: Mapping[str, Any] | None) -> dict[
     return {**({"enable_thinking": False} if disable_thinking else {}), **(given or {})}
 
 
-def _template_source(tokenizer: Any) -> str:
+def template_source(tokenizer: Any) -> str:
+    """All chat templates of a tokenizer; empty without any."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else template
 

@@ -21,11 +21,7 @@ Messages = list[dict[str, Any]]
 def text_or_messages(
     row: Mapping[str, Any], key: str, source: str, index: int, loader: str = LOADER_OPTION
 ) -> str | Messages:
-    """The text or the chat messages under a key of a row; messages without the keys that Arrow filled with None.
-
-    Raises:
-        DataError: there is no such key, or another type of value; the message names source, row and key.
-    """
+    """Text or chat messages under a key of a row, without what Arrow filled in. Raises DataError: none, or another type."""
     value = row.get(key)
     if value is None:
         raise DataError(
@@ -64,11 +60,7 @@ def answer_of(row: Mapping[str, Any], key: str, source: str, index: int, loader:
 
 
 def render_prompt(tokenizer: Any, prompt: Any, disable_thinking: bool, source: str, index: int) -> RenderedPrompt:
-    """:func:`~areno.text.chat.render_generation_prompt` for a row of a data set; warns of markers that it has already.
-
-    Raises:
-        DataError: the chat template refuses the prompt; the message names source and row.
-    """
+    """:func:`render_generation_prompt` for a row; warns of markers. Raises DataError: the template refuses the row."""
     warn_of_markers(tokenizer, prompt, named_row(source, index).removesuffix(": "))
     try:
         return render_generation_prompt(tokenizer, prompt, disable_thinking)

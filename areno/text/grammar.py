@@ -164,7 +164,6 @@ class _State:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end of text may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:

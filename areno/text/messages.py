@@ -50,11 +50,7 @@ def shows_objects(rendered: str, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form, flat ones (``{"name", "parameters"}``) wrapped.
-
-    Raises:
-        UsageError: one of them is not a function.
-    """
+    """Tools in OpenAI's form, flat ones (``{"name", "parameters"}``) wrapped. Raises UsageError: one is not a function."""
     return [
         {"type": "function", "function": dict(function_of(tool, f"tools[{place}]"))} for place, tool in enumerate(tools)
     ]

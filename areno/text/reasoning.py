@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areno.errors import UsageError
-from areno.text.chat import render_generation_prompt
+from areno.text.chat import render_generation_prompt, template_source
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import ContentDelta, longest_marker_start
 
@@ -287,8 +287,5 @@ def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
 
 
 def _detect(tokenizer: Any) -> str:
-    template = tokenizer.chat_template or ""
-    if isinstance(template, dict):
-        template = "\n".join(template.values())
-    added = "\n".join(tokenizer.get_added_vocab())
-    return next((found for text in (template, added) for sign, found in _SIGNS if sign in text), "none")
+    texts = (template_source(tokenizer), "\n".join(tokenizer.get_added_vocab()))
+    return next((found for text in texts for sign, found in _SIGNS if sign in text), "none")

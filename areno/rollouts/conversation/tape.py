@@ -262,28 +262,18 @@ class _OpenTurn:
 
     def __init__(self, tape: AgentTape, begun: Turn) -> None:
         self._tape, self._begun = tape, begun
-        self._prompt = begun.prompt
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """What the engine is given."""
-        return self._prompt
-
-    @property
-    def prompt_text(self) -> str:
-        """The rendered prompt."""
-        return self._begun.prompt_text
+        self.prompt_tokens, self.prompt_text = begun.prompt, begun.prompt_text
 
     def seeds(self, samples: int) -> list[int]:
         """Seeds of the samples."""
-        return self._tape.seeds(self._prompt, samples)
+        return self._tape.seeds(self.prompt_tokens, samples)
 
     def end(self, answer: RecordedAnswer) -> dict[str, Any]:
         """Keep a sample; what the response says about it."""
         turn = self._tape.keep(self._begun, answer)
         return {
             "turn": turn.id,
-            "input_tokens": self._prompt,
+            "input_tokens": self.prompt_tokens,
             "response_tokens": turn.tokens,
             "response_logprobs": turn.logprobs,
             "versions": turn.versions,
@@ -301,19 +291,9 @@ class TapeDeck:
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, context_limit: int | None) -> None:
-        self._tokenizer, self._sampling, self._context_limit = tokenizer, sampling, context_limit
+        self._tokenizer, self.sampling, self.context_limit = tokenizer, sampling, context_limit
         self._lock = threading.Lock()
         self._tapes: dict[str, AgentTape] = {}
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """What requests that do not say otherwise are sampled with."""
-        return self._sampling
-
-    @property
-    def context_limit(self) -> int | None:
-        """Most tokens of a conversation."""
-        return self._context_limit
 
     def tape(self, key: str) -> AgentTape | None:
         """The tape of an API key; None where it is unknown or was revoked."""

@@ -171,11 +171,7 @@ class ToolCallParser:
 
 
 def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, Any]:
-    """The function part of a tool in OpenAI's form or in the flat one.
-
-    Raises:
-        UsageError: it has no name, or is not a function.
-    """
+    """The function part of a tool in OpenAI's form or in the flat one. Raises UsageError: it has no name, or is no function."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
@@ -292,7 +288,6 @@ class StreamingParser:
         return compact_json(arguments)
 
     def _prose(self, end: int) -> None:
-        """Read text without a marker."""
         text = self._source.text[self._at : end]
         blank = f"{_WHITE_SPACE}{self.parser.separators}" if self._after_call else _WHITE_SPACE
         if text.strip(blank):

@@ -76,11 +76,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def register_tool_call_parser(name: str, parser: ToolCallParser, replace: bool = False) -> None:
-    """Make a format available under a name.
-
-    Raises:
-        UsageError: the name is taken and ``replace`` is not given, or it is ``auto``.
-    """
+    """Make a format available under a name. Raises UsageError: the name is taken and ``replace`` not given, or is ``auto``."""
     if name == "auto" or (not replace and (name in _PARSERS or name in _ALIASES)):
         raise UsageError(f"tool-call parser {name!r} exists already; take another name or pass replace=True")
     _PARSERS[name] = parser

@@ -119,8 +119,7 @@ def _block(opener: str, tags: _Tags) -> CallFormat:
 
 
 FUNCTION_TAGS = _block(
-    "<function=",
-    _Tags((">",), "<parameter=", ">", "", "</parameter>", "</function>", trims_line_breaks=True),
+    "<function=", _Tags((">",), "<parameter=", ">", "", "</parameter>", "</function>", trims_line_breaks=True)
 )
 MINICPM_TAGS = _block(
     "<function name=", _Tags((">",), "<param name=", ">", "", "</param>", "</function>", trims_line_breaks=True)
