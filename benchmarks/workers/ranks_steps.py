@@ -67,7 +67,7 @@ def main() -> None:
 def traffic(trainer: areno.Trainer) -> dict[str, int]:
     """Bytes that rank 0 has passed on so far, by operation."""
     workers = getattr(trainer.backend, "workers", None)
-    return workers.call("traffic", ranks=[0])[0] if workers else {}
+    return workers.call("peers.data.traffic.copy", ranks=[0])[0] if workers else {}
 
 
 def messages(trainer: areno.Trainer, rows: list[TrainSequence], results: list[object]) -> float:
@@ -76,7 +76,7 @@ def messages(trainer: areno.Trainer, rows: list[TrainSequence], results: list[ob
     seconds = []
     for _ in range(9):
         began = time.perf_counter()
-        workers.call("echo", rows, len(results), results)
+        workers.call("apply", lambda _engine, *values: values[-1], rows, len(results), results)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 

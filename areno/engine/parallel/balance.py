@@ -12,12 +12,7 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
     Each item begins as a tuple of shares, all but one of them empty. The two tuples with the largest differences are merged
     over and over, heaviest share to lightest, until one is left. Equal input gives equal shares on every machine.
 
-    Args:
-        weights: of the items, not negative.
-        parts: number of shares, at least 1.
-
-    Returns:
-        Indices of each share's items, ascending; shares may be empty.
+    Returns indices of each share's items, ascending; shares may be empty. Weights must not be negative.
     """
     if parts == 1:
         return [list(range(len(weights)))]
@@ -36,11 +31,7 @@ def shares(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def shares_of_rows(lengths: Sequence[int], parts: int, together: int = 1) -> list[list[int]]:
-    """Split rows by their tokens; ``together`` neighbouring rows (a pair) are never parted.
-
-    Returns:
-        Row indices of each share, in order.
-    """
+    """Row indices of each share, split by tokens; ``together`` neighbouring rows (a pair) are never parted."""
     blocks = range(0, len(lengths), together)
     found = shares([sum(lengths[start : start + together]) for start in blocks], parts)
     return [[blocks[block] + row for block in share for row in range(together)] for share in found]

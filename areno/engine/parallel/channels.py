@@ -33,6 +33,10 @@ class Channel:
 
     size, rank = 1, 0
 
+    def __init__(self) -> None:
+        self.traffic: Counter[str] = Counter()
+        """Bytes that this rank has passed on, by operation, as a ring of ranks does it."""
+
     def sum(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
         return values
@@ -58,7 +62,7 @@ class Channel:
         return part
 
     def sums(self, count: int, device: torch.device) -> Sums | None:
-        """Make a place for ``count`` numbers to add up in, a multiple of ``size``; None where ranks share no memory."""
+        """Make a place to add up ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
         return None
 
     def common(self, count: int, dtype: torch.dtype) -> Common | None:
@@ -67,20 +71,12 @@ class Channel:
 
 
 class Group(Channel):
-    """A group of several ranks.
-
-    Args:
-        process_group: connects them.
-        device: where objects travel from and to; CPU for gloo, the rank's GPU for NCCL.
-
-    Attributes:
-        traffic: bytes that this rank has passed on, by operation, as a ring of ranks does it.
-    """
+    """A group of several ranks; objects travel on ``device``: the CPU for gloo, the rank's GPU for NCCL."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
         self.size, self.rank = process_group.size(), process_group.rank()
         self._group, self._device = process_group, device
-        self.traffic: Counter[str] = Counter()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
@@ -90,11 +86,11 @@ class Group(Channel):
 
     def smallest(self, value: int) -> int:
         """Least of the ranks' numbers."""
-        found = torch.tensor([value], device=self._device)
+        least = torch.tensor([value], device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-        self._group.allreduce([found], options).wait()
-        return int(found)
+        self._group.allreduce([least], options).wait()
+        return int(least)
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank says: sizes first, then all texts padded to the longest."""
@@ -161,7 +157,7 @@ class SharedGroup(Group):
         self.smallest(0)
 
     def _memories(self, sizes: list[int]) -> list[mmap.mmap]:
-        """Memory of so many bytes of each of the first ranks, open on all; nothing if one rank has not been able to open it."""
+        """Memory of so many bytes of each of the first ranks, open on all; nothing if one rank cannot open it."""
         own: Segment | None = None
         with suppress(OSError):
             own = Segment(sizes[self.rank]) if NAMELESS and self.rank < len(sizes) and sizes[self.rank] else None
@@ -176,14 +172,10 @@ class SharedGroup(Group):
 
 
 class Sums:
-    """Numbers that are added up over the ranks again and again, always in the same place.
-
-    Args:
-        group: of the ranks.
-        buffers: of each rank, fp32 [size * n]; this rank changes its own alone.
+    """Numbers that are added up over the ranks again and again, in one buffer fp32 [size * n] per rank.
 
     Attributes:
-        values: this rank's buffer; 0 at first.
+        values: this rank's buffer, the only one that it changes; 0 at first.
     """
 
     def __init__(self, group: SharedGroup, buffers: list[Tensor]) -> None:
@@ -205,13 +197,7 @@ class Sums:
 
 
 class Common:
-    """Memory that all ranks of a group have in common.
-
-    Args:
-        group: of the ranks.
-        memory: open on all of them.
-        dtype: of its entries.
-    """
+    """Memory that all ranks of a group have in common, as entries of one type."""
 
     def __init__(self, group: SharedGroup, memory: mmap.mmap, dtype: torch.dtype) -> None:
         self._group, self._memory, self._dtype = group, memory, dtype
@@ -240,30 +226,24 @@ def meet(
 
     Args:
         file: private to the group; it must not be there before.
-        rank: this process.
-        size: how many there are.
-        device: where what they say to each other is.
+        rank: this process, of ``size``.
+        device: where what they send each other is.
         patience: how long each waits for the others, now and later.
         kind: of group.
 
     Raises:
-        RuntimeError: somebody has not come.
+        RuntimeError: a member has not come.
     """
-    return kind(_process_group(dist.FileStore(str(file), size), rank, size, device, patience), device)
-
-
-def _process_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta
-) -> dist.ProcessGroup:
+    store = dist.FileStore(str(file), size)
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # only PyTorch for GPUs has it
         options = nccl.Options()
         options._timeout = patience
-        return nccl(store, rank, size, options)  # type: ignore[no-any-return]
+        return kind(nccl(store, rank, size, options), device)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
     # Connections are not authenticated, so nobody but this machine may make them.
     named = "GLOO_SOCKET_IFNAME" in os.environ
     options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname="127.0.0.1")]
-    return gloo(store, rank, size, options)  # type: ignore[no-any-return]
+    return kind(gloo(store, rank, size, options), device)

@@ -23,13 +23,10 @@ from areno.engine.parallel.peers import Layout
 
 
 class SpreadWeights(Weights):
-    """Weights of a model that are spread over the replicas.
+    """Weights of a model that are sharded across the replicas, whose ranks must have joined the default process group.
 
     Args:
-        module: the model, whole; from here on it holds this rank's shares.
-        layout: of all ranks, which must have joined the default process group.
-        device: of this rank.
-        trained: keep the shares in fp32.
+        module: the model, whole; from here on it holds this rank's shares, in fp32 if they are ``trained``.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, trained: bool) -> None:
@@ -87,8 +84,7 @@ class SpreadWeights(Weights):
         """Make a pass whose result may be differentiated; each layer is put together when it is its turn."""
         if self.whole:
             return work()
-        found: Tensor = self._root.areno_pass(work)
-        return found
+        return self._root.areno_pass(work)  # type: ignore[no-any-return]
 
 
 def spread_over_replicas(model: PackedModel, layout: Layout, *, trained: bool) -> None:

@@ -10,7 +10,8 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.peers import Layout
-from areno.engine.parallel.server import Done, EngineServer, Facts, Said, Send
+from areno.engine.parallel.server import EngineServer, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.scoring import temperature_per_row
@@ -36,13 +37,13 @@ from areno.types import ModelRole, Request, RolloutResult, TrainSequence
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A request that a replica works on."""
 
     request: Request
-    future: Future[RolloutResult]
     replica: int
+    future: Future[RolloutResult] = field(default_factory=Future)
 
 
 class EngineGroup:
@@ -53,14 +54,16 @@ class EngineGroup:
         config: as for one rank; ``device`` is that of rank 0.
         layout: of the ranks.
         devices: one per rank; None takes the CPU, or GPUs from that of rank 0 on.
-        stall_s: a rank that makes no progress for so long ends the run.
-        processes: how the ranks are started.
-        on_failure: called once when a rank has failed, and the group with it.
+        stall_s, processes, on_failure: see :class:`WorkerGroup`.
 
     Raises:
         UsageError: the checkpoint cannot be used in this layout.
         EngineError: a rank failed.
     """
+
+    context_length: int | None
+    vocab_size: int
+    kv_tokens: int
 
     def __init__(
         self,
@@ -81,7 +84,6 @@ class EngineGroup:
         self._order = threading.Lock()
         self._gathered = not layout.fsdp
         self._pending: dict[int, _Pending] = {}
-        self._numbers: dict[Future[RolloutResult], int] = {}
         self._count = 0
         self._folder = ScratchFolder("ranks")
         self._on_failure = on_failure
@@ -90,7 +92,7 @@ class EngineGroup:
             self.workers = WorkerGroup(
                 [
                     functools.partial(
-                        _serve, path, replace(config, device=device), layout, rank, Path(self._folder.name)
+                        EngineServer, path, replace(config, device=device), layout, rank, Path(self._folder.name)
                     )
                     for rank, device in enumerate(places)
                 ],
@@ -100,7 +102,7 @@ class EngineGroup:
                 processes=processes or Processes(),
                 stall_s=stall_s,
             )
-            self._facts: Facts = self.workers.call("facts", ranks=[0])[0]
+            self._read_limits()
         except BaseException:
             self._folder.cleanup()
             raise
@@ -111,24 +113,12 @@ class EngineGroup:
         return self.layout.dp_size
 
     @property
-    def context_length(self) -> int | None:
-        """Most positions the actor was made for, where its configuration says so."""
-        return self._facts.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the actor's logits."""
-        return self._facts.vocab_size
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that a replica's cache holds."""
-        return self._facts.kv_tokens
-
-    @property
     def version(self) -> int:
         """Optimizer steps that the actor's weights have seen."""
-        return self.each_rank(_version)[0]
+        return self.each_rank(attrgetter("version"))[0]
+
+    def _read_limits(self) -> None:
+        self.context_length, self.vocab_size, self.kv_tokens = self.workers.call("limits", ranks=[0])[0]
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -144,35 +134,32 @@ class EngineGroup:
             if not self._gathered:
                 self.workers.call("engine.begin_rollout")
                 self._gathered = True
-            futures, batches = self._assign(requests)
-            asked = {
-                tuple(number for number, _, _ in batch): self.workers.tell(
-                    self._leader(replica), "submit", *map(list, zip(*batch, strict=True))
-                )
-                for replica, batch in batches.items()
-            }
+            opened = self._assign(requests)
+            asked = {}
+            for replica, leader in enumerate(self.layout.leaders()):
+                batch = {number: pending.request for number, pending in opened.items() if pending.replica == replica}
+                if batch:
+                    plain = {number: replace(request, listener=None) for number, request in batch.items()}
+                    heard = {number for number, request in batch.items() if request.listener is not None}
+                    asked[tuple(batch)] = self.workers.tell(leader, "submit", plain, heard)
         for numbers, answer in asked.items():
             answer.add_done_callback(functools.partial(self._refused, numbers))
-        return futures
+        return [pending.future for pending in opened.values()]
 
-    def _assign(
-        self, requests: Sequence[Request]
-    ) -> tuple[list[Future[RolloutResult]], dict[int, list[tuple[int, Request, bool]]]]:
-        """Futures of requests; and for each replica its ones with their numbers, and whether somebody listens."""
-        batches: dict[int, list[tuple[int, Request, bool]]] = {}
-        futures: list[Future[RolloutResult]] = []
+    def _assign(self, requests: Sequence[Request]) -> dict[int, _Pending]:
+        """Give each request a number, and the replica that has the least to do."""
+        opened: dict[int, _Pending] = {}
         with self._lock:
+            tokens = [0] * self.layout.dp_size
+            for pending in self._pending.values():
+                tokens[pending.replica] += pending.request.most_tokens
             for request in requests:
-                replica = self._least_loaded()
-                future: Future[RolloutResult] = Future()
-                future.set_running_or_notify_cancel()
                 self._count += 1
-                self._pending[self._count] = _Pending(request, future, replica)
-                self._numbers[future] = self._count
-                plain = replace(request, listener=None)
-                batches.setdefault(replica, []).append((self._count, plain, request.listener is not None))
-                futures.append(future)
-        return futures, batches
+                opened[self._count] = pending = _Pending(request, tokens.index(min(tokens)))
+                pending.future.set_running_or_notify_cancel()
+                tokens[pending.replica] += request.most_tokens
+            self._pending |= opened
+        return opened
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks, after which the weights may be spread over the replicas again."""
@@ -181,15 +168,6 @@ class EngineGroup:
             answers = self.workers.begin(method, *arguments)
         return answers()
 
-    def _least_loaded(self) -> int:
-        weights = [0] * self.layout.dp_size
-        for pending in self._pending.values():
-            weights[pending.replica] += pending.request.most_tokens
-        return weights.index(min(weights))
-
-    def _leader(self, replica: int) -> int:
-        return self.layout.leaders()[replica]
-
     def _owes(self, rank: int) -> bool:
         replica = rank // self.layout.tp_size
         with self._lock:
@@ -197,49 +175,42 @@ class EngineGroup:
 
     def _heard(self, _rank: int, payload: Any) -> None:
         """In the thread of the worker group."""
-        if isinstance(payload, Said):
+        if isinstance(payload, TokenEvent):
             pending = self._pending.get(payload.request)
             if pending is not None and pending.request.listener is not None:
                 pending.request.listener(payload.sample, payload.token)
-        elif isinstance(payload, Done):
-            pending = self._forget(payload.request)
-            if pending is None:
-                return
-            if payload.error is not None:
-                pending.future.set_exception(payload.error)
-            else:
-                assert payload.result is not None
-                pending.future.set_result(payload.result)
+            return
+        assert isinstance(payload, RequestResult)
+        pending = self._take(payload.request)
+        if pending is not None and payload.result is not None:
+            pending.future.set_result(payload.result)
+        elif pending is not None:
+            pending.future.set_exception(payload.error)
 
-    def _forget(self, number: int) -> _Pending | None:
+    def _take(self, number: int) -> _Pending | None:
         with self._lock:
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                self._numbers.pop(pending.future, None)
-            return pending
+            return self._pending.pop(number, None)
 
     def _refused(self, numbers: Sequence[int], asked: Future[Any]) -> None:
         """A rank did not take requests at all."""
         error = asked.exception()
         for number in numbers if error is not None else ():
-            pending = self._forget(number)
-            if pending is not None:
+            if (pending := self._take(number)) is not None:
                 pending.future.set_exception(error)
 
     def _failed(self, error: EngineError) -> None:
         with self._lock:
-            pending, self._pending, self._numbers = list(self._pending.values()), {}, {}
-        for entry in pending:
-            entry.future.set_exception(error)
+            open_requests, self._pending = self._pending, {}
+        for pending in open_requests.values():
+            pending.future.set_exception(error)
         self._on_failure(error)
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Answer one request with what it has so far."""
         with self._lock:
-            number = self._numbers.get(future)
-            replica = self._pending[number].replica if number is not None else 0
-        if number is not None:
-            self.workers.tell(self._leader(replica), "cancel", number)
+            wanted = [(n, pending.replica) for n, pending in self._pending.items() if pending.future is future]
+        for number, replica in wanted:
+            self.workers.tell(self.layout.leaders()[replica], "cancel", number)
 
     def load(self) -> EngineLoad:
         """What generation is busy with, over all replicas."""
@@ -271,7 +242,7 @@ class EngineGroup:
         role: str = ACTOR,
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`Engine.train`."""
-        return dict(self._all("train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
+        return dict(self._all("engine.train", list(rows), loss_fn, mini_bs, accumulation, role)[0])
 
     def measure(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, role: str = ACTOR
@@ -313,7 +284,7 @@ class EngineGroup:
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not there yet, on all ranks."""
         self._all("engine.ensure_roles", dict(roles))
-        self._facts = self.workers.call("facts", ranks=[0])[0]  # their memory may have come from the cache
+        self._read_limits()  # their memory may have come from the cache
 
     def drop_role(self, name: str) -> None:
         """Free an auxiliary role."""
@@ -344,26 +315,17 @@ class EngineGroup:
         self._all("engine.load_state", checkpoint)
 
     def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call a function with the engine of each rank, and further arguments; returns what each has returned.
-
-        Raises:
-            EngineError: a rank failed alone.
-            BaseException: what the function raised on all ranks.
-        """
+        """Call a function with the engine of each rank, see :meth:`Backend.each_rank`."""
         return self._all("apply", function, *arguments)
 
     def close(self) -> None:
         """End all ranks."""
         try:
-            if self._alive:
+            if not self.workers.failed and not self.workers.closed:
                 self.workers.call("engine.close")
         finally:
             self.workers.close()
             self._folder.cleanup()
-
-    @property
-    def _alive(self) -> bool:
-        return not self.workers.failed and not self.workers.closed
 
 
 def open_engine(
@@ -378,12 +340,3 @@ def open_engine(
     if layout.world_size == 1:
         return Engine(path, config)
     return EngineGroup(path, config, layout, devices, stall_s, processes)
-
-
-def _serve(path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> EngineServer:
-    """Make a rank's server; runs in its worker."""
-    return EngineServer(path, config, layout, rank, folder, send)
-
-
-def _version(engine: Engine) -> int:
-    return engine.version

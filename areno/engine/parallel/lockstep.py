@@ -26,14 +26,12 @@ from areno.types import Request
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What the leader says before a turn.
+    """What the leader sends before a turn.
 
     Attributes:
-        arrived: new requests with their numbers.
-        cancel_all: abort everything.
-        cancelled: numbers of requests to abort.
+        arrived: new requests with their numbers; ``cancelled``: those to abort.
         said: sum of all tokens that were sampled so far.
-        pause: all rest before this turn, until each has changed its weights.
+        pause: all ranks pause before this turn, until each has changed its weights.
         last: the loop ends.
     """
 

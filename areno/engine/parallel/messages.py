@@ -34,14 +34,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method to call.
-
-    Attributes:
-        number: what the answer refers to.
-        method: its name; with dots, of a part of the object.
-        arguments: positional ones.
-        now: at once, in the thread that reads messages; others wait for each other. It must be quick.
-    """
+    """A method to call, with dots one of a part of the object; ``now``: at once, in the thread that reads messages."""
 
     number: int
     method: str
@@ -51,14 +44,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a method has returned, or how it failed.
-
-    Attributes:
-        number: of the call.
-        value: what was returned.
-        error: what was raised; None if nothing was.
-        trace: where, as text.
-    """
+    """What the method of a call has returned, or what it raised, and where as text."""
 
     number: int
     value: Any = None
@@ -68,19 +54,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a worker says on its own."""
+    """Something that a worker sends on its own."""
 
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life.
-
-    Attributes:
-        progress: grows while the worker gets on with its work.
-        doing: method that runs, or nothing.
-    """
+    """A sign of life; ``progress`` grows while the worker gets on with its work, ``doing`` is the method that runs."""
 
     progress: float
     doing: str = ""
@@ -96,7 +77,7 @@ class LogLine:
 
 
 def dumps(value: Any) -> bytes:
-    """Write an object down. Modules made from a user's file go along, as nobody else can import them."""
+    """Serialize an object, with modules made from a user's file, as nobody else can import them."""
     global _modules
     if len(sys.modules) != _modules:
         known = sys.modules.copy()  # other threads may be importing
@@ -107,9 +88,5 @@ def dumps(value: Any) -> bytes:
     return cloudpickle.dumps(value)
 
 
-def loads(text: bytes) -> Any:
-    """Read what :func:`dumps` wrote."""
-    return cloudpickle.loads(text)
-
-
+loads = cloudpickle.loads
 _modules = 0

@@ -20,10 +20,7 @@ from areno.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many replicas of the model there are, and over how many ranks each is spread.
-
-    ``fsdp`` spreads weights and gradients over the replicas as well, which otherwise share the optimizer's state alone.
-    """
+    """Replicas of the model, and ranks of each; ``fsdp`` also shards weights and gradients across the replicas."""
 
     dp_size: int = 1
     tp_size: int = 1
@@ -40,11 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, tp_size: int, dp_size: int | None, fsdp: bool = False) -> Layout:
-        """Make a layout.
-
-        Raises:
-            UsageError: the three sizes do not fit each other.
-        """
+        """Make a layout; a UsageError says which sizes do not fit each other."""
         for name, value in (("world_size", world_size), ("tp_size", tp_size), ("dp_size", dp_size)):
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: use at least 1")
@@ -111,14 +104,7 @@ class Peers:
 
 
 def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Peers:
-    """Join the other ranks of a machine; returns when all have come.
-
-    Args:
-        layout: of all ranks.
-        rank: this one.
-        folder: private folder where ranks leave their addresses; no port is agreed on beforehand.
-        device: where this rank's model lives.
-    """
+    """Join the other ranks of a machine, which leave their addresses in a private folder; returns when all have come."""
     replica, place = divmod(rank, layout.tp_size)
     across = SharedGroup if device.type == "cpu" else Group
 

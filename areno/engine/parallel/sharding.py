@@ -36,8 +36,7 @@ def distributed_config(
         config: of the model.
         head_plan: the plan of the model's class, which is for what lies above the body.
         tp_size: number of ranks.
-        option: what an error message calls the place that named the checkpoint.
-        path: of the checkpoint.
+        option: what an error message calls the place that named the checkpoint ``path``.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, or its heads do not divide.
@@ -90,9 +89,7 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
 
 def style_of(module: Any, name: str) -> str | None:
     """How a layer of a module is spread, as the plan calls it; None where every rank has all of it."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    style: str | None = module.tp_plan.get(generic)
-    return style
+    return module.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))  # type: ignore[no-any-return]
 
 
 def local(tensor: Tensor) -> Tensor:

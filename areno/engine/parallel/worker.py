@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-import areno  # before torch: areno sets how long idle threads spin
+import areno  # noqa: F401  (before torch: areno sets how long idle threads spin)
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.engine.progress import PROGRESS
 from areno.frames import Frames
@@ -29,8 +30,6 @@ _WORKING_SHARE, _WORKING_BYTES = 0.02, 4096
 
 
 class _Worker:
-    """Args: frames: connection to the process that started this one."""
-
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
         self._sending = threading.Lock()
@@ -64,7 +63,6 @@ class _Worker:
         self._doing = ""
 
     def _perform(self, call: Call) -> None:
-        """Call a method of the object, or of a part of it: ``part.method``."""
         self._answer(call, lambda: attrgetter(call.method)(self._target)(*call.arguments))
 
     def _answer(self, call: Call, work: Any) -> None:
@@ -77,8 +75,8 @@ class _Worker:
         try:
             self._send(answer)
         except (TypeError, AttributeError, ValueError) as error:  # what is raised or returned cannot be written down
-            found = answer.error or answer.value
-            plain = RuntimeError(f"{type(found).__name__}: {found} ({error})")
+            content = answer.error or answer.value
+            plain = RuntimeError(f"{type(content).__name__}: {content} ({error})")
             self._send(Answer(call.number, error=plain, trace=answer.trace or traceback.format_exc()))
 
     def _read(self) -> None:
@@ -89,15 +87,13 @@ class _Worker:
                 os._exit(1)  # whoever started this process is gone
             if call.now:
                 self._perform(call)
-            elif call.method == "":
-                self._calls.put(None)
             else:
-                self._calls.put(call)
+                self._calls.put(call if call.method else None)
 
     def _beat(self) -> None:
         steps, before = 0, (0.0, 0)
         while True:
-            now = _cpu_s(), _io_bytes()
+            now = time.process_time() - time.thread_time(), _io_bytes()  # without this thread's own
             # While it starts, a process that computes, reads or writes gets on, whatever it is that it does.
             if now[0] - before[0] > _WORKING_SHARE * BEAT_S or now[1] - before[1] > _WORKING_BYTES:
                 steps += 1
@@ -114,24 +110,22 @@ class _Worker:
             os._exit(1)
 
     def _forward_logs(self, own_log: bool) -> None:
-        send = self._send
-
-        class Forward(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                send(LogLine(record.name, record.levelno, self.format(record)))
-
         root = logging.getLogger("areno")
         root.setLevel(logging.INFO)
-        root.addHandler(Forward())
+        root.addHandler(_Forward(self._send))
         if own_log:
             lines = logging.StreamHandler()
             lines.setFormatter(logging.Formatter(f"%(asctime)s {os.getpid()} %(levelname)s %(name)s: %(message)s"))
             root.addHandler(lines)
 
 
-def _cpu_s() -> float:
-    """Processor time of this process, without that of the thread that asks."""
-    return time.process_time() - time.thread_time()
+class _Forward(logging.Handler):
+    def __init__(self, send: Callable[[LogLine], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(LogLine(record.name, record.levelno, self.format(record)))
 
 
 def _io_bytes() -> int:
@@ -146,7 +140,6 @@ def _io_bytes() -> int:
 
 def main() -> None:
     """Run until told to end."""
-    assert areno.__version__
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this process decides
     _Worker(Frames.join(int(sys.argv[1]))).run()
     sys.stdout.flush()

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -46,8 +46,7 @@ class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
     frames: Frames
-    waiting: dict[int, Future[Any]] = field(default_factory=dict)
-    methods: dict[int, str] = field(default_factory=dict)
+    waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
     moved: float = field(default_factory=time.monotonic)
@@ -82,7 +81,6 @@ class WorkerGroup:
         on_event: gets the rank and payload of each event, in the group's own thread.
         on_failure: called once when the group has failed.
         busy: whether a rank owes something that is no call, such as a request that it generates for.
-        processes: how they are started.
         stall_s: a rank that has work and makes no progress for so long has failed.
 
     Raises:
@@ -107,12 +105,12 @@ class WorkerGroup:
         self._closing = False
         chosen = self._processes.threads or openmp_threads()
         threads, sharing = chosen or max(usable_cores() // len(makers), 1), 0 if chosen else len(makers)
-        self._ranks = [_spawn(rank, threads, self._processes) for rank in range(len(makers))]
+        self.size = len(makers)
+        self._ranks = [_spawn(rank, threads, self._processes) for rank in range(self.size)]
         started: list[Future[Any]] = []
         for rank in self._ranks:
-            rank.methods[0] = "start"
-            rank.waiting[0] = Future()
-            started.append(rank.waiting[0])
+            started.append(Future())
+            rank.waiting[0] = ("start", started[-1])
         self._thread = threading.Thread(target=self._watch, name="areno-workers", daemon=True)
         self._thread.start()
         limit = self._processes.startup_s
@@ -132,11 +130,6 @@ class WorkerGroup:
             timer.cancel()
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self._ranks)
-
-    @property
     def failed(self) -> bool:
         """Whether a rank has failed, and the group with it."""
         return self._failure is not None
@@ -152,10 +145,7 @@ class WorkerGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call a method on all ranks, or some, and wait for all.
-
-        Returns:
-            What each has returned, in the order of ``ranks``.
+        """Call a method on all ranks, or some; returns what each has returned, in the order of ``ranks``.
 
         Raises:
             EngineError: a rank failed alone, died, stopped or made no progress; the group is gone.
@@ -208,7 +198,7 @@ class WorkerGroup:
                 if self._failure is not None:
                     raise self._failure
                 rank.moved = time.monotonic()
-                rank.waiting[number], rank.methods[number] = future, method
+                rank.waiting[number] = (method, future)
             futures.append(future)
             with contextlib.suppress(OSError):  # the watching thread says why
                 self._send(rank, text)
@@ -221,19 +211,8 @@ class WorkerGroup:
 
     def _gather(self, method: str, futures: list[Future[Any]]) -> list[Any]:
         """Wait for all answers. What all ranks raise alike is the caller's error; what one raises alone is the group's end."""
-        deadline: float | None = None
-        pending = list(futures)
-        while pending:
-            done = [future for future in pending if future.done()]
-            pending = [future for future in pending if not future.done()]
-            failed = [future for future in futures if future.done() and future.exception() is not None]
-            if failed and deadline is None:
-                deadline = time.monotonic() + _SETTLE_S
-            if pending and not done:
-                with contextlib.suppress(TimeoutError):
-                    pending[0].exception(timeout=0.05 if failed else 0.5)
-            if pending and deadline is not None and time.monotonic() > deadline:
-                break
+        wait(futures, return_when=FIRST_EXCEPTION)
+        wait(futures, timeout=_SETTLE_S)
         errors = [(rank, f.exception()) for rank, f in enumerate(futures) if f.done() and f.exception() is not None]
         if not errors:
             return [future.result() for future in futures]
@@ -241,8 +220,7 @@ class WorkerGroup:
         assert error is not None
         if self._failure is not None:
             raise self._failure
-        alike = len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1
-        if alike:
+        if len(errors) == len(futures) and len({type(e) for _, e in errors}) == 1:
             raise error
         failure = EngineError(
             f"rank {rank} of {self.size} failed in {method}: {type(error).__name__}: {error}"
@@ -294,8 +272,7 @@ class WorkerGroup:
                 rank.progress, rank.moved = message.progress, rank.heard
         elif isinstance(message, Answer):
             with self._lock:
-                future = rank.waiting.pop(message.number, None)
-                rank.methods.pop(message.number, None)
+                _, future = rank.waiting.pop(message.number, ("", None))
                 if future is None and self._failure is None:
                     raise ValueError(f"an answer to call {message.number}, which it was not asked")
             if future is None:  # the group has failed meanwhile
@@ -376,7 +353,7 @@ class WorkerGroup:
             if self._failure is not None:
                 return
             self._failure = error
-            waiting = [future for rank in self._ranks for future in rank.waiting.values()]
+            waiting = [future for rank in self._ranks for _, future in rank.waiting.values()]
             for rank in self._ranks:
                 rank.waiting = {}
         for rank in self._ranks:
@@ -414,7 +391,7 @@ def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
 
 def _last(rank: _Rank) -> str:
     """What a rank was doing, as far as is known."""
-    return next(iter(rank.methods.values()), "") or rank.doing or "what it does between calls"
+    return next((method for method, _ in rank.waiting.values()), "") or rank.doing or "what it does between calls"
 
 
 def _is_stopped(pid: int) -> bool:
@@ -427,7 +404,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _start_process(file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """A worker that inherits a file descriptor, its end of the socket pair, and writes to a log."""
+    """A worker that inherits its end of the socket pair, and writes to a log."""
     return subprocess.Popen(
         [sys.executable, "-m", "areno.engine.parallel.worker", str(file)],
         pass_fds=[file],
