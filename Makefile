@@ -26,9 +26,9 @@ test: lint types
 
 test-all: lint types
 	@echo "== tests"
-	@$(PYTEST) -m "not long"
+	@ARENO_THOROUGH_TESTS=1 $(PYTEST) -m "not long"
 	@echo "== long tests, one at a time: some of them promise a time"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	@ARENO_THOROUGH_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 lint: $(VENV)/.dev-ready
 	@echo "== lint"

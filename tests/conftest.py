@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.examples import examples
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes of tests would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-settings.register_profile("areno", deadline=None)  # how long an example takes is the machine's affair
+# No deadline: how long an example takes depends on the machine.
+settings.register_profile("areno", deadline=None, max_examples=examples(100))
 settings.load_profile("areno")
 
 DATA = Path(os.environ.get("ARENO_TEST_DATA", Path(__file__).parents[1].parent / "shared" / "data"))

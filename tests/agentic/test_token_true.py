@@ -191,7 +191,7 @@ def examples(number: int) -> settings:
     )
 
 
-@examples(8)
+@examples(3)
 @given(plan=turns(edits=True), question=PLAIN)
 def test_rows_are_what_was_sent_and_sampled(stage: Stage, plan: list[Turn], question: str) -> None:
     check_conversation(stage, plan, question)

@@ -35,6 +35,7 @@ from areno.text.chat import load_tokenizer
 from areno.types import RewardRecord
 from tests.agentic.stage import open_trainer
 from tests.examples import scripted
+from tests.support.examples import examples
 
 ENDS = Counter()
 
@@ -225,7 +226,7 @@ def test_an_empty_text_after_no_call_is_a_mistake_of_the_environment():
         asyncio.run(replay(Silent(), {"start": 5}, [says("hm")]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 12), st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=8))
 def test_a_replay_ends_where_the_game_ended(start, moves):
     answers = iter([take(*counts) if counts else says("next") for counts in moves] + [says("stop")])

@@ -10,6 +10,7 @@ from areno.api.datasets import load_rows
 from areno.errors import DataError
 from areno.training.objectives.base import RowBounds
 from areno.training.objectives.pairs import build_preference_rows
+from tests.support.examples import examples
 from tests.support.tiny import bpe_tokenizer
 
 WORDS = ["user", "assistant", *(f"w{index}" for index in range(20))]
@@ -256,7 +257,7 @@ def spelled(prompt, answer):
     return ids if answer.endswith("<|end|>") else [*ids, BYTE_TOKENIZER.eos_token_id]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(st.lists(st.fixed_dictionaries({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}), min_size=1, max_size=6))
 def test_every_kept_pair_spells_its_row_and_every_row_is_kept_or_counted(rows):
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}

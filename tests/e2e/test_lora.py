@@ -52,7 +52,10 @@ def tensors(folder):
     }
 
 
-@pytest.mark.parametrize("algo", ["sft", "dpo", "rm", "grpo", "gspo", "ppo"])
+OTHERS = [pytest.param(algo, marks=pytest.mark.long) for algo in ("sft", "rm", "grpo", "gspo")]
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo", *OTHERS])
 def test_a_run_that_is_interrupted_and_resumed_ends_bit_for_bit_the_same(algo, tmp_path, tiny_checkpoint):
     task, runs = write_task(tmp_path / "task"), [tmp_path / name for name in ("whole", "parted")]
     dropout = ("--lora-dropout", "0.1") if algo in ("sft", "dpo", "rm") else ()
@@ -174,6 +177,7 @@ def test_a_dry_run_counts_what_is_trained(tmp_path, tiny_checkpoint):
     assert four_bit.phase("backward").parts["weights"] < backward["weights"]
 
 
+@pytest.mark.long
 def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
     """A random model comes to say digits, and nothing else with seeds 0 to 2.
 

@@ -18,8 +18,9 @@ from areno.loss_fns.shaping import choose_by_second_moment
 from areno.types import TrainSequence
 from tests.engine.test_model_families import random_rows
 from tests.engine.test_train_step import make_step, weights
+from tests.support.examples import examples
 
-QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
 algorithms = st.sampled_from(["ffd", "kk"])
 
 

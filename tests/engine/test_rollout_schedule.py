@@ -21,7 +21,7 @@ from tests.support.cli import start_text
 from tests.support.tiny import VOCAB, tiny_module
 
 REPO = Path(__file__).parents[2]
-FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_5"]
+FAMILIES = ["llama", "qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt_oss"))]
 
 
 @pytest.fixture

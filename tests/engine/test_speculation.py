@@ -13,6 +13,7 @@ from areno.engine.rollout.drafts import MATCH, DraftIndex
 from areno.engine.rollout.loop import RolloutLoop
 from areno.errors import UsageError
 from areno.types import Request, SamplingParams
+from tests.support.examples import examples
 from tests.support.tiny import save_tiny_checkpoint, tiny_module
 
 
@@ -41,7 +42,7 @@ def looked_up(tokens, most):
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 60), max_size=6), st.integers(1, 6))
 def test_a_draft_is_what_followed_the_last_time(tokens, calls, most):
     index = DraftIndex()

@@ -23,9 +23,10 @@ from areno.errors import EngineError, UsageError
 from areno.loss_fns import PolicyLoss, policy_loss_fn, reduces_over
 from areno.types import TrainSequence
 from tests.engine.test_train_step import make_step, weights
+from tests.support.examples import examples
 from tests.support.tiny import FAMILIES, VOCAB, save_tiny_checkpoint, tiny_module
 
-QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
 RECURRENT = {"qwen3_5"}
 few_tokens = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size=1, max_size=8)
 

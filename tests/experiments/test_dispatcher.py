@@ -27,6 +27,7 @@ from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import RolloutWorkflow
 from tests.experiments.stage import Generation, TickEngine
+from tests.support.examples import examples
 
 
 class Ticking(RolloutWorkflow):
@@ -106,7 +107,7 @@ def dispatching(
     fates=st.lists(st.sampled_from(["", "", "", "none", "raise"]), min_size=1, max_size=5).filter(lambda f: "" in f),
     ticks=st.lists(st.integers(1, 12), min_size=1, max_size=7),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_happens_the_bounds_hold(batch, eta, most, dynamic, bound, on_stale, fates, ticks):
     books = Books(batch, eta, most, dynamic)
     options = {"max_staleness": bound, "on_stale": on_stale, "listener": books.hear}
@@ -303,7 +304,7 @@ def test_another_workflow_holds_for_all_that_the_call_returns():
 
 
 @given(seed=st.integers(0, 2**32), eta=st.integers(0, 3), crash_after=st.integers(1, 4), dynamic=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_after_a_crash_every_row_is_in_one_accepted_batch(seed, eta, crash_after, dynamic):
     """The data source continues where it was; what was read, ran or had ended comes back from the saved state."""
     import torch

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import areno  # noqa: F401
 from areno.errors import UsageError
 from areno.rollouts.staleness import StalenessManager, oldest_version, too_old
+from tests.support.examples import examples
 
 
 class Admission(RuleBasedStateMachine):
@@ -111,7 +112,7 @@ class Admission(RuleBasedStateMachine):
 
 
 TestAdmission = Admission.TestCase
-TestAdmission.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAdmission.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_capacity_by_hand():

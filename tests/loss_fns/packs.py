@@ -32,8 +32,9 @@ from areno.loss_fns.units import with_names
 from areno.loss_fns.value import CRITIC_NAMES
 from areno.training.objectives.pairs import DPO, REWARD_MODEL
 from areno.training.objectives.sft import SFT
+from tests.support.examples import examples
 
-QUICK = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=examples(50), deadline=None, derandomize=True, database=None)
 STREAMS = (
     *("logprobs", "advantages", "ref_logprobs", "values", "returns", "entropy"),
     *("prox_logprobs", "teacher_logprobs", "versions", "keep"),

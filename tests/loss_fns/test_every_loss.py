@@ -27,6 +27,7 @@ from areno.loss_fns import (
 )
 from areno.loss_fns.pack import reads_bounds, reads_entropy
 from tests.loss_fns.packs import CASES, QUICK, Batch, Case, batches, make_batch, slopes, value_of
+from tests.support.examples import examples
 
 every_loss = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -39,7 +40,7 @@ def gradient_of(case: Case, batch: Batch, weight: float = 1.0) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.frozen], ids=lambda case: case.name)
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=examples(20))
 @given(batch=batches(shifts=(0.05, 0.5, 2.0)))
 def test_gradients_equal_finite_differences(case, batch):
     _, gradient, _ = gradient_of(case, batch)

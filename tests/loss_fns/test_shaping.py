@@ -15,6 +15,7 @@ from areno.loss_fns.shaping import choose_by_second_moment, finished, row_counts
 from areno.types import TrainSequence
 from tests.loss_fns.packs import QUICK
 from tests.loss_fns.test_norm import normalised
+from tests.support.examples import examples
 
 EXACT = {"rel": 1e-6, "abs": 1e-9}
 log_probs = st.floats(-6, 0)
@@ -116,7 +117,7 @@ def written_out(rows, s, values):
     return advantages, returns, finals, kls
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=examples(200))
 @given(rows=row_lists(), shaping=shapings(), critic=st.booleans(), seed=st.integers(0, 1000))
 def test_advantages_and_returns_equal_their_formulas(rows, shaping, critic, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -198,7 +199,7 @@ def test_a_kl_reward_without_a_reference_is_refused_and_never_a_bonus_for_unlike
     assert row.advantages == [0.0, 1.0, 1.0, 1.0]
 
 
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=examples(20))
 @given(rows=row_lists(), order=st.randoms(use_true_random=False))
 def test_a_group_that_lost_an_answer_or_was_shuffled_is_normalised_by_itself(rows, order):
     shaping = RewardShaping(reward_norm=Norm("group", std_level="group"))

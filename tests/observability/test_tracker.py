@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from areno.observability import tracker as tracker_module
 from areno.observability.tracker import ReduceType, StatsTracker, merge, told, without_counts
+from tests.support.examples import examples
 
 finite = st.floats(-1e6, 1e6, width=32)
 rows = st.lists(st.tuples(finite, st.booleans()), max_size=12)
@@ -29,7 +30,7 @@ def record(tracker, batches, **options):
         tracker.stat("n", x=torch.tensor([value for value, _ in batch], dtype=torch.float32), **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(rows, max_size=4), min_size=1, max_size=4))
 def test_every_counted_value_weighs_the_same_over_calls_and_processes(processes):
     trackers = [StatsTracker() for _ in processes]

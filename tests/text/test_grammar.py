@@ -21,6 +21,7 @@ from areno.text.grammar import (
     tool_call_constraint,
 )
 from areno.text.tool_calls import parser_for
+from tests.support.examples import examples
 from tests.support.tiny import bpe_tokenizer
 from tests.text.tool_call_cases import TOOLS, WRITERS
 
@@ -120,14 +121,14 @@ def _schemas():
     return st.recursive(simple, nested, max_leaves=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(schema=_schemas(), seed=st.integers(0, 10**6))
 def test_answers_to_any_schema_parse_and_validate(tokenizer, schema, seed):
     text = _walk(tokenizer, json_schema_constraint(tokenizer, schema), seed)
     jsonschema.validate(json.loads(text, strict=True), schema)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.text(st.characters(exclude_categories=["C"]), max_size=12), age=st.integers(0, 120))
 def test_values_that_fit_are_accepted(tokenizer, name, age):
     value = {"name": name, "age": age, "tags": ["b"], "home": {"x": age / 7}}

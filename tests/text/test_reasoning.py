@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from areno.errors import UsageError
 from areno.text.reasoning import ReasoningDelta, list_reasoning_parsers, reasoning_parser_for
 from areno.text.tool_calls import ContentDelta, parser_for
+from tests.support.examples import examples
 from tests.text.tool_call_cases import OSLO, ROME, TOOLS, harmony
 
 MARKERS = {
@@ -105,7 +106,7 @@ def _joined(deltas):
 
 @pytest.mark.parametrize("name", [*sorted(MARKERS), "harmony"])
 @pytest.mark.parametrize("inside", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_cut_says_what_the_whole_says(parsers, name, inside, data):
     markers = [*parsers[name].markers, *(marker[:-2] for marker in parsers[name].markers)]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.text.tool_calls import ContentDelta, ToolCallDelta, parser_for
+from tests.support.examples import examples
 from tests.text.tool_call_cases import NOW, OSLO, ROME, TOOLS, WRITERS, hermes
 
 FORMATS = sorted(WRITERS)
@@ -58,7 +59,7 @@ def _add(delta, content, calls):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_cut_says_what_the_whole_says(name, data):
     text = data.draw(_fragments(name))
@@ -73,7 +74,7 @@ def test_any_cut_says_what_the_whole_says(name, data):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_without_a_good_call_the_text_is_all_there(name, data):
     text = data.draw(_fragments(name))

@@ -85,6 +85,7 @@ def test_the_kernel_equals_attention_in_float64(tmp_path):
     assert set(report["best"]) == {"2 x 40", "1 x 100"}
 
 
+@pytest.mark.long
 def test_the_kernel_is_translated_to_good_machine_code(tmp_path):
     done = run([sys.executable, "-c", COMPILE], tmp_path)
     assert done.stdout.endswith("translated\n"), done.stderr[-3000:]
