@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from areno.api import arguments
 from areno.errors import UsageError
-from areno.types import SamplingParams
+from areno.types import SamplingParams, tightest
 
 if TYPE_CHECKING:
     from areno.api.agentic.context import AgentContext
-    from areno.api.agentic.data import AgentItem
-    from areno.api.agentic.proxy import AgentProxy
+    from areno.api.agentic.data import AgentItem, AgentTrajectory
     from areno.api.agentic.samples import AgentSample
-    from areno.api.agentic.trajectory import AgentTrajectory
     from areno.api.sampler import Sampler
+    from areno.rollouts.conversation.server import AgentServer
     from areno.rollouts.conversation.spans import LossMaskPolicy
 
 
@@ -60,13 +59,13 @@ class RolloutSession:
         self.loss_mask_policy, self.timeout_s = loss_mask_policy, timeout_s
         self.seed, self.disable_thinking = seed, disable_thinking
         self._wants_proxy = proxy
-        self._proxy: AgentProxy | None = None
+        self._proxy: AgentServer | None = None
         self._context: AgentContext | None = None
 
     # -- for agents ------------------------------------------------------------------------------------------------
 
     @property
-    def proxy(self) -> AgentProxy:
+    def proxy(self) -> AgentServer:
         """The running server; :class:`RuntimeError` if the session has none, or has not begun."""
         if self._proxy is None:
             raise RuntimeError(
@@ -80,7 +79,9 @@ class RolloutSession:
     def agent_context(self) -> AgentContext:
         """Address and keys, as an agent of ``areno train`` gets them."""
         if self._context is None:
-            self._context = self.proxy.context(self.seed)
+            from areno.api.agentic.context import AgentContext
+
+            self._context = AgentContext(self.proxy, self.seed)
         return self._context
 
     @property
@@ -138,27 +139,29 @@ class RolloutSession:
         try:
             if self._wants_proxy:
                 self._proxy = self._start_proxy()
-                self._context = self._proxy.context(self.seed)
         except BaseException:
             self.trainer.end_rollout_session()
             raise
         return self
 
-    def _start_proxy(self) -> AgentProxy:
+    def _start_proxy(self) -> AgentServer:
         from areno.config.packages import install_command, missing_server_packages
 
         missing = missing_server_packages()
         if missing:
             raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
-        from areno.api.agentic.proxy import AgentProxy
+        from areno.rollouts.conversation.server import AgentServer
 
-        return AgentProxy(
-            self.trainer.backend,
+        backend = self.trainer.backend
+        return AgentServer(
+            backend,
             self.sampling_params,
-            max_running_prompts=self.max_running_prompts,
+            tightest(self.sampling_params.max_context_len, backend.context_length),
             seed=self.seed,
-            timeout_s=self.timeout_s,
+            max_running_prompts=self.max_running_prompts,
+            model_name="policy",
             disable_thinking=self.disable_thinking,
+            request_timeout_s=self.timeout_s,
         )
 
     def __exit__(self, *_: object) -> None:

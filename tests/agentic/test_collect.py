@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from areno.api.agentic import AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
-from areno.api.agentic import calls as agent_calls
+from areno.api.agentic import collect as agent_calls
 from areno.api.agentic.collect import AgentRunner, Collected
 from tests.agentic.stage import batch_of, sampling
 

@@ -2,12 +2,11 @@
 
 The way of the data, and where to find it:
 
-- ``data``: tasks and batches of them; ``trajectory``: what an agent returns.
-- ``proxy``: the server inside a rollout session; ``context``: address and keys that an agent is given.
+- ``data``: tasks, batches of them, and what an agent returns; ``context``: address and keys that an agent is given.
 - ``lint``: what a chat template will do to a conversation.
-- ``calls`` and ``collect``: running an agent with deadlines, retries, and errors that stay with their sample.
-- ``samples``: from returned turns to training rows, and ``records`` for rewards; :mod:`areno.rollouts.conversation` records
-  the tokens of every turn.
+- ``collect``: running an agent with deadlines, retries, and errors that stay with their sample.
+- ``samples``: from returned turns to training rows and reward records; :mod:`areno.rollouts.conversation` serves the model
+  and records the tokens of every turn.
 - ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, with no agent code.
 """
 
@@ -21,8 +20,8 @@ _HOMES = {
     "AgentContext": "areno.api.agentic.context",
     "AgentItem": "areno.api.agentic.data",
     "AgentSample": "areno.api.agentic.samples",
-    "AgentTrajectory": "areno.api.agentic.trajectory",
-    "AgentTrajectoryTurn": "areno.api.agentic.trajectory",
+    "AgentTrajectory": "areno.api.agentic.data",
+    "AgentTrajectoryTurn": "areno.api.agentic.data",
     "LossMaskPolicy": "areno.rollouts.conversation.spans",
     "RewardEvent": "areno.types",
     "RewardRecord": "areno.types",

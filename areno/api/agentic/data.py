@@ -1,12 +1,15 @@
-"""Batches of agent tasks: every prompt once per sample, prompt by prompt."""
+"""What agents are given and what they return: batches of tasks, and turns with the server's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from areno.types import PromptBatch
+from areno.types import Logprobs, PromptBatch
+
+METADATA = "areno"
+"""Key of a response under which the server describes its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class AgentItem:
     input_tokens: list[int]
     prompt_index: int
     sample_index: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Prompt and sample index."""
+        return self.prompt_index, self.sample_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +75,9 @@ class AgentBatch:
 
     def iter_samples(self) -> Iterator[AgentItem]:
         """All tasks, the samples of a prompt next to each other."""
-        for index, (record, prompt, tokens) in enumerate(
-            zip(self.records, self.prompts, self.input_tokens, strict=True)
-        ):
+        for index, prompt in enumerate(zip(self.records, self.prompts, self.input_tokens, strict=True)):
             for sample in range(self.n_samples):
-                yield AgentItem(record, prompt, tokens, index, sample)
+                yield AgentItem(*prompt, index, sample)
 
     def only(self, items: Sequence[AgentItem]) -> AgentBatch:
         """A batch of some of the tasks, which keep their indices."""
@@ -91,3 +97,85 @@ class _SomeItems(AgentBatch):
     def iter_samples(self) -> Iterator[AgentItem]:
         """The tasks."""
         return iter(self._items)
+
+
+@dataclass(slots=True)
+class AgentTrajectoryTurn:
+    """One answer of the model.
+
+    Args:
+        item: the task that it belongs to.
+        messages: the conversation that was sent, in OpenAI's form.
+        response: the server's response, whole or the last chunk of a stream: an object of the OpenAI client, or a mapping.
+        response_tokens: sampled token ids; taken from the response where there is one.
+        response_logprobs: their log-probs; likewise.
+        parsed_tool_calls: calls of the answer, as OpenAI has them; likewise.
+        model: the model's name in the request.
+        tools: the tools of the request.
+        tool_choice: that of the request.
+        reward: what the environment gave for this turn; see ``--turn-discount``.
+
+    Raises:
+        ValueError: the response has no token metadata, so it is not from a rollout session; or tokens and log-probs
+            differ in number.
+    """
+
+    item: AgentItem
+    messages: list[dict[str, Any]]
+    response: Any = None
+    response_tokens: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    parsed_tool_calls: list[Any] = field(default_factory=list)
+    model: str = "policy"
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: Any = None
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.response is not None:
+            metadata = _metadata_of(self.response)
+            self.response_tokens = list(metadata["response_tokens"])
+            self.response_logprobs = list(metadata["response_logprobs"])
+            if "temperature" in metadata:
+                self.response_logprobs = Logprobs(self.response_logprobs, metadata["temperature"])
+            choices = _get(self.response, "choices") or [None]
+            self.parsed_tool_calls = list(_get(_get(choices[0], "message"), "tool_calls") or [])
+        if len(self.response_tokens) != len(self.response_logprobs):
+            raise ValueError(
+                f"AgentTrajectoryTurn has {len(self.response_tokens)} response tokens and {len(self.response_logprobs)} "
+                "log-probs; every token needs one"
+            )
+
+    @property
+    def turn_id(self) -> str | None:
+        """Name of the recorded answer; None where tokens were given without a response."""
+        return None if self.response is None else str(_metadata_of(self.response).get("turn"))
+
+
+@dataclass(slots=True)
+class AgentTrajectory:
+    """Turns that belong together; those of different items may be mixed, each counts for its own."""
+
+    turns: list[AgentTrajectoryTurn] = field(default_factory=list)
+
+
+def _metadata_of(response: Any) -> Mapping[str, Any]:
+    metadata = _get(response, METADATA)
+    if not isinstance(metadata, Mapping) or "response_tokens" not in metadata or "response_logprobs" not in metadata:
+        raise ValueError(
+            f"the response ({type(response).__name__}) does not include Areno trajectory metadata (key {METADATA!r}): "
+            "send requests to ctx.get_base_url() with ctx.api_key, and pass on what came back"
+        )
+    return metadata
+
+
+def _get(value: Any, name: str) -> Any:
+    """An entry of a mapping, an attribute, or a field that a client's class does not declare."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return (getattr(value, "model_extra", None) or {}).get(name, getattr(value, name, None))
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a list of things, and not a text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

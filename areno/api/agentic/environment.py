@@ -30,8 +30,7 @@ from areno.errors import UsageError
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from areno.api.agentic.data import AgentBatch, AgentItem
-    from areno.api.agentic.trajectory import AgentTrajectory
+    from areno.api.agentic.data import AgentBatch, AgentItem, AgentTrajectory
     from areno.types import RewardRecord
 
 Message = dict[str, Any]
@@ -289,7 +288,7 @@ def environment_rows(
 async def _play(
     make: Callable[[], Environment], item: AgentItem, client: AsyncOpenAI, options: Mapping[str, Any]
 ) -> AgentTrajectory:
-    from areno.api.agentic.trajectory import AgentTrajectory, AgentTrajectoryTurn
+    from areno.api.agentic.data import AgentTrajectory, AgentTrajectoryTurn
 
     environment = make()
     try:

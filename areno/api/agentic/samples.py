@@ -1,22 +1,25 @@
-"""From what an agent returned for one task to a sample that can be rewarded and trained on."""
+"""From what an agent returned for one task to a sample that can be rewarded and trained on.
+
+A reward function sees the same record as for a prompt completion, with more in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from areno.api.agentic.context import AgentContext
-from areno.api.agentic.data import AgentItem
-from areno.api.agentic.records import agent_record, sequence_of
-from areno.api.agentic.trajectory import AgentTrajectory, AgentTrajectoryTurn, is_sequence
+from areno.api.agentic.data import AgentItem, AgentTrajectory, AgentTrajectoryTurn, is_sequence
 from areno.api.sampler import Sampler
 from areno.errors import AgentError
+from areno.rollouts.conversation.history import text_of
 from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.conversation.tape import Turn
 from areno.text.chat import encode_rendered, render_generation_prompt
-from areno.types import Logprobs, RewardRecord, RolloutSequence
+from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
 
 @dataclass(slots=True)
@@ -62,14 +65,7 @@ def make_sample(
     policy: LossMaskPolicy,
     tokenizer: Any,
 ) -> AgentSample:
-    """Look the answers up and build what training and rewards need.
-
-    Args:
-        item: the task.
-        turns: what the agent returned for it, at least one.
-        context: of the call that made them.
-        policy: which tokens count.
-        tokenizer: the model's.
+    """Look up the answers that an agent returned for a task, and build what training and rewards need.
 
     Raises:
         UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
@@ -77,14 +73,14 @@ def make_sample(
     """
     recorded: list[Turn] = []
     for turn in turns:
-        found = context.turn(turn.turn_id, item) if turn.turn_id else _without_response(turn, recorded, tokenizer)
-        if found in recorded:
+        answer = context.turn(turn.turn_id, item) if turn.turn_id else _without_response(turn, recorded, tokenizer)
+        if answer in recorded:
             raise ValueError("the agent returned the same response twice; return each turn once")
-        recorded.append(found)
+        recorded.append(answer)
     rows = build_rows(recorded, policy, tokenizer)
-    record = agent_record(item, turns, recorded, rows, tokenizer)
-    rewards = [turn.reward or 0.0 for turn in turns]
-    return AgentSample(item, recorded, rows, record, sequence_of(recorded), rewards)
+    sequence = _sequence_of(recorded)
+    record = _record_of(item, turns, recorded, rows, sequence, tokenizer)
+    return AgentSample(item, recorded, rows, record, sequence, [turn.reward or 0.0 for turn in turns])
 
 
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
@@ -98,10 +94,9 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:
         return
-    tokens, warmth = [row.tokens for row in rows], [row.temperature for row in rows]
-    for row, scored in zip(
-        rows, trainer.score_logprobs("actor", tokens, temperatures=warmth, micro_bs=micro_bs), strict=True
-    ):
+    tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
+    scores = trainer.score_logprobs("actor", tokens, temperatures=temperatures, micro_bs=micro_bs)
+    for row, scored in zip(rows, scores, strict=True):
         marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
         row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]
         row.context_scored = True
@@ -157,3 +152,145 @@ def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
         raise AgentError(
             f"the agent returned {shown}; return AgentTrajectory or AgentTrajectoryTurn objects, or a list of them"
         )
+
+
+def _sequence_of(recorded: Sequence[Turn]) -> RolloutSequence:
+    """All that the policy said in a sample, end to end."""
+    tokens = list(chain.from_iterable(turn.tokens for turn in recorded))
+    return RolloutSequence(
+        resp_tokens=tokens,
+        resp_logprobs=list(chain.from_iterable(turn.logprobs for turn in recorded)),
+        finish_reason=recorded[-1].finish,
+        text="\n".join(text_of(turn.answer.get("content")) for turn in recorded),
+        versions=list(chain.from_iterable(turn.versions for turn in recorded)),
+        temperature=recorded[-1].temperature,
+        cut_mass=sum(turn.cut_mass * len(turn.tokens) for turn in recorded) / max(len(tokens), 1),
+    )
+
+
+def _record_of(
+    item: AgentItem,
+    turns: Sequence[AgentTrajectoryTurn],
+    recorded: Sequence[Turn],
+    rows: Sequence[TrajectoryRow],
+    sequence: RolloutSequence,
+    tokenizer: Any,
+) -> RewardRecord:
+    """What the reward function sees; ``recorded`` are the answers of ``turns``, and ``rows`` say which tokens count."""
+    last = recorded[-1]
+    messages = _messages(turns[-1], last)
+    solutions = item.record.get("solutions")
+    return RewardRecord(
+        prompt=item.prompt,
+        completion=sequence.text,
+        rendered_completion=_rendered(last, tokenizer),
+        final_answer=text_of(last.answer.get("content")),
+        answer=solutions if solutions is not None else item.record.get("answer"),
+        messages=messages,
+        trace=_trace(turns, recorded, messages),
+        tool_calls=[call for turn in recorded for call in _calls(turn)],
+        tool_results=_tool_results(messages),
+        tokens=list(sequence.resp_tokens),
+        logprobs=list(sequence.resp_logprobs),
+        loss_mask=_counts(rows, recorded),
+        source_record=item.record,
+        metadata={
+            "prompt_index": item.prompt_index,
+            "sample_index": item.sample_index,
+            "finish_reason": last.finish,
+            "turns": len(recorded),
+            "turn_rewards": [turn.reward for turn in turns],
+        },
+    )
+
+
+def _tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What tools have returned, ``{"name", "tool_call_id", "content"}`` each."""
+    names = {
+        call.get("id"): call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls") or []
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    }
+    return [
+        {
+            "name": message.get("name") or names.get(message.get("tool_call_id")),
+            "tool_call_id": message.get("tool_call_id"),
+            "content": text_of(message.get("content")),
+        }
+        for message in messages
+        if message.get("role") == "tool"
+    ]
+
+
+def _messages(turn: AgentTrajectoryTurn, recorded: Turn) -> list[dict[str, Any]]:
+    """The conversation with its last answer; what the agent has added behind that stays."""
+    given = [_plain(message) for message in turn.messages]
+    sent = len(recorded.messages)
+    if len(given) > sent and given[sent].get("role") == "assistant":
+        return given
+    return [*given, recorded.answer]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as a mapping; agents append the client's objects as they are."""
+    if isinstance(message, dict):
+        return message
+    return dict(message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message)
+
+
+def _rendered(turn: Turn, tokenizer: Any) -> str:
+    """The last conversation behind its first prompt, as the model saw it."""
+    path = turn.path
+    tokens = [token for step in path for token in (*step.given, *step.tokens)]
+    return str(tokenizer.decode(tokens[len(path[0].given) :], skip_special_tokens=False))
+
+
+def _calls(turn: Turn) -> list[dict[str, Any]]:
+    functions = [call["function"] for call in turn.answer.get("tool_calls") or []]
+    return [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+
+
+def _counts(rows: Sequence[TrajectoryRow], recorded: Sequence[Turn]) -> list[bool]:
+    """Which of the sampled tokens count, end to end; a turn counts in one row at most."""
+    counts = [[False] * len(turn.tokens) for turn in recorded]
+    for row in rows:
+        marks: list[list[bool]] = [[] for _ in recorded]
+        for said, trained, turn in zip(row.sampled, row.trained, row.turns, strict=True):
+            if said and turn >= 0:
+                marks[turn].append(trained)
+        counts = [new if any(new) else old for old, new in zip(counts, marks, strict=True)]
+    return list(chain.from_iterable(counts))
+
+
+def _trace(
+    turns: Sequence[AgentTrajectoryTurn], recorded: Sequence[Turn], messages: Sequence[dict[str, Any]]
+) -> list[RewardEvent]:
+    trace: list[RewardEvent] = []
+    for turn, kept in zip(turns, recorded, strict=True):
+        new = kept.messages[_known(kept) :]
+        trace += _results(new)
+        trace.append(RewardEvent("request", messages=new, metadata={"tool_choice": turn.tool_choice}))
+        text = text_of(kept.answer.get("content"))
+        if text:
+            trace.append(RewardEvent("assistant_text", text=text))
+        for call in _calls(kept):
+            trace.append(RewardEvent("assistant_tool_call", name=call["name"], arguments=call["arguments"]))
+    trace += _results(messages[len(recorded[-1].messages) + 1 :])
+    trace.append(RewardEvent("finish", text=recorded[-1].finish))
+    return trace
+
+
+def _known(turn: Turn) -> int:
+    """How many of a request's messages earlier events have told already."""
+    if turn.parent is not None:
+        return len(turn.parent.messages) + 1
+    said = [place for place, message in enumerate(turn.messages) if message["role"] == "assistant"]
+    return said[-1] + 1 if turn.fork and said else 0
+
+
+def _results(messages: Sequence[dict[str, Any]]) -> list[RewardEvent]:
+    return [
+        RewardEvent("tool_result", name=made["name"], content=made["content"], metadata={"id": made["tool_call_id"]})
+        for made in _tool_results(messages)
+    ]

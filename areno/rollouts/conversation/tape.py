@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areno.engine.rollout.counter_rng import derive_seed
@@ -20,7 +20,7 @@ from areno.rollouts.conversation.continuation import Forked, ForkReason, Past, g
 from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
 from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
 from areno.text.chat import encode_rendered
-from areno.types import FinishReason, SamplingParams
+from areno.types import FinishReason
 
 _HASH_BITS = (1 << 63) - 1
 
@@ -218,9 +218,9 @@ class AgentTape:
 
     def keep(self, begun: Turn, answer: RecordedAnswer) -> Turn:
         """An answer has come to its end."""
-        turn = Turn(
+        turn = replace(
+            begun,
             id=secrets.token_hex(12),
-            **{name: getattr(begun, name) for name in _REQUEST},
             answer=answer.message,
             tokens=[token.token for token in answer.tokens],
             logprobs=[token.logprob for token in answer.tokens],
@@ -254,9 +254,6 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
     return next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
 
 
-_REQUEST = ("parent", "given", "given_text", "anchor", "prompt_text", "messages", "tools", "fork", "keys")
-
-
 class _OpenTurn:
     """See :class:`areno.serving.recording.OpenTurn`."""
 
@@ -279,34 +276,3 @@ class _OpenTurn:
             "versions": turn.versions,
             "temperature": turn.temperature,
         }
-
-
-class TapeDeck:
-    """All tapes of a rollout session, by API key; see :class:`areno.serving.recording.Recorder`.
-
-    Args:
-        tokenizer: the model's.
-        sampling: what requests that do not say otherwise are sampled with.
-        context_limit: most tokens of a conversation.
-    """
-
-    def __init__(self, tokenizer: Any, sampling: SamplingParams, context_limit: int | None) -> None:
-        self._tokenizer, self.sampling, self.context_limit = tokenizer, sampling, context_limit
-        self._lock = threading.Lock()
-        self._tapes: dict[str, AgentTape] = {}
-
-    def tape(self, key: str) -> AgentTape | None:
-        """The tape of an API key; None where it is unknown or was revoked."""
-        return self._tapes.get(key)
-
-    def issue(self, seed: int) -> tuple[str, AgentTape]:
-        """A new API key and its empty tape."""
-        key, tape = f"areno-agentic-{secrets.token_hex(12)}", AgentTape(self._tokenizer, seed)
-        with self._lock:
-            self._tapes[key] = tape
-        return key, tape
-
-    def revoke(self, key: str) -> None:
-        """Let nobody come in with this key any more; what is recorded stays with its tape."""
-        with self._lock:
-            self._tapes.pop(key, None)

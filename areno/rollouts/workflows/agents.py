@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 from typing import Any, Literal
 
 from areno.config.packages import install_command, missing_server_packages
+from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError, UsageError
-from areno.rollouts.engine_client import EngineClient, GenerationSettings
+from areno.rollouts.conversation.server import AgentServer, AgentSession
+from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
 from areno.rollouts.workflows.agent_worker import returned_value
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.interactions import ExportStyle, export_interactions
 from areno.rollouts.workflows.processes import AgentProcesses
 from areno.rollouts.workflows.sending import name_of, pickled
-from areno.rollouts.workflows.sessions import AgentSession, SessionServer
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +87,15 @@ class AgentWorkflow(RolloutWorkflow):
         self.agent, self.gconfig, self.mode = agent, gconfig, mode
         self._turn_discount, self._style, self._extra = turn_discount, export_style, dict(extra or {})
         self._timeout_s, self._finish_s = session_timeout_seconds, set_reward_finish_timeout
-        self._server_options: dict[str, Any] = {
+        self._max_tokens = engine_max_tokens
+        self._serving: dict[str, Any] = {
             "model_name": model_name,
-            "engine_max_tokens": engine_max_tokens,
             "tool_call_parser": tool_call_parser,
             "reasoning_parser": reasoning_parser,
-            "timeout_s": session_timeout_seconds,
+            "request_timeout_s": session_timeout_seconds,
         }
-        self._server: SessionServer | None = None
+        self._server: AgentServer | None = None
+        self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._sent = pickled(agent, "agent") if mode == "subproc" else b""
         self._processes = AgentProcesses(subproc_max_workers) if mode == "subproc" else None
@@ -100,7 +103,8 @@ class AgentWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
         """See :meth:`RolloutWorkflow.arun_episode`."""
         server = await self._served(engine)
-        session = server.open()
+        episode = EPISODE.get() or Episode(-1, next(self._numbers))
+        session = server.open(derive_seed(server.seed, episode.task_id, episode.sample))
         try:
             _set_rewards(session, await self._run(session, data))
             if self._finish_s:
@@ -124,14 +128,20 @@ class AgentWorkflow(RolloutWorkflow):
         if self._processes is not None:
             self._processes.close()
         if self._server is not None:
-            await asyncio.to_thread(self._server.close)
+            await asyncio.to_thread(self._server.stop)
 
-    async def _served(self, engine: EngineClient) -> SessionServer:
+    async def _served(self, engine: EngineClient) -> AgentServer:
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.to_thread(SessionServer, engine, self.gconfig, **self._server_options)
+                self._server = await asyncio.to_thread(self._serve, engine)
                 logger.info("agents find the model at %s", self._server.url)
         return self._server
+
+    def _serve(self, client: EngineClient) -> AgentServer:
+        context = client.engine.context_length
+        limit = min(limit for limit in (self._max_tokens, self.gconfig.max_tokens, context) if limit)
+        sampling = sampling_params(self.gconfig, 0, limit)
+        return AgentServer(client.engine, sampling, limit, seed=client.seed, **self._serving)
 
     async def _run(self, session: AgentSession, data: dict[str, Any]) -> float | dict[str, float] | None:
         extra = {"base_url": session.base_url, "api_key": session.api_key, **self._extra}
