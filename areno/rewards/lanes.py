@@ -1,6 +1,6 @@
-"""Lanes: where reward functions run. A process lane can be killed; a thread lane can only be left behind.
+"""Where reward functions run. A process can be killed; a thread can only be left behind.
 
-A lane takes jobs and answers with the messages of :mod:`areno.rewards.worker`, plus ``["died", text]``. It knows
+A worker takes jobs and answers with the messages of :mod:`areno.rewards.worker`, plus ``["died", text]``. It knows
 nothing about deadlines or retries; the runner does.
 """
 
@@ -18,9 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from areno.frames import FrameError, Frames
@@ -34,49 +34,6 @@ _BOOT = (
     "import importlib, json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('sys_path'); "
     "importlib.import_module(settings.pop('module')).main(settings)"
 )
-
-
-class Lane(ABC):
-    """What the runner knows about one worker: its place in the pool, its state and the records it holds."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-        self.touched = time.monotonic()  # birth, or the latest exchange
-        self.ready = False
-        self.is_async = False
-        self.waiting: list[int] = []  # given to the worker, not started
-        self.running: dict[int, float] = {}  # started, with the time
-
-    @property
-    def idle(self) -> bool:
-        """Imported, and without work."""
-        return self.ready and not self.waiting and not self.running
-
-    @abstractmethod
-    def send(self, jobs: list[Job]) -> None:
-        """Hand over jobs; the lane must be idle, so that its worker is listening and this cannot block."""
-
-
-class Pool(ABC):
-    """A fixed number of lanes for one reward function."""
-
-    lanes: Sequence[Lane]
-
-    @abstractmethod
-    def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
-        """Messages that have arrived; waits for the first one up to ``timeout_s``. What is not consumed stays."""
-
-    @abstractmethod
-    def payload(self, record: RewardRecord) -> Any:
-        """What is sent for a record; raises whatever keeps it from being sent."""
-
-    @abstractmethod
-    def replace(self, position: int) -> None:
-        """Get rid of a lane, whatever it is doing, and start a fresh one in its place."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all lanes."""
 
 
 class WorkerProcess:
@@ -109,11 +66,6 @@ class WorkerProcess:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor, which is also the process group's."""
-        return self._process.pid
-
     def kill(self) -> None:
         """End the process and everything it started, now."""
         self.stop()
@@ -127,7 +79,7 @@ class WorkerProcess:
                 self._lifeline.shutdown(socket.SHUT_RDWR)
             self.wait(_END_S)
         if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def close(self) -> None:
@@ -153,151 +105,147 @@ class WorkerProcess:
         return f"its worker process died ({how})"
 
 
-class ProcessLane(Lane):
+class RewardProcess(WorkerProcess):
     """A worker process for a reward file."""
 
-    def __init__(self, position: int, settings: dict[str, Any]) -> None:
-        super().__init__(position)
-        self.process = WorkerProcess("areno.rewards.worker", settings, MESSAGE_BYTES)
-        self.frames = self.process.frames
-        self.arrived: deque[Message] = deque()
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__("areno.rewards.worker", settings, MESSAGE_BYTES)
 
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the process group's."""
-        return self.process.pid
+    def payload(self, record: RewardRecord) -> Any:
+        """What is sent for a record; raises whatever keeps it from being sent."""
+        return pickle.dumps(record)
 
-    def send(self, jobs: list[Job]) -> None:
-        """See :meth:`Lane.send`."""
+    def deliver(self, jobs: list[Job]) -> None:
+        """Hand over jobs; the worker must be idle, so that it is listening and this cannot block."""
         try:
             self.frames.send(pickle.dumps(jobs), _SEND_S)
         except TimeoutError:
-            self.process.stop()
-        except OSError:  # the worker died; `read` reports it
+            self.stop()
+        except OSError:  # the worker died; its lane reads that
             pass
 
-    def read(self) -> None:
-        """Take in the messages that have arrived; does not wait."""
-        try:
-            self.arrived.extend(map(parse_message, self.frames.arrived()))
-        except EOFError:
-            self.arrived.append(["died", self.process.death()])
-        except (FrameError, ValueError) as error:
-            self.arrived.append(
-                ["died", f"its worker process was stopped, because it does not follow the protocol: {error}"]
-            )
-
     def leave(self) -> None:
-        """Ask an idle worker to end on its own; killing it must follow."""
+        """Ask an idle worker to end on its own."""
         self.frames.close()
 
 
-class ProcessPool(Pool):
-    """Worker processes for a reward file; each imports it on its own, at once and in parallel."""
+class RewardThread:
+    """A daemon thread for a Python callable, which need not be importable or picklable; methods as in `RewardProcess`.
 
-    def __init__(self, path: str, timeout_s: float, size: int, memory_bytes: int | None = None) -> None:
-        self._settings = {"path": path, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
-        self._selector = selectors.DefaultSelector()
-        self.lanes: list[ProcessLane] = [self._spawn(position) for position in range(size)]
+    A function that hangs in it cannot be stopped, but does not keep the program alive either.
+    """
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
-        """See :meth:`Pool.receive`."""
-        for key, _ in self._selector.select(0 if any(lane.arrived for lane in self.lanes) else timeout_s):
-            key.data.read()
-        for lane in list(self.lanes):
-            while lane.arrived and self.lanes[lane.position] is lane:
-                yield lane, lane.arrived.popleft()
-
-    def payload(self, record: RewardRecord) -> bytes:
-        """See :meth:`Pool.payload`."""
-        return pickle.dumps(record)
-
-    def replace(self, position: int) -> None:
-        """See :meth:`Pool.replace`; the old worker is killed together with everything it started."""
-        self._selector.unregister(self.lanes[position].frames)
-        self.lanes[position].process.kill()
-        self.lanes[position] = self._spawn(position)
-
-    def close(self) -> None:
-        """End all workers: idle ones may clean up for a second, the rest is killed."""
-        idle = [lane for lane in self.lanes if lane.idle]
-        deadline = time.monotonic() + _CLOSE_GRACE_S
-        self._selector.close()
-        for lane in idle:
-            lane.leave()
-        for lane in idle:
-            lane.process.wait(max(deadline - time.monotonic(), 0))
-        for lane in self.lanes:
-            lane.process.kill()
-
-    def _spawn(self, position: int) -> ProcessLane:
-        lane = ProcessLane(position, self._settings)
-        self._selector.register(lane.frames, selectors.EVENT_READ, lane)
-        return lane
-
-
-class ThreadLane(Lane):
-    """A daemon thread: a function that hangs in it cannot be stopped, but does not keep the program alive either."""
-
-    def __init__(
-        self, position: int, function: Callable[[RewardRecord], Any], timeout_s: float, outbox: queue.SimpleQueue
-    ) -> None:
-        super().__init__(position)
+    def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
+        self.frames, theirs = Frames.pair(MESSAGE_BYTES)
         self._inbox: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
-        self._outbox = outbox
-        threading.Thread(
-            target=self._serve, args=(function, timeout_s), name=f"areno-reward-{position}", daemon=True
-        ).start()
+        self._death = ""
+        arguments = (function, timeout_s, Frames.join(theirs.detach()))
+        self._thread = threading.Thread(target=self._serve, args=arguments, name="areno-reward", daemon=True)
+        self._thread.start()
 
-    def send(self, jobs: list[Job]) -> None:
-        """See :meth:`Lane.send`."""
+    def payload(self, record: RewardRecord) -> Any:
+        """The record itself."""
+        return record
+
+    def deliver(self, jobs: list[Job]) -> None:
+        """Hand over jobs."""
         self._inbox.put(jobs)
 
     def leave(self) -> None:
         """End the thread once its function returns."""
         self._inbox.put(None)
 
-    def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float) -> None:
-        def send(message: Message) -> None:
-            self._outbox.put((self, message))
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a thread that was asked to leave."""
+        self._thread.join(timeout_s)
 
+    def kill(self) -> None:
+        """Leave the thread behind, and hear nothing of it any more."""
+        self.leave()
+        self.frames.close()
+
+    def death(self) -> str:
+        """Why it ended by itself."""
+        return self._death
+
+    def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
         try:
-            serve(function, self._inbox.get, send, lambda record: record, timeout_s)
+            serve(function, self._inbox.get, frames, self.payload, timeout_s)
         except BaseException as error:
-            send(["died", f"its event loop ended: {describe_error(error, source_file(function))}"])
+            self._death = f"its event loop ended: {describe_error(error, source_file(function))}"
+        finally:
+            frames.close()
 
 
-class ThreadPool(Pool):
-    """Threads for a Python callable, which need not be importable or picklable."""
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A worker, its place in the pool, its state and the records it holds."""
 
-    def __init__(self, function: Callable[[RewardRecord], Any], timeout_s: float, size: int) -> None:
-        self._function = function
-        self._timeout_s = timeout_s
-        self._outbox: queue.SimpleQueue[tuple[Lane, Message]] = queue.SimpleQueue()
-        self.lanes: list[ThreadLane] = [self._spawn(position) for position in range(size)]
+    position: int
+    worker: RewardProcess | RewardThread
+    touched: float = field(default_factory=time.monotonic)  # birth, or the latest exchange
+    ready: bool = False
+    is_async: bool = False
+    waiting: list[int] = field(default_factory=list)  # given to the worker, not started
+    running: dict[int, float] = field(default_factory=dict)  # started, with the time
+    arrived: deque[Message] = field(default_factory=deque)
+
+    @property
+    def idle(self) -> bool:
+        """Imported, and without work."""
+        return self.ready and not self.waiting and not self.running
+
+    def read(self) -> None:
+        """Take in the messages that have arrived; does not wait."""
+        try:
+            self.arrived.extend(map(parse_message, self.worker.frames.arrived()))
+        except EOFError:
+            self.arrived.append(["died", self.worker.death()])
+        except (FrameError, ValueError) as error:
+            self.arrived.append(
+                ["died", f"its worker process was stopped, because it does not follow the protocol: {error}"]
+            )
+
+
+class Pool:
+    """A fixed number of lanes for one reward function; they start at once and in parallel.
+
+    Args:
+        spawn: starts a worker.
+        size: lanes.
+    """
+
+    def __init__(self, spawn: Callable[[], RewardProcess | RewardThread], size: int) -> None:
+        self._spawn, self._selector = spawn, selectors.DefaultSelector()
+        self.lanes: list[Lane] = [self._started(position) for position in range(size)]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Lane, Message]]:
-        """See :meth:`Pool.receive`; what lanes say that were left behind is dropped."""
-        try:
-            lane, message = self._outbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        if self.lanes[lane.position] is lane:
-            yield lane, message
-
-    def payload(self, record: RewardRecord) -> RewardRecord:
-        """See :meth:`Pool.payload`."""
-        return record
+        """Messages that have arrived; waits for the first one up to ``timeout_s``. What is not consumed stays."""
+        for key, _ in self._selector.select(0 if any(lane.arrived for lane in self.lanes) else timeout_s):
+            key.data.read()
+        for lane in list(self.lanes):
+            while lane.arrived and self.lanes[lane.position] is lane:
+                yield lane, lane.arrived.popleft()
 
     def replace(self, position: int) -> None:
-        """See :meth:`Pool.replace`; a thread that hangs stays behind."""
-        self.lanes[position].leave()
-        self.lanes[position] = self._spawn(position)
+        """Get rid of a lane, whatever it is doing, and start a fresh one in its place."""
+        self._selector.unregister(self.lanes[position].worker.frames)
+        self.lanes[position].worker.kill()
+        self.lanes[position] = self._started(position)
 
     def close(self) -> None:
-        """See :meth:`Pool.close`; threads end when their function returns."""
+        """End all lanes: idle ones may clean up for a second."""
+        idle = [lane for lane in self.lanes if lane.idle]
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        self._selector.close()
+        for lane in idle:
+            lane.worker.leave()
+        for lane in idle:
+            lane.worker.wait(max(deadline - time.monotonic(), 0))
         for lane in self.lanes:
-            lane.leave()
+            lane.worker.kill()
 
-    def _spawn(self, position: int) -> ThreadLane:
-        return ThreadLane(position, self._function, self._timeout_s, self._outbox)
+    def _started(self, position: int) -> Lane:
+        lane = Lane(position, self._spawn())
+        self._selector.register(lane.worker.frames, selectors.EVENT_READ, lane)
+        return lane

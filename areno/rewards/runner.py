@@ -14,11 +14,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
-from areno.rewards.lanes import Lane, Pool, ProcessPool, ThreadPool
+from areno.rewards.lanes import Lane, Pool, RewardProcess, RewardThread
 from areno.rewards.worker import Message, describe_error, is_async, source_file, timeout_text
 from areno.types import RewardRecord
 
@@ -89,14 +90,17 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._closed = False
         size = workers or min(usable_cores(), _MAX_DEFAULT_WORKERS)
-        self._pool: Pool
-        if path is not None:
-            self.name = path
-            self._pool = ProcessPool(path, timeout_s, size, None if memory_gb is None else int(memory_gb * 2**30))
+        spawn: Callable[[], RewardProcess | RewardThread]
+        if reward_fn is None:
+            self.name = str(path)
+            memory_bytes = None if memory_gb is None else int(memory_gb * 2**30)
+            settings = {"path": path, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
+            spawn = partial(RewardProcess, settings)
         else:
-            assert reward_fn is not None
             self.name = f"{getattr(reward_fn, '__qualname__', repr(reward_fn))} in {source_file(reward_fn) or 'Python'}"
-            self._pool = ThreadPool(reward_fn, timeout_s, 1 if is_async(reward_fn) else size)
+            size = 1 if is_async(reward_fn) else size
+            spawn = partial(RewardThread, reward_fn, timeout_s)
+        self._pool = Pool(spawn, size)
 
     def start(self) -> None:
         """Wait until the reward file is imported, so that a mistake in it shows before the first rollout.
@@ -150,7 +154,7 @@ class RewardRunner:
             pass  # idle workers that died since the last batch are replaced before they are given records
         for index, record in enumerate(records):
             try:
-                batch.payloads.append(self._pool.payload(record))
+                batch.payloads.append(self._pool.lanes[0].worker.payload(record))
             except Exception as error:
                 batch.payloads.append(None)
                 self._fail(batch, index, f"the record cannot be sent to a worker: {describe_error(error, '')}", 0.0)
@@ -163,7 +167,7 @@ class RewardRunner:
         for lane in self._pool.lanes:
             if lane.idle and (chunk := batch.take(lane, len(self._pool.lanes))):
                 lane.waiting, lane.touched = chunk, time.monotonic()
-                lane.send([(index, batch.payloads[index]) for index in chunk])
+                lane.worker.deliver([(index, batch.payloads[index]) for index in chunk])
         timeout_s = self._patience()
         while self._take_in(batch, timeout_s):
             timeout_s = 0.0

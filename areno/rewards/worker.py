@@ -109,7 +109,7 @@ def as_reward(value: Any) -> float:
 def serve(
     function: Callable[[RewardRecord], Any],
     receive: Callable[[], Sequence[Job] | None],
-    send: Callable[[Message], None],
+    frames: Frames,
     load: Callable[[Any], RewardRecord],
     timeout_s: float,
 ) -> None:
@@ -118,24 +118,21 @@ def serve(
     Args:
         function: the user's reward function.
         receive: blocks for the next jobs, pairs of index and payload.
-        send: takes one report.
+        frames: take the reports.
         load: makes the record of a payload.
         timeout_s: deadline per record; enforced here for coroutines, from outside for everything else.
     """
     source = source_file(function)
-    send(["ready", is_async(function)])
-    if is_async(function):
-        with (
-            asyncio.Runner() as runner
-        ):  # one loop for all jobs: the function may keep a client session that is bound to it
-            while (jobs := receive()) is not None:
-                runner.run(_score_concurrently(function, jobs, send, load, timeout_s))
+    _report(frames, "ready", is_async(function))
+    if not is_async(function):
+        while (jobs := receive()) is not None:
+            for index, payload in jobs:
+                _score(function, index, payload, frames, load, source)
         return
-    while (jobs := receive()) is not None:
-        for index, payload in jobs:
-            send(["start", index])
-            started = time.perf_counter()
-            send(_score(function, index, payload, load, source, started))
+    # One loop for all jobs: the function may keep a client session that is bound to it.
+    with asyncio.Runner() as runner:
+        while (jobs := receive()) is not None:
+            runner.run(_score_concurrently(function, jobs, frames, load, timeout_s))
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -160,36 +157,40 @@ def main(settings: dict[str, Any]) -> None:
         except EOFError:
             return None
 
-    def send(message: Message) -> None:
-        frames.send(json.dumps(message).encode())
-
     try:
         function = load_hook(settings["path"], REWARD_HOOK)
     except UsageError as error:
-        send(["broken", str(error)])
+        _report(frames, "broken", str(error))
         return
-    serve(function, receive, send, pickle.loads, settings["timeout_s"])
+    serve(function, receive, frames, pickle.loads, settings["timeout_s"])
+
+
+def _report(frames: Frames, *message: Any) -> None:
+    frames.send(json.dumps(message).encode())
 
 
 def _score(
     function: Callable[[RewardRecord], Any],
     index: int,
     payload: Any,
+    frames: Frames,
     load: Callable[[Any], RewardRecord],
     source: str,
-    started: float,
-) -> Message:
+) -> None:
+    _report(frames, "start", index)
+    started = time.perf_counter()
+    result: tuple[str, int, float | str]
     try:
-        reward = as_reward(function(load(payload)))
+        result = "value", index, as_reward(function(load(payload)))
     except BaseException as error:
-        return ["error", index, _reason(error, source), time.perf_counter() - started]
-    return ["value", index, reward, time.perf_counter() - started]
+        result = "error", index, _reason(error, source)
+    _report(frames, *result, time.perf_counter() - started)
 
 
 async def _score_concurrently(
     function: Callable[[RewardRecord], Any],
     jobs: Sequence[Job],
-    send: Callable[[Message], None],
+    frames: Frames,
     load: Callable[[Any], RewardRecord],
     timeout_s: float,
 ) -> None:
@@ -198,17 +199,16 @@ async def _score_concurrently(
 
     async def score(index: int, payload: Any) -> None:
         async with slots:
-            send(["start", index])
+            _report(frames, "start", index)
             started = time.perf_counter()
             deadline = asyncio.timeout(timeout_s)
+            result: tuple[str, int, float | str]
             try:
                 async with deadline:
-                    reward = as_reward(await function(load(payload)))
-                message: Message = ["value", index, reward]
+                    result = "value", index, as_reward(await function(load(payload)))
             except BaseException as error:
-                text = timeout_text(timeout_s) if deadline.expired() else _reason(error, source)
-                message = ["error", index, text]
-            send([*message, time.perf_counter() - started])
+                result = "error", index, timeout_text(timeout_s) if deadline.expired() else _reason(error, source)
+            _report(frames, *result, time.perf_counter() - started)
 
     await asyncio.gather(*(score(index, payload) for index, payload in jobs))
 
@@ -221,12 +221,10 @@ def timeout_text(timeout_s: float) -> str:
 def _reason(error: BaseException, source: str) -> str:
     if isinstance(error, RewardError):
         return _cut(str(error))
-    hint = " (--reward-memory-gb)" if isinstance(error, MemoryError) and _memory_is_limited() else ""
-    return describe_error(error, source) + hint
-
-
-def _memory_is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    return describe_error(error, source) + (
+        " (--reward-memory-gb)" if limited and isinstance(error, MemoryError) else ""
+    )
 
 
 def _cut(text: str) -> str:
