@@ -208,12 +208,7 @@ class Lane:
 
 
 class Pool:
-    """A fixed number of lanes for one reward function; they start at once and in parallel.
-
-    Args:
-        spawn: starts a worker.
-        size: lanes.
-    """
+    """A fixed number of lanes for one reward function; their workers start at once and in parallel."""
 
     def __init__(self, spawn: Callable[[], RewardProcess | RewardThread], size: int) -> None:
         self._spawn, self._selector = spawn, selectors.DefaultSelector()

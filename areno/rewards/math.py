@@ -45,11 +45,7 @@ _text_was_seen = threading.Event()
 
 
 def math_verify_reward(completion: str, answer: Any) -> float:
-    """Compare a completion with the reference answer.
-
-    Args:
-        completion: what the model wrote.
-        answer: the reference, as text or number, or a list whose first entry is it.
+    """Compare a completion with the reference answer: text, a number, or a list whose first entry is it.
 
     Returns:
         1.0 or 0.0.

@@ -105,8 +105,6 @@ class RewardRunner:
     def start(self) -> None:
         """Wait until the reward file is imported, so that a mistake in it shows before the first rollout.
 
-        Construction starts the import; :meth:`run` waits for it too.
-
         Raises:
             RewardError: the import failed, with its line, or took too long.
         """

@@ -47,11 +47,7 @@ _SHAPES: dict[Any, tuple[type, ...]] = {
 
 
 def parse_message(body: bytes) -> Message:
-    """A report of a worker process.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A report of a worker process; ValueError where it is none."""
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]
@@ -85,11 +81,7 @@ def describe_error(error: BaseException, source: str) -> str:
 
 
 def as_reward(value: Any) -> float:
-    """A finite float from a bool, int, float, or zero-dimensional array or tensor.
-
-    Raises:
-        RewardError: anything else, with what it was.
-    """
+    """A finite float from a bool, int, float, or zero-dimensional array or tensor; RewardError for anything else."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -113,14 +105,9 @@ def serve(
     load: Callable[[Any], RewardRecord],
     timeout_s: float,
 ) -> None:
-    """Score jobs until ``receive`` returns None; a coroutine function scores many at once.
+    """Score jobs, pairs of index and payload, until ``receive`` returns None; a coroutine function scores many at once.
 
-    Args:
-        function: the user's reward function.
-        receive: blocks for the next jobs, pairs of index and payload.
-        frames: take the reports.
-        load: makes the record of a payload.
-        timeout_s: deadline per record; enforced here for coroutines, from outside for everything else.
+    ``timeout_s`` per record is enforced here for coroutines, and from outside for everything else.
     """
     source = source_file(function)
     _report(frames, "ready", is_async(function))

@@ -18,12 +18,7 @@ SampleRows = list[dict[str, Any]]
 
 
 class Episodes:
-    """Runs a workflow; to be closed.
-
-    Args:
-        workflow: what an episode does.
-        client: gives it tokens.
-    """
+    """Runs a workflow; to be closed."""
 
     def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
         self._workflow, self._client = workflow, client
@@ -32,10 +27,7 @@ class Episodes:
     def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
         """Run several samples of a data row; the future has one entry per sample, or what an episode raised.
 
-        Args:
-            number: of the group, which its draws derive from.
-            data: the row.
-            samples: how many.
+        Draws derive from the group's ``number``.
         """
         return self._loop.start(self._run(number, data, samples))
 

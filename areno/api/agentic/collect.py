@@ -45,13 +45,7 @@ MAX_CALLS = 32
 
 
 class AgentCall:
-    """One call of an agent, which begins at once.
-
-    Args:
-        function: the agent.
-        context: its ``ctx``; its keys end with the call.
-        batch: its tasks.
-        timeout_s: its deadline.
+    """One call of an agent, which begins at once; the keys of its context end with it.
 
     Attributes:
         turns: what it has returned so far; an agent that yields keeps what it yielded, whatever comes then.
@@ -143,11 +137,7 @@ def _reason(error: BaseException, function: AgentFn) -> str:
 
 
 def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
-    """The turns that an agent returned, by the task that they belong to.
-
-    Raises:
-        AgentError: it returned something else.
-    """
+    """The turns that an agent returned, by the place of their task; AgentError where it returned something else."""
     turns: dict[Place, list[AgentTrajectoryTurn]] = {}
     for turn in turns_in(returned):
         turns.setdefault(turn.item.place, []).append(turn)
@@ -156,13 +146,7 @@ def by_item(returned: Any) -> dict[Place, list[AgentTrajectoryTurn]]:
 
 @dataclass(slots=True)
 class Collected:
-    """What a batch gave.
-
-    Attributes:
-        samples: those that came to their end, in the order of prompts and samples.
-        errors: of those that did not, by prompt and sample index.
-        rerun: how many were run again alone.
-    """
+    """Samples in the order of prompts and samples, errors of those that failed, and how many were run again alone."""
 
     samples: list[AgentSample] = field(default_factory=list)
     errors: dict[Place, str] = field(default_factory=dict)
@@ -187,11 +171,7 @@ class AgentRunner:
         self._timeout_s, self._retries = timeout_s, retries
 
     def collect(self, server: AgentServer, batch: AgentBatch) -> Collected:
-        """Run the agent over a batch.
-
-        Args:
-            server: of an open session (``session.proxy``).
-            batch: the tasks.
+        """Run the agent over a batch, with the server of an open session (``session.proxy``).
 
         Raises:
             UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.

@@ -13,10 +13,6 @@ from areno.rollouts.conversation.tape import Turn
 class AgentContext:
     """One call of an agent: its address, its keys, and what was recorded under them.
 
-    Args:
-        server: of the rollout session.
-        seed: what the draws of the call derive from.
-
     Attributes:
         api_key: for all samples of the call; requests of different samples are told apart by what they say.
         sampling_params: what requests that do not say otherwise are sampled with.
@@ -52,11 +48,7 @@ class AgentContext:
         return AgentTrajectory([_as_returned(item, turn) for turn in list(self._session_of(item).tape.turns)])
 
     def turn(self, turn_id: str | None, item: AgentItem) -> Turn:
-        """The recorded answer that a task's response names.
-
-        Raises:
-            ValueError: there is none, or it belongs to another task.
-        """
+        """The recorded answer that a task's response names; ValueError for another task's, or none of this call."""
         with self._lock:
             sessions = [(item.place, self._shared), *self._own.items()]
         for place, session in sessions:

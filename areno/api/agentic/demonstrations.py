@@ -23,14 +23,7 @@ Expert = Callable[[Any], Message]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What there is to demonstrate.
-
-    Attributes:
-        make: makes the environment.
-        draw: makes a record from a ``random.Random``.
-        expert: plays.
-        max_turns: most answers of the expert.
-    """
+    """What there is to demonstrate: ``make`` makes the environment, ``draw`` a record from a ``random.Random``."""
 
     make: Callable[[], Environment]
     draw: Callable[[random.Random], Mapping[str, Any]]
@@ -69,11 +62,7 @@ def calls(*named: tuple[str, Mapping[str, Any]]) -> Message:
 async def demonstrate(
     environment: Environment, record: Mapping[str, Any], expert: Expert, *, max_turns: int = 8
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Let an expert play.
-
-    Returns:
-        The conversation, and the tools in OpenAI's form.
-    """
+    """Let an expert play; returns the conversation, and the tools in OpenAI's form."""
     conversation = begin_conversation(environment, record)
     for _ in range(max_turns):
         if not await take_answer(environment, conversation, expert(environment)):
@@ -85,11 +74,6 @@ def demonstration_rows(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
     """One row with ``prompt`` and ``response`` for each answer of a conversation, rendered by the chat template.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer with a chat template.
-        messages: the conversation.
-        tools: the tools in OpenAI's form.
 
     Raises:
         UsageError: the template shows a conversation differently once it goes on, so that no response can be cut out.

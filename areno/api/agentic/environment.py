@@ -59,14 +59,7 @@ class Environment(Protocol):
     """One game or task. Subclass it, or have the same methods."""
 
     def reset(self, record: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Begin anew.
-
-        Args:
-            record: the data row.
-
-        Returns:
-            What the model is told: a text, which becomes a user message, or messages.
-        """
+        """Begin anew with a data row; returns what the model is told: a user message's text, or messages."""
         ...
 
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -96,9 +89,9 @@ class Conversation:
 
     Attributes:
         messages: all messages, the last answer and its results included.
+        toolset: the tools, with the counts of their calls and errors.
         turns: for each turn how many of the messages were sent, and the server's response.
         ending: ``over`` by the environment, ``turn limit``, or ``too long`` for the model.
-        toolset: the tools, with the counts of their calls and errors.
     """
 
     messages: list[Message]
@@ -117,7 +110,7 @@ async def converse(
     tool_choice: str = "auto",
     request: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Let a model play one environment; does not close it.
+    """Let a model play one environment on a data row; does not close it.
 
     Args:
         environment: the game.
@@ -153,13 +146,7 @@ async def converse(
 
 
 async def replay(environment: Environment, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Bring an environment to where a conversation left it.
-
-    Args:
-        environment: the game.
-        record: its data row.
-        messages: the conversation; answers count, everything else follows from them.
-    """
+    """Bring an environment to where a conversation left it: answers count, everything else follows from them."""
     conversation = begin_conversation(environment, record)
     opening = sum(message["role"] == "assistant" for message in conversation.messages)
     for message in [each for each in messages if each["role"] == "assistant"][opening:]:
@@ -219,11 +206,7 @@ def run_environment(
 
 
 def environment_reward(make: Callable[[], Environment]) -> Callable[[RewardRecord], Awaitable[float]]:
-    """A reward function that replays the conversation and asks the environment what it is worth.
-
-    Args:
-        make: as in :func:`run_environment`.
-    """
+    """A reward function that replays the conversation and asks the environment what it is worth."""
 
     async def reward_fn(record: RewardRecord) -> float:
         environment = make()
@@ -267,13 +250,8 @@ def environment_rows(
 ) -> list[dict[str, Any]]:
     """What a data loader returns: the records, each with the ``prompt`` that its environment opens with.
 
-    Args:
-        make: as in :func:`run_environment`.
-        records: data rows.
-        key: a key that the environment cannot do without.
-
     Raises:
-        KeyError: a row has no such key; the message lists those that it has.
+        KeyError: a row lacks ``key``, which its environment cannot do without; the message lists what it has.
     """
     rows = []
     for record in records:
@@ -349,11 +327,6 @@ def _message_of(response: Any) -> Message:
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:
     """Run the tools that an answer calls, show it to the environment, and add all that to the conversation.
-
-    Args:
-        environment: the game.
-        conversation: what was said so far.
-        message: the model's answer in OpenAI's form.
 
     Returns:
         Whether the game goes on.

@@ -39,13 +39,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFinding:
-    """What a template does when a conversation goes on.
-
-    Attributes:
-        kind: what it does.
-        step: what the conversation goes on with.
-        thinking: the answer before had reasoning.
-    """
+    """What a template does when a conversation goes on with ``step``, behind an answer with ``thinking`` or without."""
 
     kind: FindingKind
     step: Step
@@ -62,12 +56,7 @@ class TemplateFinding:
 
 
 def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> list[TemplateFinding]:
-    """What will keep conversations from going on in one row; empty for a template that only ever adds.
-
-    Args:
-        tokenizer: a ``transformers`` tokenizer.
-        disable_thinking: conversations are rendered with ``enable_thinking=False``.
-    """
+    """What will keep conversations from going on in one row; empty for a template that only ever adds."""
     findings = []
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):

@@ -86,10 +86,7 @@ def make_sample(
 def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micro_bs: int = 8) -> None:
     """Give tokens that count but were not sampled the policy's log-prob of now, so that their ratio begins at 1.
 
-    Args:
-        trainer: holds the policy; running generation is waited for.
-        samples: their rows are changed.
-        micro_bs: rows of one forward pass.
+    The samples' rows are changed; running generation is waited for.
     """
     rows = [row for sample in samples for row in sample.rows if row.lacks_logprobs]
     if not rows:

@@ -44,9 +44,7 @@ class ToolError(Exception):
 class ValueType:
     """A type of values: its JSON schema, and its reader.
 
-    Attributes:
-        schema: JSON schema.
-        read: takes a JSON value and its place (``squares[2]``); returns the Python value or raises :class:`ToolError`.
+    The reader takes a JSON value and its place (``squares[2]``), and returns the Python value or raises :class:`ToolError`.
     """
 
     schema: dict[str, Any]
@@ -55,14 +53,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave.
-
-    Attributes:
-        name: the tool.
-        call_id: id of the call, which the answer to the model repeats.
-        content: the result as text.
-        failed: the content says what was wrong with the call.
-    """
+    """What a call gave; where it ``failed``, the content says what was wrong with it."""
 
     name: str
     call_id: str
@@ -127,10 +118,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments and turn them into Python values.
-
-        Args:
-            arguments: JSON text of an object, or the object.
+        """Check arguments, JSON text of an object or the object, and turn them into Python values.
 
         Raises:
             ToolError: they are not what the schema asks for.
@@ -144,12 +132,7 @@ class Tool:
         return {name: self._types[name].read(value, name) for name, value in given.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call it; never raises.
-
-        Args:
-            arguments: as in :meth:`read_arguments`.
-            call_id: goes into the result.
-        """
+        """Call it, with arguments as in :meth:`read_arguments`; never raises."""
         try:
             value = self.function(**self.read_arguments(arguments))
             value = await value if inspect.isawaitable(value) else value
@@ -162,14 +145,10 @@ class Tool:
 
 
 class Toolset:
-    """Tools by name.
+    """Tools by name, with counts of their ``calls`` and of the ``errors`` among them.
 
     Args:
         source: an object, whose public methods are the tools; or functions and :class:`Tool` objects.
-
-    Attributes:
-        calls: how many calls were made.
-        errors: how many of them failed.
 
     Raises:
         UsageError: two tools share a name, or one cannot be described.
@@ -197,13 +176,7 @@ class Toolset:
         return name in self._tools
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
-        """Call a tool by its name; never raises.
-
-        Args:
-            name: the tool, known or not.
-            arguments: JSON text of an object, or the object.
-            call_id: id of the call.
-        """
+        """Call a tool by its name, known or not; never raises. Arguments as in :meth:`Tool.read_arguments`."""
         tool = self._tools.get(name)
         if tool is None:
             text = f"error: there is no tool {name}; the tools are {', '.join(self._tools) or 'none'}"
@@ -221,15 +194,7 @@ def as_text(value: Any) -> str:
 
 
 def value_type_of(hint: Any, place: str) -> ValueType:
-    """Schema and reader of a type hint.
-
-    Args:
-        hint: the hint, resolved.
-        place: what error messages call it.
-
-    Raises:
-        UsageError: it has no JSON form.
-    """
+    """Schema and reader of a resolved type hint; UsageError, which names ``place``, where it has no JSON form."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]

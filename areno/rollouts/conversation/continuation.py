@@ -52,13 +52,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What a conversation goes on with.
+    """What a conversation goes on with: the part of the prompt's ``text`` that was ``added`` behind the known tokens.
 
-    Attributes:
-        text: of the prompt as a whole, as the template has it.
-        added: the part of it behind the known tokens.
-        tokens: of that part.
-        anchor: text that it was tokenized behind, see :func:`tokens_behind`.
+    ``tokens`` are its tokens, made behind the text ``anchor``, see :func:`tokens_behind`.
     """
 
     text: str
@@ -68,13 +64,7 @@ class Addition:
 
 
 def go_on(tokenizer: Any, past: Past, new: Sequence[Mapping[str, Any]], render: Render) -> Addition:
-    """Continue an answered request with further messages.
-
-    Args:
-        tokenizer: the model's.
-        past: what is known.
-        new: messages behind the answer; may be empty.
-        render: renders messages as the new request has them.
+    """Continue an answered request with further messages, of which there may be none.
 
     Raises:
         Forked: the known tokens are not how the template tells the past now.

@@ -52,11 +52,7 @@ class TrajectoryRow:
         return not self.context_scored and any(counts and not said for counts, said in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """The row as training takes it, without advantages.
-
-        Raises:
-            UsageError: tokens count that have no log-prob.
-        """
+        """The row as training takes it, without advantages; UsageError if tokens count that have no log-prob."""
         if self.lacks_logprobs:
             raise UsageError(
                 "a row trains on tokens that were not sampled (LossMaskPolicy), and they have no log-probs yet: take samples "
@@ -79,12 +75,7 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample, without those that have nothing to train on.
-
-    Args:
-        turns: answers of the sample, each once.
-        policy: which tokens count.
-        tokenizer: the model's.
+    """The rows of one sample's turns, without those that have nothing to train on.
 
     Raises:
         UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
@@ -111,10 +102,7 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """The path to a turn, over the sample's own turns where another sample's say the very same.
-
-    Samples that share an API key and have said the same cannot be told apart when they go on.
-    """
+    """The path to a turn, over the sample's own turns where another sample, under the same API key, said the very same."""
     own = set(turns)
     path: list[Turn] = []
     for step in turn.path:

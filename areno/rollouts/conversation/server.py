@@ -16,13 +16,7 @@ _MAX_QUEUE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """Access to the server under a key of its own.
-
-    Attributes:
-        api_key: says whose requests these are.
-        tape: what was recorded under the key.
-        url: of the server, without ``/v1``.
-    """
+    """Access to the server under a key of its own; ``url`` is the server's, without ``/v1``."""
 
     api_key: str
     tape: AgentTape

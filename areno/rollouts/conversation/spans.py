@@ -118,11 +118,7 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 
 def given_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
-    """Which of the tokens that a turn was given are trained on.
-
-    Raises:
-        UsageError: the tokenizer cannot say which text its tokens stand for.
-    """
+    """Which of the tokens that a turn was given are trained on; UsageError as for :func:`given_roles`."""
     if not trains_context(policy):
         return [False] * len(turn.given)
     trained = {"system": policy.system_prompt, "user": policy.user_prompt, "tool": policy.tool_results}
@@ -130,11 +126,7 @@ def given_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]
 
 
 def given_roles(turn: Turn, tokenizer: Any) -> list[Role]:
-    """The role of each token that a turn was given.
-
-    Raises:
-        UsageError: the tokenizer cannot say which text its tokens stand for.
-    """
+    """The role of each token that a turn was given; UsageError where the tokenizer does not say what text they show."""
     return _roles_in(turn.given, turn.given_text, turn.anchor, _new_messages(turn), tokenizer)
 
 

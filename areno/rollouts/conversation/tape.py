@@ -36,20 +36,12 @@ class Turn:
         given_text: what these tokens were made of.
         anchor: text that ``given_text`` was tokenized behind; empty for a whole prompt.
         prompt_text: the rendered prompt as a whole.
-        messages: of the request.
-        tools: of the request.
-        answer: the assistant's message.
-        tokens: sampled token ids.
-        logprobs: of the sampled tokens under the temperature-scaled policy.
-        versions: weight version of each sampled token.
+        logprobs: of the sampled ``tokens`` under the policy scaled by ``temperature``; ``versions``: their weight versions.
         forced: whether a grammar left no other token to choose, for each sampled one; empty where no token was forced.
         cut_mass: mean probability per sampled token that top-k, top-p, min-p and a grammar removed.
         finish: why it ended; ``length`` without a token where the context was full before.
         by_token: it ended at a stop token.
-        temperature: that log-probs refer to.
-        text: the visible text of the sampled tokens.
-        offsets: where in it each token begins.
-        pieces: what the text was read as.
+        text: the visible text of the sampled tokens; each begins at one of ``offsets``, and ``pieces`` is what it was read as.
         closer: marker that ends the reasoning.
         fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
         keys: of the beginnings of its messages, see :func:`~areno.rollouts.conversation.history.prefix_keys`;
@@ -122,12 +114,7 @@ class Turn:
 class AgentTape:
     """The conversations of one API key; see :class:`areno.serving.recording.Tape`.
 
-    Args:
-        tokenizer: the model's.
-        seed: what the seeds of its requests derive from.
-
-    Attributes:
-        session: of the traces, that it was made in.
+    The seeds of its requests derive from ``seed``; ``session`` is that of the traces, that it was made in.
     """
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
@@ -142,11 +129,7 @@ class AgentTape:
         self._draws: Counter[int] = Counter()  # requests so far with the same prompt
 
     def open(self, prompt: ChatPrompt) -> _OpenTurn:
-        """A request begins: find what it goes on from, and choose its tokens.
-
-        Raises:
-            UsageError: the template refuses the messages.
-        """
+        """A request begins: find what it goes on from, and choose its tokens."""
         with self._lock:
             return _OpenTurn(self, self._begin(prompt))
 

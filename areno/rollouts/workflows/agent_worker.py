@@ -24,11 +24,7 @@ _MAX_ERROR_CHARS = 20_000
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run agents until the parent closes the connection.
-
-    Args:
-        settings: ``connection`` and ``lifeline``, file descriptors.
-    """
+    """Run agents until the parent closes the connection; ``connection`` and ``lifeline`` are file descriptors."""
     supervised(settings["lifeline"], settings["connection"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what the agent prints belongs to the log
@@ -54,11 +50,7 @@ def _run(sent: bytes) -> list[Any]:
 
 
 def returned_value(returned: Any) -> float | dict[str, float] | None:
-    """What an agent has returned: one reward, rewards by the ids of answers, or None where it has set them itself.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """What an agent has returned: one reward, rewards by the ids of answers, or None where it has set them itself."""
     if returned is None:
         return None
     if isinstance(returned, dict):

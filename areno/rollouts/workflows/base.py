@@ -30,12 +30,7 @@ class RolloutWorkflow(ABC):
 
     @abstractmethod
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
-        """Run one sample.
-
-        Args:
-            engine: gives tokens, see :meth:`EngineClient.agenerate`.
-            data: a row of the data set; episodes must not change it.
-        """
+        """Run one sample of a data row, which episodes must not change; ``engine`` gives tokens."""
 
     async def arun_group(self, engine: EngineClient, data: dict[str, Any], samples: int) -> Sequence[EpisodeResult]:
         """Run several samples of a row; a workflow that can share work between them has its own way."""
@@ -46,11 +41,7 @@ class RolloutWorkflow(ABC):
 
 
 async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
-    """Run copies of an episode at the same time, each with draws of its own.
-
-    Raises:
-        Exception: the first that an episode raised, when all have ended.
-    """
+    """Run copies of an episode at the same time, each with draws of its own; raises the first error when all have ended."""
     group = EPISODE.get() or Episode(-1)
 
     async def run(index: int) -> EpisodeResult:
@@ -72,14 +63,8 @@ async def run_samples(samples: int, episode: Any) -> list[EpisodeResult]:
 class GroupedRolloutWorkflow(RolloutWorkflow):
     """Several samples of each row, judged as one group.
 
-    Args:
-        workflow: runs one sample.
-        group_size: samples per row.
-        drop_incomplete: leave a group out when one of its samples was left out (returned None); otherwise it goes on with
-            the others, as a smaller group of its own.
-
-    Raises:
-        UsageError: the group is empty.
+    With ``drop_incomplete`` a group is left out when one of its samples was left out (returned None); otherwise it goes on
+    with the others, as a smaller group of its own.
     """
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int, drop_incomplete: bool = False) -> None:
@@ -104,10 +89,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
-    """What a workflow has returned, as tensors; None where it left the episode out.
+    """What a workflow has returned, as tensors; None where it left the episode out, also by an empty mapping.
 
     Args:
-        result: see :data:`EpisodeResult`; an empty mapping counts as left out.
+        result: see :data:`EpisodeResult`.
         check: look at every key, shape and number.
 
     Raises:

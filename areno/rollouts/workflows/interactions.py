@@ -37,20 +37,12 @@ class Interaction:
 def export_interactions(
     turns: Sequence[Turn], turn_discount: float, style: ExportStyle, tokenizer: Any
 ) -> dict[str, Interaction]:
-    """The training rows of a session.
+    """The training rows of a session's turns, which are in the order in which they were given.
 
     ``individual`` makes every answer a row of its own, behind the prompt that it was given. ``concat`` makes one row of each
     conversation: answers that go on from one another stand in one row with all that was said, and the row has the reward
-    of its last answer. A conversation that forks has a row for each end; what they share is trained on once.
-
-    Args:
-        turns: recorded answers with their rewards, in the order in which they were given.
-        turn_discount: an answer earns its own reward (0 where it has none) and so much of what the next one earns.
-        style: how to make rows.
-        tokenizer: the model's.
-
-    Raises:
-        UsageError: the style is unknown.
+    of its last answer. A conversation that forks has a row for each end; what they share is trained on once. An answer earns
+    its own reward (0 where it has none) and ``turn_discount`` times what the next one earns.
     """
     if style not in ("individual", "concat"):
         raise UsageError(f"agent.export_style {style!r} is unknown; use individual or concat")

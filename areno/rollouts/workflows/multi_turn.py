@@ -34,13 +34,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ``turn_discount ** (turns - 1)``.
 
     Args:
-        reward_fn: judges every answer, see :class:`RLVRWorkflow`; ``completions`` is the latest answer.
-        gconfig: how to sample.
-        tokenizer: the model's.
+        reward_fn: judges every answer; ``completions`` is the latest one. This and what is not listed is as in
+            :class:`~areno.rollouts.workflows.rlvr.RLVRWorkflow`.
         max_turns: most answers.
         turn_discount: what a further try costs, in (0, 1].
-        enable_thinking: passed to the chat template.
-        data_extract_prompt_fn: row -> messages or text.
         retry_message: what a wrong answer is told.
 
     Raises:

@@ -15,11 +15,7 @@ from areno.rollouts.workflows.agent_worker import ANSWER_BYTES, returned_value
 
 
 class AgentProcesses:
-    """A pool of processes, each of which runs one agent at a time.
-
-    Args:
-        workers: processes; they are started when they are first needed.
-    """
+    """A pool of processes, started when first needed; each runs one agent at a time."""
 
     def __init__(self, workers: int) -> None:
         self._slots = asyncio.Semaphore(workers)
@@ -30,14 +26,9 @@ class AgentProcesses:
     async def run(
         self, agent: bytes, data: dict[str, Any], extra: dict[str, Any], environment: dict[str, str], timeout_s: float
     ) -> float | dict[str, float] | None:
-        """Run an agent; the process is killed, with all that it has started, when it is late or nobody waits any more.
+        """Run a pickled agent; the process is killed, with all that it has started, when it is late or nobody waits any more.
 
-        Args:
-            agent: pickled; has ``async run(data, **extra)``.
-            data: the row.
-            extra: further arguments.
-            environment: variables that are set for it.
-            timeout_s: deadline, from when a process is free.
+        ``timeout_s`` counts from when a process is free.
 
         Raises:
             AgentError: it raised, was late, died, or returned what is no reward.

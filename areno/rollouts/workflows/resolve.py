@@ -62,14 +62,10 @@ def resolve_workflow(
 
 
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
-    """A filter or another function, as itself or by name.
-
-    Args:
-        function: None stays None.
-        option: names it in messages.
+    """A filter or another function, as itself or by name; None stays None.
 
     Raises:
-        UsageError: it cannot be found, or cannot be called.
+        UsageError: what ``option`` names cannot be found, or cannot be called.
     """
     found = named_object(function, option=option) if isinstance(function, str) else function
     if found is not None and not callable(found):

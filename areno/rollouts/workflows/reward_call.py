@@ -16,11 +16,7 @@ from areno.types import RewardRecord
 
 
 class RewardCall:
-    """A reward function of workflows as one of records.
-
-    Args:
-        sent: the function, pickled, or its name.
-    """
+    """A reward function of workflows, pickled or by its name, as one of records."""
 
     def __init__(self, sent: bytes | str) -> None:
         # Under this name its file is found, which errors are told with.

@@ -76,14 +76,7 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """The reward.
-
-        Args:
-            prompt: text of the prompt.
-            completions: text of the answer.
-            prompt_ids: its tokens.
-            completion_ids: tokens of the answer.
-            data: the row; fields of the same names as those above are left out.
+        """The reward; fields of the row ``data`` that are called like the other arguments are left out.
 
         Raises:
             RewardError: the function raised, returned no finite number, or was lost as often as there were retries.

@@ -20,11 +20,7 @@ ExtractPrompt = Callable[[dict[str, Any]], Any]
 
 
 def extract_prompt(data: dict[str, Any]) -> Prompt:
-    """Messages of a row (``messages``), or its text (``prompt``, ``question``).
-
-    Raises:
-        DataError: the row has none of them.
-    """
+    """Messages of a row (``messages``), or its text (``prompt``, ``question``); DataError where it has none."""
     for name in ("messages", "prompt", "question"):
         if data.get(name):
             return data[name]

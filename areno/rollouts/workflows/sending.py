@@ -23,12 +23,8 @@ def pickled(thing: Any, option: str) -> bytes:
     What is defined in a user's own file goes by value: the file may load a whole trainer, which a worker should not, and may
     be one that no other process can import. What comes from a package goes by name.
 
-    Args:
-        thing: a function or an object.
-        option: names it in messages.
-
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: it cannot be pickled; ``option`` names it.
     """
     own = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(own, "__module__", None) or "")
