@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.errors import UsageError
-from areno.rollouts.conversation.continuation import Forked, Past, go_on
+from areno.rollouts.conversation.continuation import Forked, Turn, go_on
 from areno.serving.recording import Render
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 
@@ -91,21 +91,17 @@ def _probe(tokenizer: Any, step: Step, thinking: bool, disable_thinking: bool) -
     return None
 
 
-def _past(tokenizer: Any, step: Step, thinking: bool, render: Render) -> Past:
+def _past(tokenizer: Any, step: Step, thinking: bool, render: Render) -> Turn:
     asked = [{"role": "user", "content": "What is moss?"}]
     answer: dict[str, Any] = {"role": "assistant", "content": _SAID}
     if step == "tool result":
         answer |= {"content": None, "tool_calls": [_CALL]}
     if thinking:
         answer["reasoning_content"] = _THOUGHT
-    ends = tokenizer.eos_token_id
-    return Past(
-        messages=[*asked, answer],
-        prompt_text=render([dict(message) for message in asked], True).text,
-        last_token=ends,
-        by_token=ends is not None,
-        finish="stop" if ends is not None else "length",
-    )
+    end = tokenizer.eos_token_id
+    how: dict[str, Any] = {"finish": "length", "by_token": False} if end is None else {"tokens": [end]}
+    prompt_text = render([dict(message) for message in asked], True).text
+    return Turn("", None, [], "", "", prompt_text, asked, [], answer, **how)
 
 
 def _next(step: Step) -> Sequence[dict[str, Any]]:

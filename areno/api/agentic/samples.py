@@ -14,10 +14,10 @@ from areno.api.agentic.context import AgentContext
 from areno.api.agentic.data import AgentItem, AgentTrajectory, AgentTrajectoryTurn, is_sequence
 from areno.api.sampler import Sampler
 from areno.errors import AgentError
+from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.history import text_of
 from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
-from areno.rollouts.conversation.tape import Turn
 from areno.text.chat import encode_rendered, render_generation_prompt
 from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 

@@ -9,11 +9,12 @@ then says why the request must begin a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areno.serving.recording import Render
+from areno.serving.recording import Piece, Render
+from areno.types import FinishReason
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
 """Why a request cannot go on from known tokens: the template rewrites earlier turns, or leaves their reasoning out; the
@@ -31,57 +32,103 @@ class Forked(Exception):  # noqa: N818  (an answer that is looked for, not a fai
         self.reason: ForkReason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """An answered request.
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request with one of its answers.
 
     Attributes:
-        messages: of the request, and the answer as the last.
-        prompt_text: what the template made of the request, the opening of the answer included.
-        last_token: the last sampled one; None where there is none.
-        by_token: the answer ended at a stop token.
-        finish: ``stop`` or ``length``.
+        id: names it in responses.
+        parent: the turn that it goes on from; None where it begins anew.
+        given: tokens before the answer: the whole prompt without a parent, else what was appended to the parent's.
+        given_text: what these tokens were made of.
+        anchor: text that ``given_text`` was tokenized behind; empty for a whole prompt.
+        prompt_text: the rendered prompt as a whole.
+        logprobs: of the sampled ``tokens`` under the policy scaled by ``temperature``; ``versions``: their weight versions.
+        forced: whether a grammar left no other token to choose, for each sampled one; empty where no token was forced.
+        cut_mass: mean probability per sampled token that top-k, top-p, min-p and a grammar removed.
+        finish: why it ended; ``length`` without a token where the context was full before.
+        by_token: it ended at a stop token.
+        text: the visible text of the sampled tokens; each begins at one of ``offsets``, and ``pieces`` is what it was read as.
+        closer: marker that ends the reasoning.
+        fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
+        keys: of the beginnings of its messages, see :func:`~areno.rollouts.conversation.history.prefix_keys`;
+            empty without a tape.
+        number: place among the turns of its tape.
+        response_id: what the client knows it by, without a prefix.
+        reward: what was given for it; None where nothing was.
     """
 
-    messages: Sequence[Mapping[str, Any]]
-    prompt_text: str
-    last_token: int | None
-    by_token: bool
-    finish: str
-
-
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """What a conversation goes on with: the part of the prompt's ``text`` that was ``added`` behind the known tokens.
-
-    ``tokens`` are its tokens, made behind the text ``anchor``, see :func:`tokens_behind`.
-    """
-
-    text: str
-    added: str
-    tokens: list[int]
+    id: str
+    parent: Turn | None
+    given: list[int]
+    given_text: str
     anchor: str
+    prompt_text: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    answer: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+    cut_mass: float = 0.0
+    finish: FinishReason = "stop"
+    by_token: bool = True
+    temperature: float = 1.0
+    text: str = ""
+    offsets: Sequence[int] = ()
+    pieces: Sequence[Piece] = ()
+    closer: str = ""
+    fork: ForkReason | None = None
+    keys: Sequence[int] = ()
+    number: int = 0
+    extended: bool = False
+    response_id: str = ""
+    reward: float | None = None
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the first one to this."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the engine was given."""
+        before = self.parent.path if self.parent is not None else []
+        return [token for turn in before for token in (*turn.given, *turn.tokens)] + self.given
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return sum(len(turn.given) + len(turn.tokens) for turn in self.path)
 
 
-def go_on(tokenizer: Any, past: Past, new: Sequence[Mapping[str, Any]], render: Render) -> Addition:
-    """Continue an answered request with further messages, of which there may be none.
+def go_on(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], render: Render) -> Turn:
+    """Continue an answered turn with further messages, of which there may be none; the turn made has no answer yet.
 
     Raises:
         Forked: the known tokens are not how the template tells the past now.
         UsageError: the template refuses the messages.
     """
-    history = [dict(message) for message in past.messages]
+    history = [dict(message) for message in (*past.messages, past.answer)]
     before = render(history, False).text
     after = render([*history, *map(dict, new)], True).text
     if not (after.startswith(past.prompt_text) and after.startswith(before)):
-        raise Forked(_why_rewritten(past, history, after))
+        thoughts = [str(message.get("reasoning_content") or "").strip() for message in history]
+        raise Forked("thinking dropped" if any(t and t not in after for t in thoughts) else "rewritten")
     answer = before[len(past.prompt_text) :]
-    if not _shows(answer, history[-1].get("reasoning_content")):
+    if not _shows(answer, past.answer.get("reasoning_content")):
         raise Forked("thinking dropped")
-    if not _shows(answer, history[-1].get("content")):
+    if not _shows(answer, past.answer.get("content")):
         raise Forked("rewritten")
-    added, anchor = _behind_answer(tokenizer, past, history, render, before, after)
-    return Addition(after, added, tokens_behind(tokenizer, anchor, added), anchor)
+    text, anchor = _behind_answer(tokenizer, past, history, render, before, after)
+    messages = [*past.messages, past.answer, *new]
+    return Turn("", past, tokens_behind(tokenizer, anchor, text), text, anchor, after, messages, past.tools)
 
 
 def tokens_behind(tokenizer: Any, anchor: str, text: str) -> list[int]:
@@ -94,32 +141,26 @@ def tokens_behind(tokenizer: Any, anchor: str, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _why_rewritten(past: Past, history: Sequence[Mapping[str, Any]], after: str) -> ForkReason:
-    thoughts = [str(message.get("reasoning_content") or "").strip() for message in history]
-    return "thinking dropped" if any(thought and thought not in after for thought in thoughts) else "rewritten"
-
-
 def _shows(rendered: str, text: Any) -> bool:
     return not isinstance(text, str) or text.strip() in rendered
 
 
 def _behind_answer(
-    tokenizer: Any, past: Past, history: list[dict[str, Any]], render: Render, before: str, after: str
+    tokenizer: Any, past: Turn, history: list[dict[str, Any]], render: Render, before: str, after: str
 ) -> tuple[str, str]:
     """What follows the sampled tokens, and the text that it is tokenized behind."""
-    if past.by_token and past.last_token is not None:
-        return _behind_token(tokenizer.decode([past.last_token], skip_special_tokens=False), past, before, after)
+    if past.by_token and past.tokens:
+        return _behind_token(tokenizer.decode(past.tokens[-1:], skip_special_tokens=False), past, before, after)
     if past.finish != "length":  # at a stop string, which is among the tokens and not in the text
         raise Forked("ended otherwise")
     marked = render([*history[:-1], {"role": "assistant", "content": _MARK}], False).text
-    found = marked.rfind(_MARK)
-    end = marked[found + len(_MARK) :]
-    if found < 0 or not before.endswith(end):
+    _, mark, end = marked.rpartition(_MARK)
+    if not mark or not before.endswith(end):
         raise Forked("rewritten")
     return end + after[len(before) :], _LETTER
 
 
-def _behind_token(end: str, past: Past, before: str, after: str) -> tuple[str, str]:
+def _behind_token(end: str, past: Turn, before: str, after: str) -> tuple[str, str]:
     """The same where the answer ended at a token, which the template must have written too: as the end of the turn, or,
     in formats without one, as the beginning of the next."""
     rest = after[len(before) :]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.errors import UsageError
+from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.spans import LossMaskPolicy, Role, given_mask, given_roles, sampled_mask, sampled_roles
-from areno.rollouts.conversation.tape import Turn
 from areno.types import RolloutSequence, TrainSequence
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.errors import UsageError
+from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.history import text_of
-from areno.rollouts.conversation.tape import Turn
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ToolCallDelta
 

@@ -11,104 +11,17 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
-from areno.rollouts.conversation.continuation import Forked, ForkReason, Past, go_on
+from areno.rollouts.conversation.continuation import Forked, ForkReason, Turn, go_on
 from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
-from areno.serving.recording import ChatPrompt, Piece, RecordedAnswer
+from areno.serving.recording import ChatPrompt, RecordedAnswer
 from areno.text.chat import encode_rendered
-from areno.types import FinishReason
 
 _HASH_BITS = (1 << 63) - 1
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """One request with one of its answers.
-
-    Attributes:
-        id: names it in responses.
-        parent: the turn that it goes on from; None where it begins anew.
-        given: tokens before the answer: the whole prompt without a parent, else what was appended to the parent's.
-        given_text: what these tokens were made of.
-        anchor: text that ``given_text`` was tokenized behind; empty for a whole prompt.
-        prompt_text: the rendered prompt as a whole.
-        logprobs: of the sampled ``tokens`` under the policy scaled by ``temperature``; ``versions``: their weight versions.
-        forced: whether a grammar left no other token to choose, for each sampled one; empty where no token was forced.
-        cut_mass: mean probability per sampled token that top-k, top-p, min-p and a grammar removed.
-        finish: why it ended; ``length`` without a token where the context was full before.
-        by_token: it ended at a stop token.
-        text: the visible text of the sampled tokens; each begins at one of ``offsets``, and ``pieces`` is what it was read as.
-        closer: marker that ends the reasoning.
-        fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
-        keys: of the beginnings of its messages, see :func:`~areno.rollouts.conversation.history.prefix_keys`;
-            empty without a tape.
-        number: place among the turns of its tape.
-        response_id: what the client knows it by, without a prefix.
-        reward: what was given for it; None where nothing was.
-    """
-
-    id: str
-    parent: Turn | None
-    given: list[int]
-    given_text: str
-    anchor: str
-    prompt_text: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    answer: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    forced: list[bool] = field(default_factory=list)
-    cut_mass: float = 0.0
-    finish: FinishReason = "stop"
-    by_token: bool = True
-    temperature: float = 1.0
-    text: str = ""
-    offsets: Sequence[int] = ()
-    pieces: Sequence[Piece] = ()
-    closer: str = ""
-    fork: ForkReason | None = None
-    keys: Sequence[int] = ()
-    number: int = 0
-    extended: bool = False
-    response_id: str = ""
-    reward: float | None = None
-
-    @property
-    def path(self) -> list[Turn]:
-        """The turns from the first one to this."""
-        found: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            found.append(turn)
-            turn = turn.parent
-        return found[::-1]
-
-    @property
-    def prompt(self) -> list[int]:
-        """What the engine was given."""
-        before = self.parent.path if self.parent is not None else []
-        return [token for turn in before for token in (*turn.given, *turn.tokens)] + self.given
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer."""
-        return sum(len(turn.given) + len(turn.tokens) for turn in self.path)
-
-    def past(self) -> Past:
-        """The turn as something to go on from."""
-        return Past(
-            messages=[*self.messages, self.answer],
-            prompt_text=self.prompt_text,
-            last_token=self.tokens[-1] if self.tokens else None,
-            by_token=self.by_token,
-            finish=self.finish,
-        )
 
 
 class AgentTape:
@@ -138,14 +51,12 @@ class AgentTape:
         keys = prefix_keys(prompt.messages)
         for known, length in self._candidates(prompt.messages, keys):
             try:
-                added = go_on(self._tokenizer, known.past(), prompt.messages[length:], prompt.render)
+                begun = go_on(self._tokenizer, known, prompt.messages[length:], prompt.render)
             except Forked as forked:
                 fork = fork or forked.reason
                 continue
-            messages = [*known.messages, known.answer, *prompt.messages[length:]]
-            parts = (added.tokens, added.added, added.anchor, added.text)
-            fork = self._edited(messages, keys, length)
-            return Turn("", known, *parts, messages, prompt.tools, fork=fork, keys=keys)
+            begun.tools, begun.keys, begun.fork = prompt.tools, keys, self._edited(begun.messages, keys, length)
+            return begun
         fork = fork or self._edited(prompt.messages, keys, 0)
         rendered = prompt.render(prompt.messages, True)
         tokens = encode_rendered(self._tokenizer, [rendered])[0]

@@ -10,22 +10,28 @@ import asyncio
 import inspect
 import itertools
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from areno.config.packages import install_command, missing_server_packages
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError, UsageError
+from areno.loss_fns.gae import discounted_returns
+from areno.rollouts.conversation.continuation import Turn
+from areno.rollouts.conversation.rows import TrajectoryRow, build_rows
 from areno.rollouts.conversation.server import AgentServer, AgentSession
+from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
 from areno.rollouts.workflows.agent_worker import returned_value
-from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
-from areno.rollouts.workflows.interactions import ExportStyle, export_interactions
+from areno.rollouts.workflows.base import EpisodeResult, Interaction, RolloutWorkflow
 from areno.rollouts.workflows.processes import AgentProcesses
 from areno.rollouts.workflows.sending import name_of, pickled
 
 logger = logging.getLogger(__name__)
 
 AgentMode = Literal["inline", "subproc"]
+ExportStyle = Literal["individual", "concat"]
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -40,8 +46,8 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: what its requests are sampled with unless they say otherwise.
         mode: ``inline`` runs it in the event loop of all episodes, ``subproc`` in processes that find address and key in
             their environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
-        turn_discount: see :func:`areno.rollouts.workflows.interactions.discounted`.
-        export_style: ``individual`` or ``concat``, see :func:`export_interactions`.
+        turn_discount: what an answer earns of the reward of the next one, see :func:`export_interactions`.
+        export_style: ``individual`` or ``concat``, see there.
         engine_max_tokens: most tokens of a conversation.
         tool_call_parser: how the model writes tool calls.
         reasoning_parser: how the model writes reasoning.
@@ -121,7 +127,7 @@ class AgentWorkflow(RolloutWorkflow):
                 f"agent {name_of(self.agent)} returned no reward and set none; return a number from run, or a dictionary "
                 "from ids of answers to rewards"
             )
-        return dict(export_interactions(turns, self._turn_discount, self._style, engine.tokenizer))
+        return export_interactions(turns, self._turn_discount, self._style, engine.tokenizer)
 
     async def aclose(self) -> None:
         """End processes and server."""
@@ -186,3 +192,32 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
                 raise AgentError(f"the agent's run returned a reward for an unknown answer: {error}") from error
     elif returned is not None and session.tape.turns:
         session.tape.set_reward(returned)
+
+
+def export_interactions(
+    turns: Sequence[Turn], turn_discount: float, style: ExportStyle, tokenizer: Any
+) -> EpisodeResult:
+    """The training rows of a session's turns, which are in the order in which they were given.
+
+    ``individual`` makes every answer a row of its own, behind the prompt that it was given. ``concat`` makes one row of each
+    conversation: answers that go on from one another stand in one row with all that was said, and the row has the reward
+    of its last answer. A conversation that forks has a row for each end; what they share is trained on once. An answer earns
+    its own reward (0 where it has none) and ``turn_discount`` times what the next one earns.
+    """
+    said = [turn for turn in turns if turn.tokens]
+    returns = dict(zip(said, discounted_returns([turn.reward or 0.0 for turn in said], turn_discount), strict=True))
+    if style == "individual":
+        rows = [(turn, _alone(turn, tokenizer)) for turn in said]
+    else:
+        rows = [(said[max(row.turns)], row) for row in build_rows(said, LossMaskPolicy(), tokenizer)]
+    return {
+        f"{turn.response_id or turn.id}#{index}": Interaction(
+            turn.response_id or turn.id, row, returns[turn], [*turn.messages, turn.answer], len(said)
+        )
+        for index, (turn, row) in enumerate(rows)
+    }
+
+
+def _alone(turn: Turn, tokenizer: Any) -> TrajectoryRow:
+    whole = replace(turn, parent=None, given=turn.prompt)
+    return build_rows([whole], LossMaskPolicy(), tokenizer)[0]

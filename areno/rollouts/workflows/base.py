@@ -6,16 +6,37 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from areno.errors import UsageError
+from areno.rollouts.conversation.rows import TrajectoryRow
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
 from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, stack
-from areno.rollouts.workflows.interactions import Interaction, is_interactions
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Interaction:
+    """One answer, or a whole conversation of them, as a training row.
+
+    Attributes:
+        id: the client's name of the answer; of the last one in a conversation.
+        row: tokens, log-probs, versions and what is trained on.
+        reward: after discounting.
+        messages: what the answer was given, and the answer.
+        num_turns: answers in the whole session.
+    """
+
+    id: str
+    row: TrajectoryRow
+    reward: float
+    messages: list[dict[str, Any]]
+    num_turns: int
+
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
 """None leaves the episode out; tensors as in :mod:`areno.rollouts.trajectory`; or interactions by name."""
@@ -100,7 +121,7 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     """
     if result is None or (isinstance(result, dict) and not result):
         return None
-    if isinstance(result, dict) and is_interactions(result):
+    if isinstance(result, dict) and all(isinstance(value, Interaction) for value in result.values()):
         trajectory = make_trajectory([(found.row, found.reward) for found in result.values()])
         return {**trajectory, "num_turns": torch.tensor([found.num_turns for found in result.values()])}
     if check or not isinstance(result, dict) or "input_ids" not in result:

@@ -21,7 +21,7 @@ from areno.types import RewardRecord
 RewardFn = Callable[..., Any] | str
 
 _GIVEN = ("prompt", "completions", "prompt_ids", "completion_ids")
-_FILE = """from areno.rollouts.workflows.reward_call import RewardCall
+_FILE = """from areno.rollouts.workflows.sending import RewardCall
 
 reward_fn = RewardCall({sent!r})
 """

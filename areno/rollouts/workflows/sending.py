@@ -1,14 +1,18 @@
-"""Sending a user's function or agent to another process, wherever it was defined."""
+"""Sending a user's function or agent to another process, wherever it was defined; loads neither torch nor a model."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
+from areno.config.hooks import named_object
 from areno.errors import UsageError
+from areno.types import RewardRecord
 
 
 def name_of(thing: Any) -> str:
@@ -48,3 +52,21 @@ def _is_packaged(module: ModuleType) -> bool:
     return (
         not file or "site-packages" in file or module.__name__.partition(".")[0] in ("areno", *sys.stdlib_module_names)
     )
+
+
+class RewardCall:
+    """A reward function of workflows, pickled or by its name, as one of records."""
+
+    def __init__(self, sent: bytes | str) -> None:
+        # Under this name its file is found, which errors are told with.
+        self.func = named_object(sent, option="reward_fn") if isinstance(sent, str) else cloudpickle.loads(sent)
+
+    def __call__(self, record: RewardRecord) -> Any:
+        """Call the function; a coroutine function is run to its end."""
+        ids = record.metadata["prompt_ids"], record.tokens
+        returned = self.func(record.prompt, record.completion, *ids, **record.source_record)
+        return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
+
+
+async def _result(returned: Any) -> Any:
+    return await returned
