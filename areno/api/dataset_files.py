@@ -40,12 +40,7 @@ def read_file(path: Path, option: str) -> Dataset:
 
 
 def read_folder(folder: Path, option: str, split: str = TRAIN) -> Dataset:
-    """Read one split of a folder that ``option`` named: a ``save_to_disk`` one, or data files of one kind, by name.
-
-    Raises:
-        DataError: a file is malformed, or files do not have the same columns.
-        UsageError: the folder holds no data of the split, or files of several kinds.
-    """
+    """Read one split of a folder that ``option`` named: a ``save_to_disk`` one, or data files of one kind, by name."""
     if saved_splits(folder) is not None:
         return _read_saved(folder, option, split)
     files = split_files(folder, split, option)

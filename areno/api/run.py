@@ -56,7 +56,7 @@ def run_training(
     progress: Progress | None = None,
     console_level: str | None = None,
 ) -> int:
-    """Train as the options say.
+    """Train as the options say; returns the exit code, 0 or 128 plus the signal that stopped the run.
 
     Args:
         options: validated and resolved options.
@@ -64,9 +64,6 @@ def run_training(
         loader_fn: loaded data set loader.
         progress: shows the run; None suits the terminal or pipe.
         console_level: least level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has them all.
-
-    Returns:
-        Exit code: 0, or 128 plus the signal that stopped the run.
 
     Raises:
         ArenoError: the run cannot go on; what was complete is saved.
@@ -173,20 +170,14 @@ def run_evaluation(
     on_start: Callable[[int], None] | None = None,
     on_scored: OnScored | None = None,
 ) -> dict[str, float]:
-    """Measure the model ``options.ckpt`` on the prompts of ``options.dataset_path``, as a run evaluates itself.
+    """The metrics of :func:`areno.api.evaluation.evaluate_prompts` for ``options.ckpt`` on ``options.dataset_path``.
 
     Args:
         options: validated; the ``eval_*`` options say how many rows and samples, and how they are drawn.
-        reward_fn: loaded reward function; where ``options.reward_fn_path`` is set it runs from that file in workers.
-        loader_fn: loaded data set loader.
+        reward_fn: as for :func:`run_training`.
+        loader_fn: as for :func:`run_training`.
         on_start: called with the number of rows, once the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
-
-    Returns:
-        The metrics of :func:`areno.api.evaluation.evaluate_prompts`.
-
-    Raises:
-        ArenoError: data, model or rewards cannot be used.
     """
     rows = _first(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)

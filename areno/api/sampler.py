@@ -28,9 +28,7 @@ Self = TypeVar("Self", bound="Sampler")
 class StepClock:
     """Seconds that a step spends on generating, on training, and from its beginning to its end.
 
-    Attributes:
-        trained_s: seconds of the last training.
-        trained_at: when it ended, by ``time.perf_counter``.
+    ``trained_s`` are those of the last training, which ended at ``trained_at`` by ``time.perf_counter``.
     """
 
     def __init__(self) -> None:

@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 
 
 class RolloutSession:
-    """Context manager, sync or async; made by :meth:`areno.Trainer.rollout_session`.
+    """Context manager, sync or async; made by :meth:`areno.Trainer.rollout_session`, which explains the arguments.
 
     Sessions nest: the outermost one prepares the backend and ends the rollout.
-
-    Args:
-        trainer: generates.
-        sampling_params: default generation controls.
-        max_running_prompts: most sequences decoded at once.
-        proxy: serve the model to agents.
-        loss_mask_policy: which of an agent's tokens are trained on; the default is what the model said.
-        timeout_s: deadline of an agent, and of each of its requests.
-        seed: what the draws of agents derive from.
-        disable_thinking: pass ``enable_thinking=False`` to the chat template.
     """
 
     def __init__(
@@ -115,10 +105,7 @@ class RolloutSession:
             trajectories: turns, trajectories, or lists of them.
 
         Returns:
-            One sample per task, in the order of prompts and samples.
-
-        Raises:
-            ValueError: a response is none of this session's, or was returned twice.
+            One sample per task, in the order of prompts and samples; ValueError if a response is not this session's.
         """
         from areno.api.agentic.collect import by_item
         from areno.api.agentic.samples import fill_context_logprobs, make_sample

@@ -176,11 +176,7 @@ class Trainer(Sampler):
         self.backend.ensure_roles(roles)
 
     def drop_role(self, role: str) -> None:
-        """Free an auxiliary role.
-
-        Raises:
-            EngineError: there is no such role.
-        """
+        """Free an auxiliary role; EngineError if there is none of that name."""
         self.backend.drop_role(role)
 
     def score_values(self, role: str, token_rows: Sequence[Sequence[int]], *, micro_bs: int = 8) -> list[list[float]]:
@@ -260,11 +256,7 @@ class Trainer(Sampler):
             return self.backend.train(rows, loss_fn, *sizes, role=role)
 
     def learning_rate(self, role: str = "actor") -> float:
-        """Learning rate of a role's next optimizer step.
-
-        Raises:
-            EngineError: there is no such role, or it is frozen.
-        """
+        """Learning rate of a role's next optimizer step; EngineError if it is frozen, or not there."""
         return self.backend.learning_rate(role)
 
     def set_learning_rate(self, value: float, role: str = "actor") -> None:

@@ -236,16 +236,7 @@ class Repository:
         return sorted(self.store.under(_normal(name_root)))
 
     def wait(self, name: str, timeout: float | None = None, poll_frequency: float = 0.1) -> str:
-        """Value of a name as soon as it has one.
-
-        Args:
-            name: to look up.
-            timeout: seconds; None waits for ever.
-            poll_frequency: seconds between two looks.
-
-        Raises:
-            TimeoutError: it has none by then.
-        """
+        """Value of a name as soon as it has one; TimeoutError after so many seconds, which None does not bound."""
         name, began = _normal(name), time.monotonic()
         while (value := self.store.read(name)) is None:
             if timeout is not None and time.monotonic() - began >= timeout:
@@ -316,15 +307,7 @@ wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear
 
 
 def reconfigure(kind: str, nfs_record_root: str | Path = "") -> None:
-    """Use another store from now on; what this process has added to the one before is deleted there.
-
-    Args:
-        kind: ``memory`` or ``nfs``.
-        nfs_record_root: folder of ``nfs``.
-
-    Raises:
-        UsageError: there is no such kind, or it is not there yet, or ``nfs`` has no folder.
-    """
+    """Use ``memory`` or ``nfs`` with its folder from now on; what this process has added before is deleted."""
     if kind in _LATER:
         raise UsageError(f"name_resolve.type={kind} is not there yet; use nfs, or memory for a single process")
     if kind not in ("memory", "nfs"):

@@ -157,11 +157,7 @@ class ExperimentPlan:
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment.
-
-    Args:
-        config: a checked configuration.
-        available: bytes that it may use, on one GPU or of this machine's memory; None asks the machine.
+    """Plan the memory of an experiment, of which so many bytes are ``available``; None asks the machine.
 
     Raises:
         UsageError: a model's configuration cannot be read, or the machine cannot run it.

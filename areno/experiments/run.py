@@ -136,12 +136,7 @@ def _dry_run(config: BaseExperimentConfig) -> str:
 def main(argv: Sequence[str], resumed: Path | None = None) -> None:
     """``areno run``: the kind of experiment is what ``train_dataset.type`` says; ``--dry-run`` shows what it would do.
 
-    Args:
-        argv: arguments, the configuration among them.
-        resumed: run directory that must be continued; None begins or continues as ``recover.mode`` says.
-
-    Raises:
-        ArenoError: the configuration is wrong, or the experiment failed.
+    The run directory ``resumed`` must be continued; without one it begins or continues as ``recover.mode`` says.
     """
     words = [word for word in argv if word != DRY_RUN]
     config, _ = load_expr_config(words, experiment_class(words))

@@ -55,12 +55,7 @@ def check(value: Any) -> None:
 
 
 def load(file: Path) -> Any:
-    """Read what :func:`save` wrote.
-
-    Raises:
-        DamagedCheckpointError: it is something else.
-        CheckpointError: it cannot be read.
-    """
+    """Read what :func:`save` wrote; a :class:`DamagedCheckpointError` if it is something else."""
     try:
         with safe_globals(_ALLOWED):
             return torch.load(file, weights_only=True, map_location="cpu")

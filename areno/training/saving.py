@@ -80,17 +80,10 @@ class Saver:
     def save(
         self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
     ) -> Path:
-        """Save a role's model now; returns where it lies, or will lie.
+        """Save a role's model now, and return where it lies or will lie.
 
-        Args:
-            role: one of the saver's.
-            at: the finished step.
-            write: writes the model as it is.
-            stage: copies it, for asynchronous saving; None where it cannot be copied.
-            needed_bytes: its size.
-
-        Raises:
-            CheckpointError: this save failed, or the role's asynchronous save before it.
+        ``stage`` copies it for asynchronous saving, None where that is not possible; ``needed_bytes`` is its size.
+        Raises :class:`CheckpointError` if this save failed, or the role's asynchronous save before it.
         """
         if self._mode == "async" and stage is None:
             _log.warning("saver.mode=async: %s cannot be copied here, so training waits until it is written", role)

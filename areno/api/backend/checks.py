@@ -110,11 +110,7 @@ _FIELDS: Mapping[str, Check] = {
 
 
 def check_config(config: ArenoConfig) -> None:
-    """Check the types and bounds of all values; sizes that must fit each other are checked where they are used.
-
-    Raises:
-        UsageError: a value cannot work, or ``runtime`` has a key that there is not.
-    """
+    """Check types and bounds, with UsageError; sizes that must fit each other are checked where they are used."""
     try:
         for name, check in _FIELDS.items():
             check(f"ArenoConfig.{name}", getattr(config, name))

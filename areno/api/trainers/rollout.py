@@ -326,11 +326,7 @@ class RolloutTrainer(DataTrainer):
         return kept
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions with the run's reward function or reward model.
-
-        Args:
-            records: what a function sees.
-            token_rows: prompt and response tokens of the same completions, what a model sees.
+        """Score completions with the run's reward function, which sees records, or its model, which sees tokens.
 
         Raises:
             RewardError: a function failed and ``--on-reward-error`` is ``stop``, or a model gave no finite score.

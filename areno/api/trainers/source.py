@@ -40,15 +40,7 @@ _NO_LIMIT = 2**31
 
 
 class SampleSource:
-    """See the module's text; to be closed.
-
-    Args:
-        config: options of the run.
-        instance: the trainer, initialized, its weights those of the step that comes next.
-        sampling: of training samples.
-        version: of these weights: the steps that are done.
-        logger: of the algorithm.
-    """
+    """See the module's text; to be closed. ``version`` counts the steps that the trainer's weights have seen."""
 
     def __init__(
         self, config: TrainOptions, instance: Trainer, sampling: SamplingParams, version: int, logger: logging.Logger
@@ -75,12 +67,7 @@ class SampleSource:
         return planned if self._fleet is None else self._ahead.steps(planned)
 
     def draw(self, batch: PromptBatch, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """The samples of a step's batch, and figures about them.
-
-        Raises:
-            AgentError: the workflow failed on too many prompts.
-            EngineError: generation failed.
-        """
+        """The samples of a step's batch, and figures about them; :class:`AgentError` if too many episodes failed."""
         config = self._config
         session = self._instance.rollout_session(
             sampling_params=self._sampling, max_running_prompts=config.running_sequences, proxy=False

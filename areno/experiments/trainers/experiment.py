@@ -65,12 +65,7 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 
 
 class ExperimentTrainer(TrainingLoop):
-    """See the module's text; to be used as a context manager, or closed.
-
-    Args:
-        config: of the experiment.
-        train_dataset: rows, indexable; None loads ``train_dataset`` of the configuration.
-        valid_dataset: held-out rows; None loads ``valid_dataset``, where there is one.
+    """See the module's text; to be used as a context manager, or closed. Rows that are not given are loaded.
 
     Raises:
         UsageError: the configuration asks for what is not there.

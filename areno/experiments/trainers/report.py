@@ -34,10 +34,6 @@ class ExperimentReporter(Reporter):
     """See the module's text.
 
     Args:
-        run_dir: see :class:`Reporter`.
-        logger: see :class:`Reporter`.
-        config: of the experiment.
-        stats_logger: where the statistics go.
         tracker: statistics from anywhere in the process, told with those of the step.
         known_names: statistics that health monitor and display know, by the name that they have there.
     """

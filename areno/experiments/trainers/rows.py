@@ -16,11 +16,8 @@ from areno.errors import DataError, UsageError
 def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str, Any]]:
     """Rows of a ``train_dataset`` or ``valid_dataset`` section.
 
-    A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``; without it the
-    path is a file, or a folder or a hub reference of which ``split`` is taken.
-
-    Raises:
-        UsageError: there are no rows, or the loader is not what it should be.
+    A function named by ``dataset_kwargs.loader`` is called as ``loader(path, split=..., **further kwargs)``; without
+    it the path is a file, or a folder or a hub reference of which ``split`` is taken.
     """
     more = dict(section.dataset_kwargs)
     loader = more.pop(LOADER, None)
@@ -40,12 +37,7 @@ def load_dataset(section: TrainDatasetConfig, name: str) -> Sequence[Mapping[str
 class RowSource:
     """Endless rows, epoch after epoch; the same for the same seed, whatever else draws random numbers.
 
-    With ``drop_last``, rows that fill no whole batch are left out; else the last batch of an epoch is filled from the next.
-
-    Args:
-        rows: anything with ``len()`` and integer indexing.
-        section: says how they are visited.
-        seed: of the order.
+    With ``drop_last``, rows that fill no whole batch are left out; else an epoch's last batch is filled from the next.
     """
 
     def __init__(self, rows: Sequence[Any], section: TrainDatasetConfig, seed: int) -> None:

@@ -23,12 +23,8 @@ def workflow_of(
 ) -> RolloutWorkflow:
     """The workflow of an experiment, in groups of ``gconfig.n_samples``.
 
-    Args:
-        config: of the experiment.
-        given: an object, a class or a name; None takes the ``workflow`` section.
-        kwargs: arguments of a class.
-        tokenizer: the model's.
-        evaluates: it samples as ``eval_gconfig`` says.
+    ``given`` is an object, a class, for which ``kwargs`` are, or a name; None takes the ``workflow`` section. One that
+    ``evaluates`` samples as ``eval_gconfig`` says.
 
     Raises:
         UsageError: it cannot be found or made, or a reward is missing.

@@ -132,14 +132,7 @@ class Objective:
 
 
 def row_problem(needs: Needs, row: Mapping[str, Any], source: str, loader: str = LOADER_OPTION) -> str:
-    """Say why the first row of ``source`` cannot be used; empty if nothing speaks against it.
-
-    Args:
-        needs: ``prompt``, ``response`` (to a prompt) or ``pair`` (a chosen and a rejected answer).
-        row: the first of the data.
-        source: where it stands, for the message.
-        loader: option or setting that brings rows into shape.
-    """
+    """Say what the first row of ``source`` lacks, if anything; ``loader`` is the option that brings rows into shape."""
     try:
         if needs == "pair":
             row = pair_row(row, with_template=True)

@@ -43,22 +43,11 @@ class Learner:
 def plan_passes(
     groups: Sequence[int], *, passes: int, minibatches: int, seed: int, step: int, order: Order = "prompts"
 ) -> list[list[int]]:
-    """Plan the train calls of one step.
+    """The row indices of each train call of one step, in the order of the calls.
 
     Each pass visits the groups in an order that is a function of ``seed``, ``step`` and the pass, and cuts them into
-    minibatches of about equal numbers of rows. Rows of one group stay together. A single pass in a single minibatch
-    keeps the rows as they are.
-
-    Args:
-        groups: of each row, such as its prompt.
-        passes: times that every row is trained on.
-        minibatches: train calls of one pass; with fewer groups, one call per group.
-        seed: seed of the run.
-        step: step of the run.
-        order: ``rows`` keeps the order of the groups in the first pass.
-
-    Returns:
-        Row indices of each train call, in the order of the calls.
+    minibatches of about equal numbers of rows, at most one per group. Rows of one group stay together. A single pass
+    in a single minibatch keeps the rows as they are.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):

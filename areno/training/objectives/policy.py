@@ -89,7 +89,6 @@ class PolicyObjective:
         settings: what becomes of rows before the update.
         learners: the models that are trained, in this order.
         seed: of the run; orders of minibatches derive from it.
-        order: of minibatches.
         around: blocks around the stages.
     """
 
