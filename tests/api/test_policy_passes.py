@@ -217,7 +217,7 @@ def test_empty_responses_are_dropped_and_counted(tmp_path, tiny_checkpoint):
         def with_empty_ones(batch):
             samples = rollout(batch)
             for sample in (samples[1], samples[7]):
-                sample.sequence.resp_tokens, sample.sequence.resp_logprobs = [], []
+                sample.sequence.resp_tokens, sample.sequence.resp_logprobs, sample.rows = [], [], []
             return samples
 
         loop._rollout = with_empty_ones
@@ -229,7 +229,7 @@ def test_empty_responses_are_dropped_and_counted(tmp_path, tiny_checkpoint):
         def all_empty(batch):
             samples = rollout(batch)
             for sample in samples:
-                sample.sequence.resp_tokens, sample.sequence.resp_logprobs = [], []
+                sample.sequence.resp_tokens, sample.sequence.resp_logprobs, sample.rows = [], [], []
             return samples
 
         loop._rollout = all_empty

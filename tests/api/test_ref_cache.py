@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from areno.cache_folder import cache_folder
 from areno.errors import UsageError
 from areno.training.objectives.base import Examples, sequences
-from areno.training.objectives.ref_cache import (
+from areno.training.objectives.reference import (
     checkpoint_digest,
     load_logprobs,
     reference_key,
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_warned_about_and_leaves_nothing(tmp_
 def test_a_kill_while_writing_leaves_no_file_under_the_final_name(cache):
     """The process dies inside ``save_file``, after some bytes are on disk."""
     code = (
-        "import os, torch, areno.training.objectives.ref_cache as cache\n"
+        "import os, torch, areno.training.objectives.reference as cache\n"
         "def die(tensors, path, metadata):\n"
         "    open(path, 'wb').write(b'half')\n"
         "    os._exit(9)\n"
@@ -187,7 +187,7 @@ def test_a_repository_is_known_by_its_commit(tmp_path):
     (repo / "refs").mkdir()
     code = (
         "import pathlib, sys\n"
-        "from areno.training.objectives.ref_cache import checkpoint_digest\n"
+        "from areno.training.objectives.reference import checkpoint_digest\n"
         "for commit in ('aaaa', 'bbbb', 'aaaa'):\n"
         "    pathlib.Path(sys.argv[1]).write_text(commit)\n"
         "    print(checkpoint_digest('owner/name'))\n"

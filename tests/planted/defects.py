@@ -152,7 +152,7 @@ DEFECTS = (
     ),
     Defect(
         "reference log-probs of other masks reused",
-        "areno/training/objectives/ref_cache.py",
+        "areno/training/objectives/reference.py",
         "        key.update(bytes(row.trainable()))",
         "        pass",
         ("tests/api/test_ref_cache.py",),

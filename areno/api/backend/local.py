@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
+from areno.api.arguments import listed, of_type, real, whole
 from areno.api.backend.base import ArenoConfig
-from areno.api.backend.checks import check_config
 from areno.config.machine import gpu_problem
 from areno.engine.backend import Backend
 from areno.engine.device import rank_devices
@@ -21,11 +22,130 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Check = Callable[[str, Any], object]
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _choice(*allowed: str) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+    return check
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _share(name: str, value: Any) -> None:
+    if not 0 <= real(name, value) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def _pair_of_shares(name: str, value: Any) -> None:
+    values = listed(name, value, "two numbers")
+    if len(values) != 2:
+        raise ValueError(f"{name} must be two numbers, got {value!r}")
+    for part in values:
+        _share(name, part)
+
+
+def _devices(name: str, value: Any) -> None:
+    for number in listed(name, value, "device numbers"):
+        whole(name, number, 0)
+
+
+_TEXT: Check = partial(of_type, kind=str)
+_COUNT: Check = whole
+_FROM_0: Check = partial(whole, least=0)
+_NOT_NEGATIVE: Check = partial(real, least=0)
+_POSITIVE: Check = partial(real, above=0)
+
+_RUNTIME: Mapping[str, Check] = {
+    "attn_backend": _choice("flash", "native"),
+    "activation_checkpointing": _or_none(_flag),
+    "tree_training": _flag,
+    "offload_activations": _flag,
+    "keep_rollout_state": _flag,
+    "eager_decode": _flag,
+    "speculate": _FROM_0,
+    "kv_cache_tokens": _or_none(_COUNT),
+    "prefix_cache_tokens": _or_none(_FROM_0),
+    "device": _TEXT,
+    "dtype": _TEXT,
+    "trust_remote_code": _flag,
+    "trains": _choice("policy", "reward", "nothing"),
+    "stall_timeout_s": _POSITIVE,
+}
+"""Keys of ``ArenoConfig.runtime``."""
+
+_OPTIMIZER: Mapping[str, Check] = {
+    "lr": _NOT_NEGATIVE,
+    "min_lr": _NOT_NEGATIVE,
+    "lr_decay_steps": _FROM_0,
+    "lr_warmup_steps": _FROM_0,
+    "lr_decay_style": _choice("constant", "linear", "cosine"),
+    "betas": _pair_of_shares,
+    "eps": _POSITIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "grad_clip_norm": _or_none(_POSITIVE),
+    "adam_8bit": _flag,
+    "sgd": _flag,
+    "offload": _flag,
+}
+_LORA: Mapping[str, Check] = {
+    "rank": _FROM_0,
+    "alpha": _or_none(_POSITIVE),
+    "dropout": _share,
+    "load_in_4bit": _flag,
+    "seed": partial(whole, least=-(2**63)),
+    "adapter_path": _or_none(_TEXT),
+}
+_FIELDS: Mapping[str, Check] = {
+    "model_path": _or_none(_TEXT),
+    "tp_size": _COUNT,
+    "dp_size": _or_none(_COUNT),
+    "devices": _or_none(_devices),
+    "dummy_load": _flag,
+    "max_running_prompts": _COUNT,
+    "decode_progress_interval_s": _NOT_NEGATIVE,
+    "fsdp": _flag,
+}
+
+
+def _check_config(config: ArenoConfig) -> None:
+    """Check types and bounds, with UsageError; sizes that must fit each other are checked where they are used."""
+    try:
+        for name, check in _FIELDS.items():
+            check(f"ArenoConfig.{name}", getattr(config, name))
+        for part, table in (("runtime", _RUNTIME), ("optimizer", _OPTIMIZER), ("lora", _LORA)):
+            _check_table(f"ArenoConfig.{part}", getattr(config, part), table)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    unknown = sorted(set(config.runtime or {}) - set(_RUNTIME))
+    if unknown:
+        raise UsageError(
+            f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
+        )
+
+
+def _check_table(owner: str, values: Any, table: Mapping[str, Check]) -> None:
+    if values is None:
+        return
+    of_type(owner, values, dict)
+    for key, value in values.items():
+        if key in table:
+            table[key](f"{owner} {key}", value)
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:
     """Check a configuration, with UsageError for what cannot work; the engine is loaded by what is returned."""
-    check_config(config)
+    _check_config(config)
     layout = Layout.of(world_size, config.tp_size, config.dp_size, config.fsdp)
     engine_config = _engine_config(config)
     devices = rank_devices(engine_config.device, world_size, torch.cuda.device_count(), config.devices)

@@ -15,7 +15,7 @@ from areno.observability.display import LiveProgress
 from areno.spec import RunSpec
 from areno.training.frequency import StepInfo
 from areno.training.loop import TrainingLoop
-from areno.training.objectives.ref_cache import CACHE_KIND
+from areno.training.objectives.reference import CACHE_KIND
 
 STEP = 6
 """Rows of a step of SFT, unless a run says otherwise."""
