@@ -50,7 +50,7 @@ class Store(Protocol):
         """Let the time to live begin anew; whether the value is still there."""
 
 
-class MemoryStore:
+class _MemoryStore:
     """Names in the memory of one process."""
 
     def __init__(self) -> None:
@@ -58,7 +58,6 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """See :class:`Store`."""
         with self._lock:
             if not replace and self.read(name) is not None:
                 return False
@@ -66,24 +65,20 @@ class MemoryStore:
             return True
 
     def read(self, name: str) -> str | None:
-        """See :class:`Store`."""
         value, ends = self._entries.get(name, (None, math.inf))
         return value if time.monotonic() < ends else None
 
     def remove(self, name: str) -> bool:
-        """See :class:`Store`."""
         with self._lock:
             live = self.read(name) is not None
             self._entries.pop(name, None)
             return live
 
     def under(self, root: str) -> list[str]:
-        """See :class:`Store`."""
         with self._lock:
             return [name for name in self._entries if f"{name}/".startswith(f"{root}/") and self.read(name) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`Store`."""
         with self._lock:
             value = self.read(name)
             if value is not None:
@@ -91,7 +86,7 @@ class MemoryStore:
             return value is not None
 
 
-class NfsStore:
+class _NfsStore:
     """Names as files ``{root}/{name}/ENTRY``; the folder is made when first needed.
 
     A file is written beside its place and then linked or renamed into it, so that nobody reads half of it and only one of
@@ -102,7 +97,6 @@ class NfsStore:
         self.root = Path(root)
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """See :class:`Store`."""
         target = self.root / name / _FILE
         if target.exists() and _value(target) is None:
             target.unlink(missing_ok=True)
@@ -121,11 +115,9 @@ class NfsStore:
                 draft.unlink(missing_ok=True)
 
     def read(self, name: str) -> str | None:
-        """See :class:`Store`."""
         return _value(self.root / name / _FILE)
 
     def remove(self, name: str) -> bool:
-        """See :class:`Store`."""
         folder = self.root / name
         live = self.read(name) is not None
         (folder / _FILE).unlink(missing_ok=True)
@@ -136,12 +128,10 @@ class NfsStore:
         return live
 
     def under(self, root: str) -> list[str]:
-        """See :class:`Store`."""
         files = (self.root / root).rglob(_FILE)
         return [file.parent.relative_to(self.root).as_posix() for file in files if _value(file) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
-        """See :class:`Store`."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.root / name / _FILE)
             return True
@@ -300,19 +290,27 @@ def _normal(name: str) -> str:
     return "/".join(words)
 
 
-_names = Repository(MemoryStore())
+def make_store(kind: str, nfs_record_root: str | Path = "") -> Store:
+    """The store ``memory``, or ``nfs`` with its folder; raises UsageError for another one, or without a folder."""
+    if kind == "memory":
+        return _MemoryStore()
+    if kind in _LATER:
+        raise UsageError(f"name_resolve.type={kind} is not there yet; use nfs, or memory for a single process")
+    if kind != "nfs":
+        raise UsageError(f"name_resolve.type={kind}: use memory or nfs")
+    if not str(nfs_record_root):
+        raise UsageError("name_resolve.type=nfs needs a folder: set name_resolve.nfs_record_root")
+    return _NfsStore(nfs_record_root)
+
+
+_names = Repository(make_store("memory"))
 add, add_subentry, delete, reset = _names.add, _names.add_subentry, _names.delete, _names.reset
 get, get_subtree, find_subtree = _names.get, _names.get_subtree, _names.find_subtree
 wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear_subtree
 
 
 def reconfigure(kind: str, nfs_record_root: str | Path = "") -> None:
-    """Use ``memory`` or ``nfs`` with its folder from now on; what this process has added before is deleted."""
-    if kind in _LATER:
-        raise UsageError(f"name_resolve.type={kind} is not there yet; use nfs, or memory for a single process")
-    if kind not in ("memory", "nfs"):
-        raise UsageError(f"name_resolve.type={kind}: use memory or nfs")
-    if kind == "nfs" and not str(nfs_record_root):
-        raise UsageError("name_resolve.type=nfs needs a folder: set name_resolve.nfs_record_root")
+    """Use another store from now on; what this process has added to the one before is deleted there."""
+    store = make_store(kind, nfs_record_root)
     _names.reset()
-    _names.store = NfsStore(nfs_record_root) if kind == "nfs" else MemoryStore()
+    _names.store = store

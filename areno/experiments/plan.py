@@ -20,14 +20,7 @@ from areno.engine.plan.memory import available_bytes
 from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill
 from areno.engine.plan.table import plan_numbers, plan_table, verdict
 from areno.experiments.checks import BUILT_IN_WORKFLOWS
-from areno.experiments.trainers.engines import (
-    engine_config,
-    layout_of,
-    micro_batching,
-    optimizer_of,
-    rows_at_once,
-    this_machine,
-)
+from areno.experiments.trainers import engines
 from areno.experiments.trainers.update import REF, roles_of
 from areno.loss_fns.family import policy_loss_fn
 from areno.loss_fns.pack import reads_entropy
@@ -71,7 +64,7 @@ class ExperimentSizes(Sizes):
             held.append(HeldRole(REF, config.ref.path, "policy", "ref.path"))
         for name, role in scored.items():
             section = getattr(config, name)
-            optimizer = optimizer_of(section.optimizer) if role.trainable else None
+            optimizer = engines.optimizer_of(section.optimizer) if role.trainable else None
             held.append(HeldRole(name, role.path, role.predicts, f"{name}.path", optimizer))
         own = {self.path} if self.config.adapter is not None else set()
         frozen = {role.path: role for role in reversed(held) if role.optimizer is None and role.path not in own}
@@ -99,7 +92,7 @@ class ExperimentSizes(Sizes):
         rows = config.train_dataset.batch_size * self.n_samples * together
         if self.policy:
             rows = max(rows // section.ppo_n_minibatches, 1)
-        batching = micro_batching(section.mb_spec, together)
+        batching = engines.micro_batching(section.mb_spec, together)
         rows = -(-rows // (batching.granularity * self.layout.dp_size)) * batching.granularity
         bins = batching.split([longest] * rows)
         largest, most = max(map(len, bins)), batching.max_tokens_per_mb
@@ -116,7 +109,7 @@ class ExperimentSizes(Sizes):
         """See :meth:`Sizes.scoring_batch`."""
         section = getattr(self.experiment, role)
         spec = getattr(section, "mb_spec", self.experiment.actor.mb_spec)
-        return fill(longest, rows_at_once(spec, longest), max(MAX_SCORED_TOKENS, longest))
+        return fill(longest, engines.rows_at_once(spec, longest), max(MAX_SCORED_TOKENS, longest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +158,10 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
-    layout = layout_of(actor.backend, "actor")
+    layout = engines.layout_of(actor.backend, "actor")
     trained: Any = "reward" if isinstance(config, RWConfig) else "policy"
     more = _running(config, layout.dp_size) if isinstance(config, PPOConfig) and turns else {}
-    engine = engine_config(actor, trains=trained, **more)
+    engine = engines.engine_config(actor, trains=trained, **more)
     if available is None:
         available = available_bytes(engine.device)
     trains = plan_sizes(ExperimentSizes(config, engine, layout, turns), available)
@@ -179,7 +172,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     on_cpu = engine.device.type == "cpu"
     together = on_cpu or "colocation" in (actor.scheduling_strategy.type, config.rollout.scheduling_strategy.type)
     running = _running(config, parallel.data)
-    engine = engine_config(actor, trains="nothing", neighbours=parallel.data, shares_device=together, **running)
+    engine = engines.engine_config(actor, trains="nothing", neighbours=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available
     sizes = ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True)
     generates = plan_sizes(sizes, left)
@@ -192,7 +185,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
 def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
     """A copy with nothing left to the machine."""
     config = settled(config)
-    resolve_for_machine(config, this_machine())
+    resolve_for_machine(config, engines.this_machine())
     return config
 
 
@@ -222,8 +215,10 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 def _largest_pass(config: Any, longest: int) -> int:
     """Tokens of a replica's largest microbatch as the settings are."""
-    layout = layout_of(config.actor.backend, "actor")
-    return sum(ExperimentSizes(config, engine_config(config.actor), layout, generates=False).microbatch(longest)[0])
+    layout = engines.layout_of(config.actor.backend, "actor")
+    return sum(
+        ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]
+    )
 
 
 def tuned_sizes(config: Any, plan: ExperimentPlan, planned: Callable[[Change], ExperimentPlan]) -> Change:
@@ -269,7 +264,7 @@ def plan_of_file(words: Sequence[str], as_data: bool, tune: bool = False) -> tup
 
     config, change = _resolved(loaded({})), list[str]()
     if not plan.fits:
-        changes = _changes(config, plan.actor.longest, on_gpu=bool(this_machine().gpus))
+        changes = _changes(config, plan.actor.longest, on_gpu=bool(engines.this_machine().gpus))
         change = _spelled(least_changes(changes, tried, plan.needed))
     sizes = _spelled(tuned_sizes(config, plan, planned)) if tune else None
     return plan, (_as_data if as_data else _as_text)(plan, change, sizes)

@@ -11,12 +11,12 @@ import pytest
 
 from areno.errors import UsageError
 from areno.experiments import name_resolve
-from areno.experiments.name_resolve import MemoryStore, NameEntryExists, NameEntryNotFound, NfsStore, Repository
+from areno.experiments.name_resolve import NameEntryExists, NameEntryNotFound, Repository, make_store
 
 
 @pytest.fixture(params=["memory", "nfs"])
 def names(request, tmp_path):
-    repository = Repository(MemoryStore() if request.param == "memory" else NfsStore(tmp_path / "names"))
+    repository = Repository(make_store(request.param, tmp_path / "names"))
     yield repository
     repository.reset()
 
@@ -115,14 +115,14 @@ def test_the_module_has_one_repository_that_can_be_replaced(tmp_path):
     try:
         name_resolve.reconfigure("nfs", tmp_path)
         name_resolve.add("a/b", "1")
-        assert Repository(NfsStore(tmp_path)).get("a/b") == "1"  # as another process sees it
+        assert Repository(make_store("nfs", tmp_path)).get("a/b") == "1"  # as another process sees it
         assert name_resolve.add_subentry("a", "2") in name_resolve.find_subtree("a")
         assert name_resolve.wait("a/b") == "1"
         assert sorted(name_resolve.get_subtree("a")) == ["1", "2"]
         name_resolve.clear_subtree("a")
         name_resolve.add("c", "3")
         name_resolve.reconfigure("memory")
-        assert Repository(NfsStore(tmp_path)).find_subtree("c") == []
+        assert Repository(make_store("nfs", tmp_path)).find_subtree("c") == []
         assert name_resolve.find_subtree("c") == []
         for kind in ("etcd3", "ray"):
             with pytest.raises(UsageError, match=f"name_resolve.type={kind} is not there yet; use nfs"):
@@ -138,14 +138,14 @@ def test_the_module_has_one_repository_that_can_be_replaced(tmp_path):
 def test_files_of_a_killed_owner_are_gone_after_their_time(tmp_path):
     program = (
         "import sys, time\n"
-        "from areno.experiments.name_resolve import NfsStore, Repository\n"
-        "names = Repository(NfsStore(sys.argv[1]))\n"
+        "from areno.experiments.name_resolve import Repository, make_store\n"
+        "names = Repository(make_store('nfs', sys.argv[1]))\n"
         "names.add('owner', 'x', keepalive_ttl=1.0)\n"
         "names.add('forever', 'y')\n"
         "print('added', flush=True)\n"
         "time.sleep(60)\n"
     )
-    names = Repository(NfsStore(tmp_path))
+    names = Repository(make_store("nfs", tmp_path))
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline() == "added\n"
         time.sleep(1.5)

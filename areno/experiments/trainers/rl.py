@@ -24,27 +24,9 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, RewardError, UsageError
 from areno.experiments.checks import BUILT_IN_WORKFLOWS, parser_problems
-from areno.experiments.trainers.engines import (
-    engine_config,
-    micro_batching,
-    optimizer_of,
-    rollout_devices,
-    schedule_of,
-    this_machine,
-)
+from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
-from areno.experiments.trainers.update import (
-    CRITIC,
-    REWARD,
-    loss_of,
-    roles_of,
-    settings_of,
-    shaping_of,
-    told_by_workflows,
-    turns_of,
-    with_version,
-)
 from areno.experiments.trainers.workflows import filter_of, workflow_of
 from areno.loss_fns.family import PolicyLoss
 from areno.loss_fns.pack import knobs_of
@@ -78,11 +60,11 @@ _log = logging.getLogger(__name__)
 
 _TIMED = {
     ("logprobs", ACTOR): "recompute_logp",
-    ("values", CRITIC): "critic_values",
+    ("values", update.CRITIC): "critic_values",
     ("advantages", ""): "compute_advantage",
-    ("rewards", REWARD): "reward",
+    ("rewards", update.REWARD): "reward",
     ("train", ACTOR): "train_step",
-    ("train", CRITIC): "critic_train_step",
+    ("train", update.CRITIC): "critic_train_step",
 }
 """What the times of an update's stages are called; that of another role's log-probs has the role's name."""
 _EVAL_AHEAD = 10**12
@@ -106,15 +88,15 @@ class PPOTrainer(ExperimentTrainer):
         self._workflow_is_named = workflow_is_named
         self.fleet: RolloutFleet | SharedEngine | None = None
         self.dispatchers: list[BatchDispatcher] = []
-        self.saved_roles = (ACTOR_MODELS, CRITIC) if config.critic is not None else (ACTOR_MODELS,)
+        self.saved_roles = (ACTOR_MODELS, update.CRITIC) if config.critic is not None else (ACTOR_MODELS,)
         for problem in parser_problems(config.rollout.agent):
             raise UsageError(problem)
         super().__init__(config, train_dataset, valid_dataset)
         config = self.config
         try:
-            self.loss = loss_of(config.actor, config.teacher)
-            self.shaping = shaping_of(config.actor)
-            self.batching = micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
+            self.loss = update.loss_of(config.actor, config.teacher)
+            self.shaping = update.shaping_of(config.actor)
+            self.batching = engines.micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
             self.fleet = self._start_fleet()
             self.client = EngineClient(
@@ -175,13 +157,13 @@ class PPOTrainer(ExperimentTrainer):
         critic = self.config.critic
         optimizer = None
         if critic is not None and critic.optimizer is not None:
-            optimizer = asdict(optimizer_of(critic.optimizer))
-        self.engine.ensure_roles(roles_of(self.config, optimizer))
+            optimizer = asdict(engines.optimizer_of(critic.optimizer))
+        self.engine.ensure_roles(update.roles_of(self.config, optimizer))
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of an engine that generates."""
         config, actor = self.config, self.config.actor
-        engine = engine_config(actor, seed=config.seed, **self._generation_options())
+        engine = engines.engine_config(actor, seed=config.seed, **self._generation_options())
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
@@ -211,7 +193,7 @@ class PPOTrainer(ExperimentTrainer):
             environment=spec.environment() or None,
         )
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / ACTOR_MODELS if mode == "disk" else None)
-        devices = rollout_devices(self.config, this_machine().gpus)
+        devices = engines.rollout_devices(self.config, engines.this_machine().gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
         fleet.share_cores(actor.scheduling_spec[0].cpu)
         if actor.init_from_scratch:
@@ -330,11 +312,11 @@ class PPOTrainer(ExperimentTrainer):
         numbers = {
             f"rollout/{name}": float(told[name]) for name in ("accepted", "rejected", "failed", "filtered", "stale")
         }
-        turns = turns_of(batch.trajectories)
+        turns = update.turns_of(batch.trajectories)
         found = {"reward": [row.reward for row in rows], "num_turns": turns, "staleness": batch.staleness}
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
-                found[f"agent/{key}"] = told_by_workflows(batch.trajectories, key)
+                found[f"agent/{key}"] = update.told_by_workflows(batch.trajectories, key)
         numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
         return numbers
 
@@ -346,10 +328,10 @@ class PPOTrainer(ExperimentTrainer):
         actor, critic = self.config.actor, self.config.critic
         learners = [Learner(ACTOR, self._train_actor, actor.ppo_n_epochs, actor.ppo_n_minibatches)]
         if critic is not None and critic.optimizer is not None:
-            self.critic_schedule = schedule_of(critic.optimizer, self._total_steps)
-            learners.append(Learner(CRITIC, self._train_critic, critic.ppo_n_epochs, critic.ppo_n_minibatches))
+            self.critic_schedule = engines.schedule_of(critic.optimizer, self._total_steps)
+            learners.append(Learner(update.CRITIC, self._train_critic, critic.ppo_n_epochs, critic.ppo_n_minibatches))
         self.objective = PolicyObjective(
-            *(self.engine, settings_of(self.config, self.shaping, self.loss), learners),
+            *(self.engine, update.settings_of(self.config, self.shaping, self.loss), learners),
             seed=self.config.seed,
             order="rows",
             around=lambda stage, role, _: self.timed(_TIMED.get((stage, role), f"{role}_logp")),
@@ -378,13 +360,13 @@ class PPOTrainer(ExperimentTrainer):
 
     def _train_actor(self, rows: list[TrainSequence]) -> dict[str, float]:
         step = self.state.step + 1
-        return self.optimize(rows, with_version(self.loss, step), self.batching, self.schedule.at(step))
+        return self.optimize(rows, update.with_version(self.loss, step), self.batching, self.schedule.at(step))
 
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         critic: Any = self.config.critic
         loss = with_names(value_loss_fn, CRITIC_NAMES, cliprange_value=critic.eps_clip, value_loss_coef=1.0)
         rate = self.critic_schedule.at(self.state.step + 1)
-        return self.optimize(rows, loss, micro_batching(critic.mb_spec), rate, CRITIC)
+        return self.optimize(rows, loss, engines.micro_batching(critic.mb_spec), rate, update.CRITIC)
 
     def measure(self) -> dict[str, float]:
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
@@ -397,7 +379,7 @@ class PPOTrainer(ExperimentTrainer):
         rewards = [t["rewards"].double() for t in found]
         lengths = [t["attention_mask"].sum(-1).double() for t in found]
         told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}
-        told["num_turns"] = torch.tensor(turns_of(found), dtype=torch.float64)
+        told["num_turns"] = torch.tensor(update.turns_of(found), dtype=torch.float64)
         counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
         counts["rejected"] = float(len(rows) - len(found))
         return in_scope("eval-rollout", {**summaries(told), **counts})
