@@ -72,7 +72,7 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("algo", ["grpo", "gspo", "ppo"])
+@pytest.mark.parametrize("algo", [pytest.param("grpo", marks=pytest.mark.long), "gspo", "ppo"])
 def test_every_policy_algorithm_trains_on_what_agents_said(train, algo):
     options = ["--critic-warmup-steps", 0] if algo == "ppo" else []
     code, run, text = train(algo, THREE_TURNS, *options)

@@ -178,6 +178,7 @@ def test_the_reference_leaves_the_memory_once_it_has_scored(tiny_checkpoint, tmp
             loop.evaluate(SUMS)
 
 
+@pytest.mark.long
 def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same_and_loads_no_reference(tiny_checkpoint, pairs, tmp_path):
     options = (*TINY, "--eval-dataset-path", pairs[1], "--eval-interval", 3, "--save-interval", 2)
     whole = areno(*arguments("dpo", tiny_checkpoint, tmp_path / "whole", pairs[0], *options))

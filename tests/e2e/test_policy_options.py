@@ -41,7 +41,7 @@ def final_weights(run_dir):
 PASSES = ("--update-epochs", 2, "--update-minibatches", 3)
 
 
-@pytest.mark.parametrize("algo", ["gspo", "grpo", "ppo"])
+@pytest.mark.parametrize("algo", ["gspo", pytest.param("grpo", marks=pytest.mark.long), "ppo"])
 def test_several_passes_make_several_optimizer_steps_that_clip(algo, run):
     extra = ("--critic-warmup-steps", 0, "--clip-eps", 0.01) if algo == "ppo" else (f"--{algo}-clip-eps", 1e-3)
     run_dir = run(algo, "run", *PASSES, *extra, "--max-steps", 2)
@@ -82,7 +82,7 @@ def distance(run_dir, checkpoint):
     return total / 20
 
 
-@pytest.mark.parametrize("algo", ["grpo", "gspo"])
+@pytest.mark.parametrize("algo", [pytest.param("grpo", marks=pytest.mark.long), "gspo"])
 def test_a_kl_term_holds_the_policy_near_the_reference(algo, run, tiny_checkpoint):
     options = ("--max-steps", 7, "--update-epochs", 2)
     free = run(algo, "free", *options)

@@ -60,7 +60,7 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_the_same(al
     assert_same_run(tmp_path / "whole", run)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_stop_signal_saves_the_last_step_and_says_how_to_go_on(signum, tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "run"
     process = start(

@@ -82,6 +82,7 @@ def test_a_reward_model_learns_from_whole_problems_to_prefer_right_solutions_tha
     assert accuracy(found) > 0.5 + 3 * standard_error(731)
 
 
+@pytest.mark.long
 def test_a_run_killed_and_resumed_ends_bit_for_bit_the_same(tiny_checkpoint, pairs, tmp_path):
     options = (*TINY, "--eval-dataset-path", pairs[1], "--eval-interval", 3, "--save-interval", 2)
     whole = areno(*arguments("rm", tiny_checkpoint, tmp_path / "whole", pairs[0], *options))

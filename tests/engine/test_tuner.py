@@ -74,6 +74,7 @@ def test_with_much_memory_the_largest_sizes_are_chosen(engine, checkpoint):
     assert not engine.config.keep_rollout_state
 
 
+@pytest.mark.long
 def test_half_the_share_gives_smaller_sizes_that_fit(checkpoint, tmp_path):
     # In a process of its own: what earlier tests freed but the allocator kept would be room that no share counts.
     program = (

@@ -52,7 +52,7 @@ def stopped(made: Path, root: Path, signum: int, **changes: Any) -> str:
     return str(told)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_a_stopped_run_goes_on_bit_for_bit(made: Path, tmp_path: Path, signum: int) -> None:
     told = stopped(made, tmp_path / "stopped", signum, recover__mode="auto", recover__freq_epochs=10**5)
     assert "run the same command again" in told

@@ -212,11 +212,11 @@ def learned(peers, path, **lora):
 @pytest.mark.parametrize(
     ("family", "config", "lora"),
     [
-        ("qwen2", {}, {}),
+        pytest.param("qwen2", {}, {}, marks=pytest.mark.long),
         ("phi3", {}, {}),  # products that are put together, inputs that are cut on the way in
-        ("gemma2", {}, {"target_modules": "q_proj,down_proj", "alpha": 5.0}),
+        pytest.param("gemma2", {}, {"target_modules": "q_proj,down_proj", "alpha": 5.0}, marks=pytest.mark.long),
         ("llama", {"tie_word_embeddings": False}, {"target_modules": ["lm_head", "o_proj"]}),
-        ("qwen3_moe", {}, {"target_modules": "q_proj,o_proj"}),
+        pytest.param("qwen3_moe", {}, {"target_modules": "q_proj,o_proj"}, marks=pytest.mark.long),
         ("llama", {"intermediate_size": 129}, {}),  # does not divide
     ],
 )
