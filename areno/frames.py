@@ -29,7 +29,8 @@ class FrameError(ArenoError):
 class Frames:
     """One end of a connection with a ``key``; bodies of more than ``limit`` bytes are refused.
 
-    One thread at a time may read from it, and one may write to it."""
+    One thread at a time may read from it, and one may write to it.
+    """
 
     def __init__(self, sock: socket.socket, key: bytes, limit: int) -> None:
         sock.setblocking(False)

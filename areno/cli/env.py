@@ -97,7 +97,7 @@ def collect() -> dict[str, Any]:
         },
         "cpu": _cpu(torch_report["imported"]),
         "torch": torch_report,
-        "cuda": {"cuda_home": _cuda_home(), "nvcc": _nvcc(), "driver": _driver()},
+        "cuda": {**_toolkit(), "driver": _driver()},
         "gpus": gpus,
         "dependencies": {name: dependency(name) for name in (*REQUIRED, *OPTIONAL)},
         "env": {name: os.environ.get(name) for name in _VARIABLES},
@@ -170,17 +170,17 @@ def _torch() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return report, gpus
 
 
-def _cuda_home() -> str | None:
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+def _toolkit() -> dict[str, Any]:
     nvcc = shutil.which("nvcc")
-    return named or (str(Path(nvcc).resolve().parents[1]) if nvcc else None)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = home or (str(Path(nvcc).resolve().parents[1]) if nvcc else None)
+    text = _output([nvcc, "--version"])[0] if nvcc else ""
+    return {"cuda_home": home, "nvcc": {"path": nvcc, "version": _first(r"release (\S+?),", text)}}
 
 
-def _nvcc() -> dict[str, str | None]:
-    path = shutil.which("nvcc")
-    text = _output([path, "--version"])[0] if path else ""
-    found = re.search(r"release (\S+?),", text)
-    return {"path": path, "version": found[1] if found else None}
+def _first(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
 
 
 def _driver() -> dict[str, str | None]:
@@ -188,13 +188,8 @@ def _driver() -> dict[str, str | None]:
     if path is None:
         return {"path": None, "driver_version": None, "cuda_version": None, "error": "nvidia-smi not found"}
     text, error = _output([path])
-    driver, cuda = re.search(r"Driver Version: (\S+)", text), re.search(r"CUDA Version: (\S+)", text)
-    return {
-        "path": path,
-        "driver_version": driver[1] if driver else None,
-        "cuda_version": cuda[1] if cuda else None,
-        "error": error,
-    }
+    driver, cuda = _first(r"Driver Version: (\S+)", text), _first(r"CUDA Version: (\S+)", text)
+    return {"path": path, "driver_version": driver, "cuda_version": cuda, "error": error}
 
 
 def _output(command: list[str]) -> tuple[str, str | None]:

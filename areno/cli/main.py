@@ -57,7 +57,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"areno {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        raise UsageError(f"{argv[0]!r} is not a command{_nearest(argv[0])}; see areno --help")
+        from areno.config.options import nearest
+
+        raise UsageError(f"{argv[0]!r} is not a command{nearest(argv[0], COMMANDS)}; see areno --help")
     module = importlib.import_module(f"areno.cli.{_command(argv[0], argv[1:])}")
     return int(module.run(argv[1:]))
 
@@ -66,15 +68,9 @@ def _command(name: str, argv: list[str]) -> str:
     """``train`` and ``run`` alike continue a run of either."""
     if name not in ("train", "run") or not any(word.startswith("--resume") for word in argv):
         return name
-    from areno.cli.resume import experiment_to_resume
+    from areno.cli.run import experiment_to_resume
 
     return "train" if experiment_to_resume(argv) is None else "run"
-
-
-def _nearest(word: str) -> str:
-    from areno.config.options import nearest
-
-    return nearest(word, COMMANDS)
 
 
 def _help() -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from areno.cli.resume import experiment_to_resume
-from areno.storage.layout import CONFIG
+from areno.storage.layout import CONFIG, is_experiment, is_run
 
+RESUME = "--resume"
 USAGE = """\
 usage: areno run FILE.yaml [key=value ...]
        areno run --resume RUN [key=value ...]
@@ -34,3 +35,18 @@ def run(argv: Sequence[str]) -> int:
 
     main(words, resumed and resumed[0])
     return 0
+
+
+def experiment_to_resume(argv: Sequence[str]) -> tuple[Path, list[str]] | None:
+    """The experiment's run directory that ``--resume`` names, and the other arguments.
+
+    None where it names no directory, or one that ``areno train`` wrote.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{RESUME}=") else [word])]
+    if RESUME not in words[:-1]:
+        return None
+    place = words.index(RESUME)
+    run = Path(words[place + 1]).expanduser()
+    if not is_run(run) or not is_experiment(run, RESUME):
+        return None
+    return run, [*words[:place], *words[place + 2 :]]

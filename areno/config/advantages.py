@@ -21,22 +21,14 @@ _REGISTRY: dict[str, AdvantageFn | str] = {
 
 
 def register_advantage(name: str, fn: AdvantageFn, *, replace: bool = False) -> None:
-    """Add an estimator under a name that ``--advantage`` takes; ``replace`` allows a name that is taken.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add an estimator under a name that ``--advantage`` takes; a taken name needs ``replace``, or is a `ValueError`."""
     if name in _REGISTRY and not replace:
         raise ValueError(f"advantage {name!r} is already registered; choose another name, or pass replace=True")
     _REGISTRY[name] = fn
 
 
 def get_advantage(name: str) -> AdvantageFn:
-    """The estimator of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The estimator of that name; a `ValueError` if there is none."""
     if name not in _REGISTRY:
         raise ValueError(f"advantage {name!r} is unknown; choose one of: {', '.join(list_advantages())}")
     return resolve_reference(_REGISTRY[name])  # type: ignore[no-any-return]

@@ -112,11 +112,7 @@ class AlgorithmSpec:
         return tuple(own)
 
     def knobs(self, options: TrainOptions) -> Any:
-        """Its ``options`` with the values of a run; None if it declares none.
-
-        Raises:
-            ValueError: the dataclass refuses them.
-        """
+        """Its ``options`` with the values of a run, or the `ValueError` of their dataclass; None if it declares none."""
         if self.options is None:
             return None
         values = {entry.name: options.extra.get(entry.name, entry.default) for entry in self.own_options()}
@@ -181,11 +177,7 @@ _REGISTRY: dict[str, AlgorithmSpec] = {}
 
 
 def register_algorithm(spec: AlgorithmSpec, *, replace: bool = False) -> AlgorithmSpec:
-    """Add an algorithm under its name in lower case, and return it; ``replace`` allows a name that is taken.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add an algorithm under its name in lower case, and return it; a taken name needs ``replace``, or is a `ValueError`."""
     name = spec.name.lower()
     if name in (*_REGISTRY, *_files()) and not replace:
         raise ValueError(f"algorithm {name!r} is already registered; choose another name, or pass replace=True")
@@ -206,11 +198,7 @@ def _files() -> tuple[str, ...]:
 
 
 def get_algorithm(name: str, *, option: str = "--algo") -> AlgorithmSpec:
-    """Find an algorithm by registered name (any case), by entry point, or as ``file.py:NAME``. One of a file loads torch.
-
-    Raises:
-        UsageError: there is no such algorithm, or what was found is not an `AlgorithmSpec`.
-    """
+    """Find an algorithm by registered name (any case), by entry point, or as ``file.py:NAME``. One of a file loads torch."""
     if name.lower() in _REGISTRY:
         return _REGISTRY[name.lower()]
     if name.lower() in _files():

@@ -27,7 +27,6 @@ COMMAND = CommandText(
     "areno eval --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--n-samples N] [options]",
     "Measure a model: answer the prompts of a data set, reward the answers, report accuracy and pass@k.",
 )
-"""The texts of ``areno eval``."""
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
 _OWN = ("output", "json")
@@ -149,7 +148,11 @@ def _problems(options: EvalOptions) -> Iterator[str]:
     yield from decoding_problems(train)
     yield from shared_problems(train, TEST)
     if options.output is not None:
-        yield _output_problem(options.output)
+        path = Path(options.output).expanduser()
+        if not options.output or path.is_dir():
+            yield f"--output {options.output!r} is no file name; give one such as samples.jsonl"
+        else:
+            yield unwritable(path.parent, "--output")
 
 
 def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
@@ -168,10 +171,3 @@ def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
             yield name, "with --reward-ckpt, which runs no reward function; leave it out"
     else:
         yield "score_micro_bs", "without --reward-ckpt; leave it out"
-
-
-def _output_problem(output: str) -> str:
-    path = Path(output).expanduser()
-    if not output or path.is_dir():
-        return f"--output {output!r} is no file name; give one such as samples.jsonl"
-    return unwritable(path.parent, "--output")

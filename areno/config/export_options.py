@@ -19,7 +19,6 @@ COMMAND = CommandText(
     "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE]",
     "Write a full checkpoint in Hugging Face format: an adapter is added to its base model's weights.",
 )
-"""The texts of ``areno export``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,22 +64,14 @@ WORKFLOW_HOOK = Hook("--workflow", "NAME", "gconfig, tokenizer")
 
 
 def split_spec(spec: str, *, option: str, default_name: str) -> tuple[Path, str]:
-    """Split ``file.py`` or ``file.py:function`` into path and name.
-
-    Raises:
-        UsageError: the path or the name is empty, or the name is no identifier.
-    """
-    path, colon, name = spec.partition(":") if ".py" not in spec else _split_at_suffix(spec)
+    """Split ``file.py`` or ``file.py:function`` into path and name."""
+    # A colon before the suffix belongs to the path (a drive letter, say), only one after it introduces the name.
+    end = spec.rindex(".py") + len(".py") if ".py" in spec else 0
+    rest, colon, name = spec[end:].partition(":")
+    path = spec[:end] + rest
     if not path or (colon and not name.isidentifier()):
         raise UsageError(f"{option} {spec!r}: write it as file.py or file.py:{default_name}")
     return Path(path).expanduser(), name or default_name
-
-
-def _split_at_suffix(spec: str) -> tuple[str, str, str]:
-    # A colon before the suffix belongs to the path (a drive letter, say), only one after it introduces the name.
-    end = spec.rindex(".py") + len(".py")
-    head, colon, name = spec[end:].partition(":")
-    return spec[:end] + head, colon, name
 
 
 def hook_file_problem(spec: str, hook: Hook) -> str:
@@ -95,14 +87,14 @@ def hook_file_problem(spec: str, hook: Hook) -> str:
 def import_user_file(path: Path, *, option: str) -> ModuleType:
     """Import a Python file under a name of its own; the same unchanged file is imported once.
 
-    Raises:
-        UsageError: the file cannot be read, has a syntax error (with its line), or raised while it was imported (with
-            the user's line).
+    A `UsageError` has the line of a syntax error, or the user's line that raised.
     """
     path = path.resolve()
-    source = _read_source(path, option)
     try:
+        source = path.read_bytes()
         ast.parse(source, filename=str(path))
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror}; give a readable Python file") from error
     except (SyntaxError, ValueError) as error:
         place = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -112,22 +104,10 @@ def import_user_file(path: Path, *, option: str) -> ModuleType:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    return _execute(path, name, option)
-
-
-def _read_source(path: Path, option: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror}; give a readable Python file") from error
-
-
-def _execute(path: Path, name: str, option: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{option} {path} is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -147,11 +127,7 @@ def user_frame(error: BaseException, path: Path) -> str:
 
 
 def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
-    """Load the callable that ``file.py`` or ``file.py:function`` names.
-
-    Raises:
-        UsageError: anything from a missing file to a callable that cannot take these arguments.
-    """
+    """Load the callable that ``file.py`` or ``file.py:function`` names, and check that it takes the hook's arguments."""
     if problem := hook_file_problem(spec, hook):
         raise UsageError(problem)
     path, name = hook.split(spec)
@@ -173,11 +149,7 @@ def load_hook(spec: str, hook: Hook) -> Callable[..., Any]:
 
 
 def check_hook(spec: str, hook: Hook) -> None:
-    """Check a callable as :func:`load_hook` does, in a process of its own.
-
-    Raises:
-        UsageError: anything from a missing file to a callable that cannot take these arguments.
-    """
+    """Check a callable as :func:`load_hook` does, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="areno-hook-") as folder:
         report = Path(folder, "problem")
         words = [sys.executable, "-c", _CHECK, spec, json.dumps(asdict(hook)), str(report)]
@@ -205,11 +177,7 @@ Path(sys.argv[3]).write_text(problem, encoding="utf-8")
 
 
 def named_object(spec: str, *, option: str) -> Any:
-    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names; ``option`` is the field that gave it.
-
-    Raises:
-        UsageError: there is no such module, file or name, or importing it fails.
-    """
+    """What ``package.module.Name``, ``package.module:Name`` or ``file.py:Name`` names; ``option`` is the field that gave it."""
     if ".py" in spec:
         path, name = split_spec(spec, option=option, default_name="")
         if not path.is_file():
@@ -219,19 +187,15 @@ def named_object(spec: str, *, option: str) -> Any:
         place, _, name = spec.replace(":", ".").rpartition(".")
         if not place:
             raise UsageError(f"{option} {spec!r}: write it as package.module.Name or file.py:Name")
-        module = _import_module(place, option)
+        try:
+            module = importlib.import_module(place)
+        except Exception as error:  # a user's module may fail in any way
+            raise UsageError(
+                f"{option}: importing {place} raised {type(error).__name__}: {error}; check the name, and that its folder "
+                "is on the Python path"
+            ) from error
     if not name or not hasattr(module, name):
         raise UsageError(
             f"{option} {spec!r}: {place} defines no {name or 'name that is given'}; write it as {place}:Name"
         )
     return getattr(module, name)
-
-
-def _import_module(name: str, option: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a user's module may fail in any way
-        raise UsageError(
-            f"{option}: importing {name} raised {type(error).__name__}: {error}; check the name, and that its folder is on "
-            "the Python path"
-        ) from error

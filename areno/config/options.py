@@ -137,11 +137,7 @@ def option(default: Any, **info: Any) -> Any:
 
 @functools.cache
 def options_of(declaration: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in order; fields not made by ``option`` are left out.
-
-    Raises:
-        UsageError: an option has a type that no flag can carry, or no default.
-    """
+    """The options that a dataclass declares, in order; fields not made by ``option`` are left out."""
     hints = typing.get_type_hints(declaration)
     found = []
     for entry in fields(declaration):
@@ -154,11 +150,7 @@ def options_of(declaration: type) -> tuple[Option, ...]:
 
 
 def check_options(values: Any, prefix: str = "") -> None:
-    """Check a dataclass instance against the bounds and choices of its options; None is always allowed.
-
-    Raises:
-        ValueError: a value lies outside, with the option's name behind ``prefix`` and what is allowed.
-    """
+    """Raise a `ValueError` for the first option of a dataclass outside its bounds or choices; None is always allowed."""
     declaration: type = type(values)
     for entry in options_of(declaration):
         value = getattr(values, entry.name)
@@ -202,11 +194,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def convert(entry: Option, raw: Any, label: str) -> Any:
-    """Turn text from a flag, or a scalar or list from YAML, into the option's type; ``label`` names the option in an error.
-
-    Raises:
-        UsageError: the value is not of the option's type.
-    """
+    """Turn text from a flag, or a scalar or list from YAML, into the option's type; ``label`` names the option in an error."""
     if not entry.many:
         return _convert_one(entry, raw, label)
     items: list[Any] = list(raw) if isinstance(raw, list | tuple) else [raw]

@@ -7,6 +7,7 @@ a wrong value reads the same from both, and all wrong values are reported togeth
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +41,6 @@ TRAIN = CommandText(
     "Every on/off option has a --no- form, and every option may stand in the --config file. "
     "(name) after an option: only that algorithm reads it.",
 )
-"""The texts of ``areno train``."""
 
 PLAN = CommandText(
     "areno plan",
@@ -53,7 +53,6 @@ PLAN = CommandText(
     "--json prints the same as data, in bytes. The exit code is 1 if the run does not fit.",
     TRAIN.epilog,
 )
-"""The texts of ``areno plan``, which has the options of training."""
 
 
 @dataclass
@@ -103,10 +102,8 @@ class TypedParser(argparse.ArgumentParser):
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the arguments of ``areno train``; values from ``--config`` fill in what no flag gives.
 
-    Types are right in the result; whether values make sense is for `areno.config.validate`.
-
-    Raises:
-        UsageError: unknown flags or keys (with the nearest match), missing or wrong-typed values; all of them at once.
+    Types are right in the result; whether values make sense is for `areno.config.validate`. Unknown flags or keys (with the
+    nearest match) and missing or wrong-typed values are reported all at once.
     """
     core = options_of(TrainOptions)
     flags, _ = _read(argv, core, TRAIN)
@@ -117,7 +114,9 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
     flags, unread = _read(argv, list(entries.values()), TRAIN)
     if spec is not None:
         _add_unread(unread, entries.values(), TRAIN, problems)
-    values = convert_values(config, entries, _config_label(flags), problems, known_only=spec is None)
+    values = convert_values(
+        config, entries, lambda name: f"{flags['config']}: {name}", problems, known_only=spec is None
+    )
     values |= convert_values(flags, entries, flag_of, problems)
     problems.raise_if_any()
     return build_options(values, spec, explicit=frozenset(values))
@@ -140,12 +139,9 @@ def parse_command(
     complete: Callable[[CommandT], CommandT],
     problems_of: Callable[[CommandT], Iterable[str]],
 ) -> CommandT:
-    """Parse the arguments of a command, ``complete`` them, and check them.
+    """Parse the arguments of a command, ``complete`` them, and check them; all that is wrong is reported at once.
 
-    Raises:
-        UsageError: unknown flags (with the nearest match), missing or wrong-typed values, or what ``problems_of`` says;
-            all of them at once.
-        SystemExit: help was asked for, and has been printed.
+    For ``--help`` it prints the help, and ends with a `SystemExit`.
     """
     kind: type = declaration
     entries = {entry.name: entry for entry in options_of(kind)}
@@ -163,11 +159,7 @@ def parse_command(
 
 
 def extra_options(spec: AlgorithmSpec | None) -> tuple[Option, ...]:
-    """The options that the algorithm itself declares.
-
-    Raises:
-        UsageError: one has the name of a built-in option.
-    """
+    """The options that the algorithm itself declares; a `UsageError` if one has the name of a built-in option."""
     if spec is None:
         return ()
     taken = {entry.name for entry in options_of(TrainOptions)} | {"explicit", "extra", "help"}
@@ -184,7 +176,8 @@ def convert_values(
     """Convert raw values of flags or YAML by option name; what is unknown or of a wrong type goes to ``problems``.
 
     ``label`` names an option in a message. With ``known_only`` unknown names are passed over: they may belong to an algorithm
-    that was not found."""
+    that was not found.
+    """
     values = {}
     for name, value in raw.items():
         if name not in entries:
@@ -228,9 +221,6 @@ def _help_of(entries: Sequence[Option], command: CommandText, further: Mapping[s
 
 
 def _make_parser(entries: Sequence[Option], command: CommandText) -> TypedParser:
-    def wide(prog: str) -> argparse.HelpFormatter:
-        return argparse.HelpFormatter(prog, max_help_position=34, width=118)
-
     parser = TypedParser(
         prog=command.prog,
         usage=command.usage,
@@ -238,7 +228,7 @@ def _make_parser(entries: Sequence[Option], command: CommandText) -> TypedParser
         epilog=command.epilog,
         allow_abbrev=False,
         add_help=False,
-        formatter_class=wide,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=118),
     )
     _add_arguments(parser, entries)
     return parser
@@ -304,14 +294,10 @@ def _add_unread(unread: Sequence[str], entries: Iterable[Option], command: Comma
     dashed = [word.split("=")[0] for word in unread if word.startswith("-")]
     for word in dashed:
         other = _MODEL_OPTIONS.get(word)
-        near = f"; here it is {other}" if other in spellings else nearest(_as_flag(word), spellings)
+        near = f"; here it is {other}" if other in spellings else nearest(flag_of(word.lstrip("-")), spellings)
         problems.add(f"{word} is not an option{near}; see {command.prog} --help")
     for word in unread if not dashed else ():
         problems.add(f"unexpected argument {word!r}; name its option, and quote values with spaces")
-
-
-def _as_flag(word: str) -> str:
-    return "--" + word.lstrip("-").replace("_", "-")
 
 
 def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,10 +305,6 @@ def _read_config(flags: Mapping[str, Any]) -> dict[str, Any]:
     if "config" in loaded:
         raise UsageError(f"--config {flags['config']}: config cannot name a further file; copy its lines into this one")
     return loaded
-
-
-def _config_label(flags: Mapping[str, Any]) -> Any:
-    return lambda name: f"{flags['config']}: {name}"
 
 
 def _spec_of(flags: Mapping[str, Any], config: Mapping[str, Any], problems: Problems) -> AlgorithmSpec | None:

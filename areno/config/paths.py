@@ -37,7 +37,8 @@ def looks_like_path(text: str) -> bool:
 def anchored(value: Any, *, python: bool) -> Any:
     """The name of a file or folder that exists as an absolute path; anything else, such as a repo id, as it is.
 
-    With ``python`` it is ``file.py`` or ``file.py:name``, or a name that no file has."""
+    With ``python`` it is ``file.py`` or ``file.py:name``, or a name that no file has.
+    """
     if not isinstance(value, str) or (python and ".py" not in value):
         return value
     end = value.rindex(".py") + len(".py") if python else len(value)
@@ -79,11 +80,7 @@ def is_adapter(place: str | Path) -> bool:
 
 
 def adapter_config(place: str | Path) -> dict[str, Any]:
-    """Read the ``adapter_config.json`` of an adapter folder.
-
-    Raises:
-        UsageError: it is unreadable, or names no base model.
-    """
+    """Read the ``adapter_config.json`` of an adapter folder, which must name a base model."""
     path = Path(place).expanduser() / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -7,16 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.hooks import (
-    ADVANTAGE_HOOK,
-    AGENT_HOOK,
-    EVAL_LOADER_HOOK,
-    LOADER_HOOK,
-    REWARD_HOOK,
-    check_hook,
-    load_hook,
-    named_object,
-)
+from areno.config import hooks
 from areno.config.machine import resolved_device, rollout_gpu_problem, with_layout
 from areno.config.packages import install_command, missing_server_packages
 from areno.config.parser import parse_train
@@ -37,17 +28,15 @@ class PreparedRun:
 
 def prepare_run(argv: Sequence[str]) -> PreparedRun:
     """Parse the arguments of ``areno train``, merge them with a resumed run, validate, and load the hooks."""
-    options = _checked(argv)
+    options = prepare_plan(argv, needs_data=True)
     return PreparedRun(options, load_hooks(options))
 
 
-def prepare_plan(argv: Sequence[str]) -> TrainOptions:
-    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing."""
-    return _checked(argv, needs_data=False)
+def prepare_plan(argv: Sequence[str], *, needs_data: bool = False) -> TrainOptions:
+    """Parse and check the arguments of ``areno plan``: those of ``areno train``, where data and reward may be missing.
 
-
-def _checked(argv: Sequence[str], *, needs_data: bool = True) -> TrainOptions:
-    """Options that can work on this machine; ``auto`` is checked as what it stands for, and kept."""
+    ``auto`` is checked as what it stands for on this machine, and kept.
+    """
     gpus = visible_gpus()
     options = with_layout(apply_resume(parse_train(argv)), gpus)
     validate(replace(options, device=resolved_device(options.device, gpus)), needs_data=needs_data)
@@ -59,24 +48,25 @@ def _checked(argv: Sequence[str], *, needs_data: bool = True) -> TrainOptions:
 def load_hooks(options: TrainOptions) -> Callable[..., Any] | None:
     """Import the user's loaders, advantage and agent functions, check all signatures, and return the loader of the data set.
 
-    The file of the reward function runs in workers alone, and is checked in a process of its own."""
-    loader = load_hook(options.dataset_loader_fn, LOADER_HOOK) if options.dataset_loader_fn else None
+    The file of the reward function runs in workers alone, and is checked in a process of its own.
+    """
+    loader = hooks.load_hook(options.dataset_loader_fn, hooks.LOADER_HOOK) if options.dataset_loader_fn else None
     if options.reward_fn_path:
-        check_hook(options.reward_fn_path, REWARD_HOOK)
+        hooks.check_hook(options.reward_fn_path, hooks.REWARD_HOOK)
     if options.eval_dataset_loader_fn:
-        load_hook(options.eval_dataset_loader_fn, EVAL_LOADER_HOOK)
+        hooks.load_hook(options.eval_dataset_loader_fn, hooks.EVAL_LOADER_HOOK)
     if options.agent_fn:
-        load_hook(options.agent_fn, AGENT_HOOK)
+        hooks.load_hook(options.agent_fn, hooks.AGENT_HOOK)
     if options.workflow:
         check_workflow(options.workflow)
     if ".py" in options.advantage:
-        load_hook(options.advantage, ADVANTAGE_HOOK)
+        hooks.load_hook(options.advantage, hooks.ADVANTAGE_HOOK)
     return loader
 
 
 def check_workflow(named: str) -> None:
     """Import the class or object of ``--workflow``, and check that it can be made and served."""
-    found = named_object(named, option="--workflow")
+    found = hooks.named_object(named, option="--workflow")
     if inspect.isclass(found):
         signature = inspect.signature(found)
         try:

@@ -6,7 +6,6 @@ deadlines and logging, but nothing that would change results. A run without a ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -31,10 +30,8 @@ _AUTO = "auto"  # what the bare flag stands for
 def apply_resume(options: TrainOptions) -> TrainOptions:
     """Fix the run directory: a new one, or with ``--resume`` the old one together with its configuration.
 
-    With ``--resume``, everything not in ``explicit`` comes from the old run, and ``resume`` is its directory.
-
-    Raises:
-        UsageError: there is no run to resume, or an explicit option would change its results.
+    With ``--resume``, everything not in ``explicit`` comes from the old run, and ``resume`` is its directory. An explicit
+    option that would change its results is an error.
     """
     if options.resume is None:
         if options.resume_step is not None:
@@ -99,12 +96,6 @@ class _StoredRun:
         old, new = ([stored_value(e, value_of(one, e.name)) for e in checked] for one in (self.options, options))
         return {e.name: (a, b) for e, a, b in zip(checked, old, new, strict=True) if a != b}
 
-    @property
-    def last_activity(self) -> tuple[bool, float]:
-        """Sort key: runs with a checkpoint are preferred, then those written to last (Unix seconds)."""
-        times = [entry.stat().st_mtime for entry in (self.path, *self.path.iterdir())]
-        return bool(CheckpointFolder(self.options.checkpoint_path).steps()), max(times)
-
 
 def value_of(options: TrainOptions, name: str) -> Any:
     """Return the value of a built-in option or of one that the algorithm declares."""
@@ -125,7 +116,12 @@ def _named_run(options: TrainOptions, path: Path) -> _StoredRun:
 
 def _newest_run(options: TrainOptions) -> _StoredRun:
     root = Path(options.run_dir) if options.run_dir else RUNS_ROOT
-    runs = sorted(_readable_runs(root), key=lambda run: run.last_activity, reverse=True)
+    runs = []
+    for path in root.iterdir() if root.is_dir() else ():
+        with suppress(UsageError):  # of another version, or its algorithm is gone
+            if is_run(path):
+                runs.append(_StoredRun.read(path))
+    runs.sort(key=_last_activity, reverse=True)
     if not runs:
         raise UsageError(
             f"--resume found no run in {root}/; name one with --resume PATH, or leave --resume out to start anew"
@@ -142,34 +138,23 @@ def _newest_run(options: TrainOptions) -> _StoredRun:
     )
 
 
-def _readable_runs(root: Path) -> Iterator[_StoredRun]:
-    for path in root.iterdir() if root.is_dir() else ():
-        if is_run(path):
-            try:
-                run = _StoredRun.read(path)
-            except UsageError:
-                continue  # a run of another version, or whose algorithm is gone, is not the one that is looked for
-            yield run
+def _last_activity(run: _StoredRun) -> tuple[bool, float]:
+    """Sort key: runs with a checkpoint are preferred, then those written to last (Unix seconds)."""
+    times = [entry.stat().st_mtime for entry in (run.path, *run.path.iterdir())]
+    return bool(CheckpointFolder(run.options.checkpoint_path).steps()), max(times)
 
 
 def _continue(options: TrainOptions, run: _StoredRun) -> TrainOptions:
-    problems = Problems()
-    for name, (old, new) in run.differences(options, options.explicit).items():
-        problems.add(
-            f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
-            "leave it out, or start a new run without --resume"
-        )
-    problems.raise_if_any()
+    Problems.raise_all(
+        f"{flag_of(name)} {new} differs from {old} in {run.path}, and would change its results; "
+        "leave it out, or start a new run without --resume"
+        for name, (old, new) in run.differences(options, options.explicit).items()
+    )
     own = {entry.name for entry in options_of(TrainOptions)}
-    changed = {name: getattr(options, name) for name in options.explicit & own}
-    extra = run.options.extra | {name: options.extra[name] for name in options.explicit - own}
-    kept: dict[str, Any] = {
-        "explicit": options.explicit,
-        "extra": extra,
-        "run_dir": str(run.path),
-        "resume": str(run.path),
-    }
-    merged = replace(run.options, **(changed | kept))
+    changes: dict[str, Any] = {name: getattr(options, name) for name in options.explicit & own}
+    changes |= {"explicit": options.explicit, "run_dir": str(run.path), "resume": str(run.path)}
+    changes["extra"] = run.options.extra | {name: options.extra[name] for name in options.explicit - own}
+    merged = replace(run.options, **changes)
     _check_step(merged)
     return merged
 

@@ -24,7 +24,6 @@ SERVE = CommandText(
     "areno serve --model-path MODEL [--host ADDRESS] [--port N] [options]",
     "Serve a model over HTTP with the OpenAI protocol: chat, completions, streaming, tools, structured output.",
 )
-"""The texts of ``areno serve``."""
 
 CHAT = CommandText(
     "areno chat",
@@ -33,7 +32,6 @@ CHAT = CommandText(
     "In the conversation: /reset forgets it, /system TEXT sets the system message, /quit ends. "
     "Every on/off option has a --no- form.",
 )
-"""The texts of ``areno chat``."""
 
 API_KEY_VARIABLE = "ARENO_API_KEY"
 """Environment variable that stands in for ``--api-key``, so that the key need not show in the list of processes."""

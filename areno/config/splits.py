@@ -16,13 +16,10 @@ _NAMES = {TRAIN: r"train(ing)?", "validation": r"valid(ation)?|val|dev", TEST: r
 
 
 def split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """The data files of a split in a folder, by name; ``valid``, ``val`` and ``dev`` are ``validation``, ``eval`` is ``test``.
+    """The data files of a split in a folder, of one kind; ``valid``, ``val``, ``dev`` are ``validation``, ``eval`` is ``test``.
 
     A file belongs to the split that its name begins with (``test.jsonl``, ``test-00000-of-00002.parquet``). Files that
     name no split are training data; a folder whose files all name none has no splits, and is taken whole.
-
-    Raises:
-        UsageError: there is no file of that split, or files of several kinds.
     """
     files = _data_files(folder)
     found = [file for file in files if _belongs(file, split)]

@@ -18,7 +18,8 @@ _NA = "n/a"
 def format_summary(options: TrainOptions, spec: AlgorithmSpec, *, gpus: int = 0, width: int | None = None) -> str:
     """Lay out the configuration as text under the title ``AReno training config``.
 
-    What is left to the machine depends on its ``gpus``; lines are wrapped at ``width`` columns, or those of the terminal."""
+    What is left to the machine depends on its ``gpus``; lines are wrapped at ``width`` columns, or those of the terminal.
+    """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 60)
     sections = {
         "Algorithm": _algorithm(options, spec),

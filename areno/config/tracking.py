@@ -22,7 +22,8 @@ def mode_of(service: str) -> str:
 def service_problem(service: str, mode: str, *, key: str = "", address: str = "") -> str | None:
     """What a service lacks in a mode: its package or, as far as it can be known, a login; None if nothing.
 
-    ``key`` is what the run gives it, and ``address`` a W&B server's; only W&B is asked for a login."""
+    ``key`` is what the run gives it, and ``address`` a W&B server's; only W&B is asked for a login.
+    """
     if importlib.util.find_spec(service) is None:
         return f"needs the package {service}; install it: {install_command('track')}"
     if service == "wandb" and mode == "online" and not (key or has_wandb_login(address)):

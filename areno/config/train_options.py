@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areno.config.lora_options import LoraOptions
 from areno.config.rollout_options import RolloutOptions, TuningOptions
 from areno.config.run_options import BasicOptions, CheckpointOptions, EvaluationOptions, ObservabilityOptions
-from areno.config.update_options import UpdateOptions
+from areno.config.update_options import LoraOptions, UpdateOptions
 from areno.errors import ArenoError
 
 
@@ -29,9 +28,8 @@ class TrainOptions(
 ):
     """All options of ``areno train``; change a copy with ``dataclasses.replace``.
 
-    Attributes:
-        explicit: names of the options that a flag or the ``--config`` file gave.
-        extra: values of the options that a user's own algorithm declares, by name.
+    ``explicit`` has the names of those that a flag or the ``--config`` file gave, ``extra`` the values of the options that a
+    user's own algorithm declares.
     """
 
     explicit: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Options of the group Train: how rollouts become weight updates, and the constants of each loss."""
+"""Options of the groups Train and LoRA: weight updates, the constants of each loss, and the adapter that is trained."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from areno.config.options import option
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of a KL term of the loss."""
 
+ALL_LINEAR = "all-linear"
+"""What ``--lora-target-modules`` calls every linear layer of the body."""
+
 _train = partial(option, group="Train")
 _train_free = partial(_train, changes_results=False)
 _ppo = partial(option, group="Train", algorithms=("ppo",))
 _dpo = partial(option, group="Train", algorithms=("dpo",))
 _groups = partial(option, group="Train", algorithms=("gspo", "grpo"))
 _policy = partial(option, group="Train", algorithms=("gspo", "grpo", "ppo"))
+_lora = partial(option, group="LoRA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +152,44 @@ class UpdateOptions:
     def takes_reference(self, ppo: bool) -> bool:
         """Whether rows need the log-probs of a reference; ``ppo`` says whose switch of the KL term counts."""
         return self.kl_reward_coef > 0 or (self.use_kl_loss if ppo else self.kl_coef > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """The adapter that is trained in place of the weights."""
+
+    lora_rank: int = _lora(
+        0,
+        minimum=0,
+        help="Train a LoRA adapter of this rank, and leave the weights as they are; 0 trains the weights themselves.",
+    )
+    lora_alpha: float | None = _lora(
+        None, above=0, unset="twice --lora-rank", help="The adapter's output is scaled by alpha / rank."
+    )
+    lora_dropout: float = _lora(
+        0.0,
+        minimum=0,
+        below=1,
+        help="Share of the adapter's inputs that a training pass drops. Only for algorithms that generate nothing: a "
+        "rollout drops nothing, so the importance ratio would be noise.",
+    )
+    lora_target_modules: str = _lora(
+        ALL_LINEAR,
+        metavar="NAME[,NAME...]",
+        help="Linear layers that get an adapter, by the end of their name; all-linear takes all but the output head.",
+    )
+    lora_adapter_path: str | None = _lora(
+        None,
+        path="place",
+        metavar="PATH",
+        unset="a new adapter",
+        help="Start from this PEFT adapter of --ckpt, with the rank, alpha and layers that it has.",
+    )
+    load_in_4bit: bool = _lora(
+        False, help="Hold the frozen weights in 4 bits (QLoRA: nf4, double quantisation, by bitsandbytes)."
+    )
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

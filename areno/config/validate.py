@@ -12,18 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areno.config import hooks
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
-from areno.config.hooks import (
-    ADVANTAGE_HOOK,
-    AGENT_HOOK,
-    EVAL_LOADER_HOOK,
-    LOADER_HOOK,
-    REWARD_HOOK,
-    WORKFLOW_HOOK,
-    hook_file_problem,
-)
 from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import install_command, lora_packages_problem, missing_server_packages
 from areno.config.parser import Problems, extra_options
@@ -41,10 +33,8 @@ from areno.storage.layout import is_run
 def validate(options: TrainOptions, *, needs_data: bool = True) -> None:
     """Check that parsed options, merged with the resumed run if there is one, make a run that can work and learn.
 
-    ``needs_data`` is False for planning, which reads neither data nor rewards.
-
-    Raises:
-        UsageError: naming every problem with its option, value and remedy; numbered if there are several.
+    ``needs_data`` is False for planning, which reads neither data nor rewards. A `UsageError` has every problem with its
+    option, value and remedy.
     """
     Problems.raise_all(_problems(options, needs_data))
 
@@ -239,7 +229,7 @@ def _updates(options: TrainOptions) -> Iterator[str]:
     known = list_advantages()
     if options.advantage not in known:
         if ".py" in options.advantage:
-            yield hook_file_problem(options.advantage, ADVANTAGE_HOOK)
+            yield hooks.hook_file_problem(options.advantage, hooks.ADVANTAGE_HOOK)
         else:
             yield (
                 f"--advantage {options.advantage!r} is unknown{nearest(options.advantage, known)}; choose "
@@ -248,11 +238,7 @@ def _updates(options: TrainOptions) -> Iterator[str]:
 
 
 def check_length(options: TrainOptions, rows: int) -> None:
-    """Check that a run over so many data rows does not end in the critic's warm-up.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Check that a run over so many data rows does not end in the critic's warm-up."""
     steps = -(-rows // options.batch_size) * options.epochs
     length = f"--epochs {options.epochs} over {rows} rows in batches of {options.batch_size} (--batch-size)"
     if text := _warm_up(options, get_algorithm(options.algo), steps, length):
@@ -315,7 +301,7 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
 
 
 def _agent(agent_fn: str) -> Iterator[str]:
-    yield hook_file_problem(agent_fn, AGENT_HOOK)
+    yield hooks.hook_file_problem(agent_fn, hooks.AGENT_HOOK)
     if missing := missing_server_packages():
         yield (
             f"--agent-fn {agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
@@ -327,7 +313,7 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
     if ":" not in workflow:
         yield f"--workflow {workflow}: name the class or object too, as file.py:NAME"
     elif ".py" in workflow:
-        yield hook_file_problem(workflow, WORKFLOW_HOOK)
+        yield hooks.hook_file_problem(workflow, hooks.WORKFLOW_HOOK)
     if options.agent_fn is not None:
         yield (
             f"--workflow {workflow} and --agent-fn {options.agent_fn} both do the prompts' tasks; leave one of the two out"
@@ -359,10 +345,14 @@ def _paths(options: TrainOptions, split: str) -> Iterator[str]:
         yield _rows_problem(options.dataset_path, loader, "--dataset-path", split)
     if options.eval_dataset_path:
         yield _rows_problem(options.eval_dataset_path, held_out_loader or loader, "--eval-dataset-path", TEST)
-    hooks = ((loader, LOADER_HOOK), (held_out_loader, EVAL_LOADER_HOOK), (options.reward_fn_path, REWARD_HOOK))
-    for function, hook in hooks:
+    named = (
+        (loader, hooks.LOADER_HOOK),
+        (held_out_loader, hooks.EVAL_LOADER_HOOK),
+        (options.reward_fn_path, hooks.REWARD_HOOK),
+    )
+    for function, hook in named:
         if function is not None:
-            yield hook_file_problem(function, hook)
+            yield hooks.hook_file_problem(function, hook)
 
 
 def _rows_problem(place: str, loader: str | None, option: str, split: str) -> str:

@@ -33,13 +33,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, *, option: str = "--config") -> dict[str, Any]:
-    """Read a YAML file of options; ``option`` is the flag that named it.
+    """Read a YAML file of options, which ``option`` named: raw values by option name, with underscores.
 
-    Returns:
-        Raw values by option name (underscores); keys without a value are left out, so that ``null`` means "not given".
-
-    Raises:
-        UsageError: the file is missing or unreadable, is not YAML, or is not a mapping of names to scalars or lists.
+    Keys without a value are left out, so that ``null`` means "not given".
     """
     path = Path(path).expanduser()
     if not path.is_file():

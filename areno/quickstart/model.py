@@ -27,12 +27,8 @@ def train_tokenizer(
 ) -> Any:
     """Byte-level BPE, so that any text encodes.
 
-    Args:
-        corpus: texts to learn from.
-        words: regular expression of the pieces that no token crosses.
-        vocab_size: most tokens.
-        special_tokens: padding, end of turn, and what else is special, in this order.
-        template: chat template.
+    No token crosses a piece that the regular expression ``words`` matches. ``special_tokens`` begin with padding and end of
+    turn; ``template`` is the chat template.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -91,11 +91,7 @@ class _BriefLines(PlainProgress):
 
 
 def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
-    """Run everything, print it, and write ``<run>/summary.json``; without ``run_dir`` in ``runs/quickstart-<time>``.
-
-    Raises:
-        UsageError: the folder holds something already.
-    """
+    """Run everything, print it, and write ``<run>/summary.json``; without ``run_dir`` in ``runs/quickstart-<time>``."""
     began = time.perf_counter()
     root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
     if root.exists() and any(root.iterdir()):

@@ -20,11 +20,7 @@ from typing import Any
 LOW, HIGH = 100, 499  # so that every sum has three digits, too
 HELD_OUT_ONE_IN = 20
 # Wording -> share of its demonstrations that show the work.
-WORDINGS = {
-    "What is {a} + {b}?": 0.2,
-    "Calculate {a} + {b}.": 0.2,
-    "Step by step, what is {a} + {b}?": 1.0,
-}
+WORDINGS = {"What is {a} + {b}?": 0.2, "Calculate {a} + {b}.": 0.2, "Step by step, what is {a} + {b}?": 1.0}
 
 # These become files of their own beside the data, so that the printed `areno train` commands run as they stand.
 REWARD_FILE = '''"""1.0 if the completion ends in the right `Answer: N`, else 0.0; the steps before it are not looked at."""

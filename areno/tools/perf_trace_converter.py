@@ -20,11 +20,7 @@ _USAGE = "usage: python -m areno.tools.perf_trace_converter LOGS_OR_FILE... out.
 
 
 def convert(inputs: Sequence[str | Path], output: str | Path) -> tuple[int, int]:
-    """Write one Chrome trace from files or folders; returns the numbers of events written and of lines passed over.
-
-    Raises:
-        UsageError: an input does not exist or holds no trace, or the output cannot be written.
-    """
+    """Write one Chrome trace from files or folders; returns the numbers of events written and of lines passed over."""
     events: list[dict[str, Any]] = []
     skipped = 0
     numbers: dict[tuple[Path, Any], int] = {}

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from areno.config.lora_options import ALL_LINEAR
 from areno.config.packages import lora_packages_problem
+from areno.config.update_options import ALL_LINEAR
 from areno.errors import UsageError
 
 # The name that peft gives an adapter unless told otherwise, so that what is saved loads anywhere.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PretrainedConfig
 from transformers.distributed import DistributedConfig
 
-from areno.config.model_files import HEADS, heads_problem
+from areno.config.machine import HEADS, heads_problem
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
 from areno.errors import UnsupportedModelError

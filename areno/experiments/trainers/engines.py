@@ -15,7 +15,7 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.machine import Machine
 from areno.config.experiment.update_sections import MicroBatchSpec
 from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
-from areno.config.lora_options import ALL_LINEAR
+from areno.config.update_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
