@@ -22,11 +22,7 @@ ACTOR = "actor"
 
 
 class Generator(Protocol):
-    """What answers requests.
-
-    Attributes:
-        tokenizer: the model's.
-    """
+    """What answers requests."""
 
     tokenizer: Any
 
@@ -51,10 +47,6 @@ class Generator(Protocol):
 class Backend(Generator, Protocol):
     """The models of a run: :class:`areno.engine.engine.Engine` has them in this process,
     :class:`areno.engine.parallel.group.EngineGroup` on ranks of their own.
-
-    Attributes:
-        config: types, device and budgets.
-        eos_ids: token ids that end a response.
     """
 
     config: EngineConfig

@@ -29,7 +29,6 @@ def adapted_threads(current: int, most: int, free: float) -> int:
     """Number of threads to go on with.
 
     Args:
-        current: threads in use.
         most: threads where nothing else runs.
         free: cores that other programs leave to this process.
     """
@@ -57,7 +56,6 @@ class CpuThreads:
         """This process is one of several of a run, which share the cores evenly.
 
         Args:
-            processes: how many there are.
             root_pid: the process that started them; None is this one.
             fixed: their number of threads never changes; None goes by ``OMP_NUM_THREADS``.
         """

@@ -25,8 +25,6 @@ def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int
 
     Args:
         first: that of rank 0; ranks on GPUs take the following ones.
-        ranks: how many there are.
-        present: GPUs of this machine.
         chosen: GPU of each rank, where the user names them.
 
     Raises:

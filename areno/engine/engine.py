@@ -56,8 +56,6 @@ class Engine:
 
     Args:
         path: checkpoint folder or hub id of the actor; an adapter folder stands for its base model with the adapter added.
-        config: device, types, budgets.
-        tokenizer: where it differs from the checkpoint's own.
     """
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -255,12 +253,7 @@ class Engine:
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
-        """Load the roles that are not there yet; frozen ones of the same checkpoint and kind share their weights.
-
-        Raises:
-            EngineError: a role of that name is there, made from something else.
-            UsageError: a checkpoint cannot serve as its role.
-        """
+        """Load the roles that are not there yet; frozen ones of the same checkpoint and kind share their weights."""
         self.wait_idle()
         for name, wanted in roles.items():
             known = self.roles.get(name)
@@ -320,21 +313,13 @@ class Engine:
         return replace(options, adapter_path=None, rank=adapter.rank)
 
     def drop_role(self, name: str) -> None:
-        """Free an auxiliary role.
-
-        Raises:
-            EngineError: there is no such role, or it is the actor.
-        """
+        """Free an auxiliary role."""
         if self.role(name) is self.actor:
             raise EngineError("the actor cannot be dropped; close() ends the trainer")
         del self.roles[name]
 
     def role(self, name: str) -> Role:
-        """Look a role up.
-
-        Raises:
-            EngineError: there is no such role; the message lists what there is.
-        """
+        """Look a role up."""
         if name not in self.roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded: {', '.join(self.roles)}. Load it with "
@@ -403,9 +388,6 @@ class Engine:
         """Continue with the state of a checkpoint whose weights the actor has loaded.
 
         Roles that are trained must have been ensured before; they take weights and optimizer from the checkpoint.
-
-        Raises:
-            CheckpointError: the state is missing, damaged, or made for other parameters.
         """
         self._rest()
         for name, role in list(self.roles.items()):

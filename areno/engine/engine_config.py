@@ -19,17 +19,13 @@ class EngineConfig:
     """Settings of an engine.
 
     Attributes:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: type of the weights in memory and of the computation.
         trains: ``policy``; ``reward`` for a sequence classifier, which generates nothing; ``nothing`` for a policy that
             only generates, without an optimizer.
-        optimizer: rates and decay of the actor.
         adapter: what roles train in place of their weights; None trains the weights.
         attn_backend: ``flash`` or ``native``, see :mod:`areno.engine.model.attention`.
         activation_checkpointing: recompute layers in backward; None does so unless a GPU has room for all activations.
         tree_training: compute tokens that rows of a pass begin with once, see :mod:`areno.engine.model.tree`.
         offload_activations: what layers keep for that waits in the computer's memory; for models on a GPU.
-        keep_rollout_state: keep the KV cache between rollout phases.
         decode: ``auto`` compiles the decode step beside a run that is long enough, and takes it from disk where an earlier
             run has built it; ``compiled`` builds it before the first token; ``eager`` never compiles.
         builds_decode: whether ``auto`` may build the step; else it only takes what another process has built.
@@ -37,10 +33,6 @@ class EngineConfig:
         kv_cache_tokens: KV budget; None takes what training leaves of a GPU, or a share of a machine's free memory.
         prefix_cache_tokens: tokens of finished contexts to keep for requests that begin like them, beside the KV budget;
             0 keeps none, None keeps a quarter of that budget.
-        max_running: most sequences decoded at once.
-        trust_remote_code: allow code that a checkpoint ships.
-        dummy_load: random weights instead of the checkpoint's.
-        decode_progress_interval_s: seconds between decode progress lines.
         neighbours: engines like this one that share the machine, each with ranks of its own.
         shares_device: another process uses the same GPU.
         peers: other ranks that run an engine of the same configuration and get the same calls.

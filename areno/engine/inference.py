@@ -15,8 +15,6 @@ class DecodeProgress:
 
     Args:
         interval_s: seconds between lines; 0 or less logs nothing.
-        rank: this engine's data-parallel rank.
-        size: number of data-parallel ranks.
     """
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
@@ -26,12 +24,7 @@ class DecodeProgress:
         self._tokens = 0
 
     def step(self, active: int, cuda_graph: bool = False) -> None:
-        """Count one decode step of ``active`` sequences, and log when the interval has passed.
-
-        Args:
-            active: sequences that the step gives a token.
-            cuda_graph: the step was replayed from a CUDA graph.
-        """
+        """Count one decode step of ``active`` sequences, and log when the interval has passed."""
         if self.interval_s <= 0:
             return
         now = time.perf_counter()

@@ -54,10 +54,7 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
     prompt that spells one out is refused when it comes.
 
     Args:
-        tokenizer: of the checkpoint, or another one.
-        path: folder or hub id of the checkpoint.
         option: what error messages call the place that named it.
-        trust_remote_code: allow code that the checkpoint ships.
 
     Returns:
         Most tokens of a row, where the model states a limit.
@@ -90,13 +87,6 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
     """Check that a role can read the actor's token ids: a checkpoint that ships another vocabulary would score nonsense.
-
-    Args:
-        tokenizer: the actor's.
-        own_path: of the actor.
-        name: of the role.
-        path: of its checkpoint.
-        trust_remote_code: allow code that the checkpoint ships.
 
     Raises:
         UsageError: the two have different vocabularies, or the checkpoint has no embedding for an id.
@@ -133,11 +123,6 @@ class Readable(Protocol):
 
 def fitted(requests: Iterable[Request], model: Readable, kv_tokens: int) -> list[Request]:
     """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
-
-    Args:
-        requests: of a caller; they stay as they are.
-        model: will answer them.
-        kv_tokens: tokens that the cache holds.
 
     Raises:
         EngineError: a request could never be answered, or would end generation for all others; none is queued then.
@@ -178,13 +163,7 @@ def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """What rows a model takes, to be scored or trained on.
-
-    Attributes:
-        name: of the role, for messages.
-        context: most tokens of a row, where the model has a limit.
-        vocabulary: rows of the embedding table.
-    """
+    """What rows a model takes, to be scored or trained on."""
 
     name: str
     context: int | None

@@ -39,16 +39,9 @@ class Role:
     """A loaded model and, where it is trained, its optimizer.
 
     Args:
-        name: ``actor``, ``ref``, ``critic``, ``reward`` or a name of the user's own.
-        path: where its weights came from.
-        kind: what it predicts.
         model: the model; frozen roles of the same checkpoint share it.
         optimizer: None for a frozen role.
-        activation_checkpointing: recompute layers in backward.
-        peers: ranks that hold the other parts and replicas.
         adapter_off: it is the model that the adapter of ``model`` was made for.
-        tree: rows of a pass are trained on as a tree.
-        offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
 
     name: str
@@ -175,8 +168,6 @@ class Role:
         """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that.
 
         Args:
-            folder: where to.
-            tokenizer: written beside the model.
             weights: written in place of the model's own; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
@@ -211,7 +202,6 @@ class Role:
 
         Raises:
             CheckpointError: the state is missing, damaged, or made for other parameters.
-            EngineError: the role is frozen.
         """
         optimizer = self.trained_by()
         try:
@@ -242,14 +232,8 @@ def load_role(
     """Load a role's checkpoint.
 
     Args:
-        name: of the role.
-        path: checkpoint folder or hub id.
         kind: what it is to predict; a frozen critic or reward model must have a head.
-        options: types and places.
         optimizer: for a role that is trained; None makes it frozen.
-        checkpointing: recompute layers in backward.
-        adapter: train this in place of the weights.
-        offload_activations: what layers keep for recomputation waits in the computer's memory.
 
     Raises:
         UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.

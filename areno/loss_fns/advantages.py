@@ -18,10 +18,6 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
 
     Args:
         rewards: one finite reward per sample.
-        eps: keeps the division finite.
-
-    Returns:
-        One advantage per sample.
     """
     centred = _centred(rewards)
     deviation = math.hypot(*centred) / math.sqrt(max(len(centred), 1))

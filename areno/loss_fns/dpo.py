@@ -55,7 +55,6 @@ def dpo_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_ref_logprobs``, ``packed_seq_ids``, ``packed_num_sequences``;
             sequences alternate between chosen and rejected.
-        logprobs: current log-probs [A].
         beta: sharpness of the margin, above 0.
         label_smoothing: eps, from 0 to below 0.5.
         loss_type: ``sigmoid``, ``ipo`` or ``hinge``.

@@ -117,7 +117,6 @@ def policy_loss_fn(
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; as the knobs ask for them ``packed_prox_logprobs``, ``packed_versions``,
             ``packed_keep``, ``packed_teacher_logprobs``; with a KL term ``packed_ref_logprobs``.
-        logprobs: current log-probs [A].
         knobs: None takes the defaults.
         version: version of the weights that this update makes, one more than the engine's; approximations need it.
         kl_coef: weight of the KL term to the reference; 0 leaves it out.

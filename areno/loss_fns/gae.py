@@ -75,12 +75,7 @@ def fill_gae(
         row: changed in place. Entry i of its ``values`` becomes the value before token i.
         rewards: reward of each token that is trained on, in order.
         values: value after each token of the row.
-        gamma: see :func:`compute_gae`.
-        lam: likewise.
         bootstrap: the response goes on after its last trained token, and is worth there what ``values`` says; else 0.
-
-    Raises:
-        ValueError: as :func:`compute_gae`.
     """
     actions = [index for index, counts in enumerate(row.trainable()) if counts]
     old = [values[index - 1] for index in actions]

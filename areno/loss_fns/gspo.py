@@ -39,14 +39,10 @@ def gspo_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
-        logprobs: current log-probs [A].
         clip_eps: width of the clip range below 1.
         clip_eps_high: width above 1; None takes ``clip_eps``.
         kl_coef: weight of the KL term to the reference; 0 leaves it out.
         kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
-
-    Returns:
-        Loss and statistics.
 
     Raises:
         ValueError: an argument is out of its range, or the pack lacks what it needs.

@@ -52,7 +52,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     Args:
         logprobs: log-probs of the policy, any shape.
         ref_logprobs: log-probs of the reference, same shape.
-        kind: one of the names above.
 
     Raises:
         ValueError: the name is unknown.

@@ -149,12 +149,6 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
     """An optional tensor of the pack.
 
-    Args:
-        pack: where to look.
-        key: name of the tensor.
-        reader: who needs it, for the error.
-        remedy: what the caller can do about it, likewise.
-
     Raises:
         ValueError: the pack lacks it.
     """

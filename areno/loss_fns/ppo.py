@@ -41,7 +41,6 @@ def ppo_loss_fn(
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; reads ``packed_ref_logprobs``.
-        logprobs: current log-probs [A].
         clip_eps: width of the clip range below 1.
         clip_eps_high: width above 1; None takes ``clip_eps``.
         clip_ratio_c: bound of the dual clip, above 1.

@@ -38,10 +38,6 @@ def approximate_proximal(
 
     Args:
         kind: ``loglinear`` moves log-probs, l_b + alpha (l - l_b); ``linear`` moves probabilities; ``rollout`` is l_b.
-        behaviour: log-probs of the policy that sampled [A].
-        current: log-probs of the policy being trained [A].
-        versions: see :func:`travelled`.
-        version: likewise.
 
     Raises:
         ValueError: the kind is unknown.

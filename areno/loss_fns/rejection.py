@@ -63,10 +63,7 @@ def behaviour_weights(
     Without ``sampling`` each token keeps its ratio as its weight.
 
     Args:
-        sampling: the bounds, or None.
         pack: needs ``packed_response_mask``, ``packed_seq_ids``, ``packed_num_sequences``.
-        proximal: log-probs at the start of the update [A].
-        behaviour: log-probs of the policy that sampled [A].
     """
     mask = pack["packed_response_mask"]
     # In float64: a bound must not let a sequence through in one packing and stop it in another.
@@ -136,7 +133,6 @@ def second_moment_keep(proximal: Tensor, behaviour: Tensor, mask: Tensor, thresh
         proximal: log-probs at the start of the update [N].
         behaviour: log-probs of the policy that sampled [N].
         mask: response tokens [N].
-        threshold: bound on the mean, above 0.
 
     Returns:
         bool [N], response tokens that stay.

@@ -25,7 +25,6 @@ def sft_loss_fn(data_pack: DataPack, logprobs: Tensor) -> dict[str, Quantity]:
 
     Args:
         data_pack: needs ``packed_response_mask``.
-        logprobs: current log-probs [A].
 
     Returns:
         Loss and the statistics sft_loss, sft_logprob_mean, sft_target_tokens. Quantities: loss and logprob of each token,

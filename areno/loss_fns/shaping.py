@@ -133,7 +133,6 @@ def shape_advantages(
 
     Args:
         rows: with ``reward``, ``group``, ``truncated``, ``logprobs``, and with a KL reward ``ref_logprobs``; changed in place.
-        shaping: the knobs.
         values: the critic's value after each token of each row; None without a critic.
 
     Returns:
@@ -174,8 +173,6 @@ def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, cre
 
     Args:
         rows: as in :func:`shape_advantages`; their own ``reward`` is not looked at.
-        shaping: the knobs.
-        credits: the rewards in their place.
 
     Returns:
         ``kl_rewards``, as :func:`shape_advantages` has them.
@@ -315,11 +312,7 @@ def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str,
     """How stale the trained tokens are, as ``version_stats/...``.
 
     Args:
-        rows: with ``versions``.
         version: version that the update makes, one more than the engine's; the proximal policy has one less.
-
-    Raises:
-        ValueError: a row has no versions.
     """
     for index, row in enumerate(rows):
         if not row.versions:

@@ -45,7 +45,6 @@ def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
 
     Args:
         unit: what it averages over, see :func:`~areno.loss_fns.pack.reduces_over`.
-        names: of its statistics.
     """
 
     def decorate(units: UnitsFn) -> LossFn:

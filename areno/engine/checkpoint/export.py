@@ -23,13 +23,7 @@ def export_model(path: str, output: str, *, dtype: str | None = None, trust_remo
     base model's own weights.
 
     Args:
-        path: adapter folder, checkpoint folder or repo id.
-        output: folder to write.
         dtype: ``float32`` or ``bfloat16``; None is that of the base model's files.
-        trust_remote_code: allow code that the base model ships.
-
-    Returns:
-        The folder.
 
     Raises:
         UsageError: the checkpoint cannot be read, or the adapter does not fit it.

@@ -33,13 +33,10 @@ class AdapterOptions:
     """What kind of adapter is trained.
 
     Attributes:
-        rank: of a new adapter.
         alpha: its output is scaled by alpha / rank; None is twice the rank.
         dropout: share of the adapter's inputs that a training pass drops.
         target_modules: ``all-linear``, or names of linear layers, as a list or separated by commas.
         adapter_path: folder of an adapter to go on with; rank, alpha and layers are then its own.
-        load_in_4bit: hold the frozen weights in 4 bits.
-        seed: of the random start of a new adapter.
     """
 
     rank: int = 0
@@ -173,7 +170,6 @@ class Adapter:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` reads them.
 
         Args:
-            folder: where to.
             writes: whether this rank does; the others of its replica give it their parts.
         """
         state = self.state()
@@ -184,11 +180,7 @@ class Adapter:
 
 
 def require_packages(*, four_bit: bool = False) -> None:
-    """Check that what adapters need is installed.
-
-    Raises:
-        UsageError: a package is missing.
-    """
+    """Check that what adapters need is installed."""
     if problem := lora_packages_problem(four_bit=four_bit):
         raise UsageError(f"LoRA {problem}")
 

@@ -25,11 +25,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     A classifier's scalar head is trained as a whole, and saved with the adapter.
 
     Args:
-        module: a ``transformers`` model.
-        kind: ``policy``, ``value`` or ``reward``.
-        options: what adapter.
         base: folder or repo id of the model, to be named in what is saved.
-        may_merge: see :class:`Adapter`.
 
     Raises:
         UsageError: the adapter does not fit the model; or no layer has the wanted name.
@@ -53,11 +49,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
-    """Add the adapter in ``path`` to a model's weights, and return the model.
-
-    Raises:
-        UsageError: the adapter does not fit the model.
-    """
+    """Add the adapter in ``path`` to a model's weights, and return the model."""
     require_packages()
     with _made_whole(module):
         wrapped = _load(module, path, trainable=False)

@@ -48,9 +48,6 @@ class _PassThrough(nn.Module):
 class CausalLM(PackedModel):
     """A causal LM behind the two calls that the engine needs.
 
-    Args:
-        module: any ``transformers`` ``*ForCausalLM``; its attention implementation must be areno's.
-
     Attributes:
         computes_on: type of the device whose chunks of logits it makes; None is where its weights are.
     """

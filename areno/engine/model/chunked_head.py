@@ -26,7 +26,6 @@ def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
     Args:
         vocab: width of this rank's logits.
         elements: logits of a chunk on a CPU.
-        device_type: where the model computes.
     """
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
@@ -37,9 +36,6 @@ def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) ->
     """Run a head over chunks of ``rows`` rows; backward computes each again, and adds up gradients of weights in fp32.
 
     Args:
-        run: the head.
-        chunks: hidden states, targets and temperatures.
-        rows: of a chunk.
         weights: trainable parameters of the head.
     """
     found: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)

@@ -52,14 +52,9 @@ class LoadOptions:
     """How a checkpoint is brought into memory.
 
     Attributes:
-        dtype: type of the weights in memory.
-        device: where they go.
-        trust_remote_code: allow code that the checkpoint ships.
         dummy: build the architecture with random weights and read only the configuration.
-        attn_backend: ``flash`` uses PyTorch's fused attention, ``native`` writes the scores out.
         four_bit: hold the weights of linear layers in 4 bits, which then cannot be trained.
         option: what an error message calls the place that named the checkpoint.
-        peers: ranks that the model is spread over.
     """
 
     dtype: torch.dtype
@@ -88,13 +83,10 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
     """Load a critic or a reward model: a sequence classifier, or a causal LM that gets a zero head.
 
     Args:
-        path: checkpoint folder or Hugging Face repo id.
-        options: types and places.
         needs_head: refuse a checkpoint without a scalar head.
 
     Raises:
         UsageError: the checkpoint cannot be read, or has no scalar head where one is needed.
-        UnsupportedModelError: as for :func:`load_causal_lm`.
     """
     with _reading(path, options, "sequence classifier"):
         base = base_of(path)
@@ -113,11 +105,7 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
-    """The model with an adapter that is trained in place of its weights.
-
-    Raises:
-        UsageError: the adapter does not fit the model.
-    """
+    """The model with an adapter that is trained in place of its weights."""
     may_merge = kind == "policy" and model.device.type == "cpu" and model.dtype == torch.float32
     attached = attach(model.module, kind, adapter, path, may_merge=may_merge)
     again = type(model)(model.module)  # its halves are taken from the layers that are there now
@@ -143,13 +131,8 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
     It is for planning: called under a mode that makes tensors without memory, it takes none.
 
     Args:
-        path: checkpoint folder or hub id.
         options: types; ``dummy`` must be set.
         classifier: a critic or a reward model instead of a policy.
-
-    Raises:
-        UsageError: the configuration cannot be read.
-        UnsupportedModelError: the architecture takes no attention plan.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)

@@ -76,7 +76,6 @@ class PackedPlan:
 
     Args:
         lengths: tokens of each sequence, in packed order.
-        device: where the index tensors live.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:

@@ -30,10 +30,6 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 class SpreadAdapter(Adapter):
     """The adapter of a spread module; the calls of every rank must be the same.
 
-    Args:
-        wrapped: the module, as ``peft`` has wrapped it in place, with whole matrices.
-        may_merge: see :class:`Adapter`.
-
     Raises:
         UsageError: it belongs to a layer that is spread in a way it cannot follow.
     """
@@ -99,11 +95,7 @@ def as_if_whole(module: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_spread(wrapped: Any, layers: list[Any]) -> nn.Module:
-    """Add an adapter of whole matrices to a spread module's weights, and return the module without it.
-
-    Raises:
-        UsageError: it belongs to a layer that is spread in a way it cannot follow.
-    """
+    """Add an adapter of whole matrices to a spread module's weights, and return the module without it."""
     for name, layer, style in _spread_layers(wrapped.get_base_model(), layers):
         _refuse_other_layers(name, layer, style)
     for layer in layers:

@@ -51,7 +51,6 @@ def token_logprobs(
         logits: [N, V], or this rank's slice of them.
         tokens: [N], ids of the whole vocabulary.
         temperatures: [N].
-        entropy: whether it is wanted.
         share: which slice; None for all of them.
 
     Returns:

@@ -56,7 +56,6 @@ class TreePlan:
 
     Args:
         parents: parent of each of T tokens, -1 for a first one; parents come before their children.
-        device: where the masks live.
     """
 
     def __init__(self, parents: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -87,11 +86,7 @@ class TreePlan:
         return scaled_dot_product(heads[0], heads[1], heads[2], layer, self._mask(layer.window, q))[0].transpose(0, 1)
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """Refuse: a state passes from token to token, and a tree has no single next token.
-
-        Raises:
-            EngineError: always.
-        """
+        """Refuse: a state passes from token to token, and a tree has no single next token."""
         raise EngineError(
             "this model has recurrent layers, which cannot follow a tree of sequences; set enable_tree_training=false"
         )

@@ -32,8 +32,6 @@ class VarlenKernel:
     """A packed attention function and how it wants to be called.
 
     Attributes:
-        name: for logs and benchmarks.
-        call: the function.
         scale: name of its argument for the factor on the scores.
         groups: extra argument that allows fewer key heads than query heads; None where it needs none.
         repeats: it wants as many key heads as query heads.
@@ -63,10 +61,8 @@ class VarlenKernel:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D], aligned at each sequence's end.
 
         Args:
-            q, k, v: packed tensors.
             starts: first token of each sequence and the total, int32 [N + 1], for queries and for keys.
             longest: most tokens of a sequence, for queries and for keys.
-            layer: scale, window and soft-capping.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

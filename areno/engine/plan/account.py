@@ -58,19 +58,13 @@ class MemoryPlan:
     """All phases of a run.
 
     Attributes:
-        parameters: of the model that is trained.
-        dtype: what it computes in.
-        device: where.
-        phases: in the order of a step.
         logits: bytes of the logits that are alive at once in training, part of the activations.
         host: bytes in the computer's memory beside the GPU's, of all ranks.
         cache_tokens: cells that the KV cache grows to.
         cache_wanted: cells that all running sequences would take at their longest.
         available: bytes free now, on one GPU or in this machine's memory.
-        layout: of the ranks; the phases are those of one.
         sharing: ranks that share what is available.
         common: bytes of each rank that are the same memory for all who share it.
-        longest: tokens of the longest row.
     """
 
     parameters: int
@@ -137,22 +131,13 @@ def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run; only the configurations of its models are read.
 
     Args:
-        sizes: of the run.
         available: bytes that it may use; None asks the machine.
-
-    Raises:
-        UsageError: a model's configuration cannot be read.
     """
     return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 
 class _Planner:
-    """Traces what a run needs, and adds it up.
-
-    Args:
-        sizes: of the run.
-        available: bytes that it may use.
-    """
+    """Traces what a run needs, and adds it up."""
 
     def __init__(self, sizes: Sizes, available: int) -> None:
         self.sizes, self.available, self.config = sizes, available, sizes.config

@@ -19,15 +19,8 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 
     Those that change no result come first.
 
-    Args:
-        options: of a run that does not fit.
-        plan: its plan.
-
     Returns:
         Options to give all together; empty where even they would not be enough.
-
-    Raises:
-        UsageError: a model's configuration cannot be read.
     """
 
     def tried(change: Change) -> tuple[bool, int]:
@@ -41,9 +34,7 @@ def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[boo
     """The first of some changes that makes a run fit; as long as none is enough alone, it stays and the next is added.
 
     Args:
-        changes: in the order in which they are tried.
         tried: plans the run with changes: whether it fits, and its size.
-        size: of the run without any.
 
     Returns:
         Changes to make together; empty where even all would not be enough.

@@ -53,7 +53,6 @@ class Division:
     """What a GPU's memory is used for.
 
     Attributes:
-        recompute: recompute layers in backward.
         cache: bytes of the KV cache.
         lacking: bytes that training lacks even without a cache; 0 where it fits.
     """
@@ -67,8 +66,6 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """Divide what is free.
 
     Args:
-        free: bytes that are free once the models are loaded.
-        need: of training and generating.
         keeps_cache: the cache stays allocated while the models train.
         recompute: whether layers are recomputed; None keeps activations where there is room.
     """
@@ -84,12 +81,6 @@ def kv_tokens(config: EngineConfig, path: str, roles: Iterable[Role], bytes_per_
     """Tokens of the KV cache of an engine whose models are loaded; all ranks take the same.
 
     On a GPU this also decides whether roles recompute layers, where the configuration leaves it open.
-
-    Args:
-        config: of the engine.
-        path: checkpoint of the actor.
-        roles: the actor, and further models.
-        bytes_per_token: of a cached token.
     """
     peers = config.peers
     if config.device.type != "cuda" or config.shares_device:

@@ -16,12 +16,7 @@ _SPLIT = ("rowwise_split_input", "rowwise_rep")
 
 
 def keep_one_part(module: nn.Module, tp_size: int) -> None:
-    """Replace the tensors that a plan cuts by such of the shape of a part; what is shared stays shared.
-
-    Args:
-        module: a ``transformers`` model; adapters of peft may be in it.
-        tp_size: ranks of a replica.
-    """
+    """Replace the tensors that a plan cuts by such of the shape of a part; what is shared stays shared."""
     plan = {tuple(name.split(".")): style for name, style in (getattr(module, "tp_plan", None) or {}).items()}
     made: dict[int, nn.Parameter] = {}
     for name, child in module.named_modules():

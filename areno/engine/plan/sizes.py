@@ -31,11 +31,6 @@ class HeldRole:
     """A model that a run holds beside its actor.
 
     Attributes:
-        name: as the run calls it.
-        path: checkpoint folder or hub id.
-        kind: what it predicts.
-        option: what names it in errors.
-        optimizer: how it is trained; None freezes it.
         only_scores: it is in memory only while it scores, before the first step.
     """
 
@@ -52,14 +47,7 @@ class Sizes(ABC):
     """What decides the memory of a run, from whatever front end.
 
     Attributes:
-        path: checkpoint of the actor, folder or hub id.
-        option: what names it in errors.
         config: of the actor's engine: device, types, optimizer, adapter, attention, recomputation, cache.
-        layout: of the ranks.
-        entropy: the loss reads the entropy of the policy.
-        generates: the actor's engine generates.
-        n_samples: of each prompt.
-        prompt: tokens of the longest prompt.
     """
 
     path: str
@@ -113,7 +101,6 @@ class Sizes(ABC):
         """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has.
 
         Args:
-            longest: tokens of the longest row.
             role: that is trained; empty is the actor.
         """
 
@@ -127,12 +114,7 @@ class Sizes(ABC):
 
 
 class RunSizes(Sizes):
-    """Those of ``areno train``.
-
-    Args:
-        options: of the run.
-        device: where it will run.
-    """
+    """Those of ``areno train``."""
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
         run = self.options = options

@@ -40,11 +40,7 @@ _TITLES = {
 
 
 def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
-    """Lay the plan of a run out: bytes by phase and purpose, whether it fits, and what to change.
-
-    Raises:
-        UsageError: a model's configuration cannot be read.
-    """
+    """Lay the plan of a run out: bytes by phase and purpose, whether it fits, and what to change."""
     change = [] if plan.fits else advise(options, plan)
     return "\n".join([*plan_table(plan), verdict(plan, change, largest_remedy(plan))])
 
@@ -97,13 +93,7 @@ def _memories(plan: MemoryPlan) -> str:
 
 
 def verdict(plan: Fit, change: Sequence[str], remedy: str) -> str:
-    """Whether a run fits, and what to change if not.
-
-    Args:
-        plan: of the run.
-        change: settings or options that make it fit; may be empty.
-        remedy: what is left to do then.
-    """
+    """Whether a run fits, and what to change if not."""
     where = f" (in the phase {plan.peak.name})" if isinstance(plan, MemoryPlan) else ""
     figures = f"{plan.needed / _MIB:,.1f} MiB at most{where}, {plan.available / _MIB:,.1f} MiB free now"
     if plan.fits:
@@ -113,11 +103,7 @@ def verdict(plan: Fit, change: Sequence[str], remedy: str) -> str:
 
 
 def plan_data(options: TrainOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """The plan of a run as plain data, with what to change.
-
-    Raises:
-        UsageError: a model's configuration cannot be read.
-    """
+    """The plan of a run as plain data, with what to change."""
     return plan_numbers(plan) | {"change": [] if plan.fits else advise(options, plan)}
 
 

@@ -100,10 +100,6 @@ class ShapeOf:
     """The model of a checkpoint, as a shape.
 
     Args:
-        path: checkpoint folder or hub id.
-        options: types and attention.
-        kind: what it predicts.
-        adapter: trained in place of the weights.
         layout: of the ranks; the shape is one rank's part.
 
     Raises:
@@ -192,14 +188,8 @@ class ShapeOf:
         """Gradients of a step of some equal microbatches.
 
         Args:
-            lengths: tokens of each row of a microbatch.
             scored: how many of them are trained on.
-            config: of the optimizer.
             microbatches: how many there are; a second one meets the gradients of the first.
-            checkpointing: recompute layers in backward.
-            entropy: the loss reads the entropy of the policy.
-            offloading: inputs of recomputed layers wait beside the device.
-            device: where the run will be, if not on a CPU.
         """
         place = device or torch.device("cpu")
         flags = (microbatches > 1, checkpointing, entropy, offloading)
@@ -307,10 +297,6 @@ class ShapeOf:
         """Generate ``running`` sequences in the slot cache, from prompts of equal length to the longest answer.
 
         Args:
-            running: most sequences at once.
-            n_samples: of each prompt.
-            prompt: tokens of a prompt.
-            longest: tokens of prompt and answer.
             budget: cells of the cache in use at once; None is no limit.
         """
         first = round_up(prompt + 1, COLUMN_STEP)

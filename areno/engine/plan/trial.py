@@ -22,8 +22,6 @@ class Held:
 
     Attributes:
         held: bytes, with the states of the optimizer.
-        available: bytes free on its device, or in the machine's memory.
-        states: bytes of the optimizer's states.
     """
 
     held: int

@@ -42,8 +42,6 @@ def tune_sizes(
 
     Args:
         engine: with the actor loaded, in this process or on ranks; further models need not be there, the plan counts them.
-        options: of the run, which generates.
-        loss_fn: its loss.
         rows: prompts of its data set, more than which no batch holds; None is no limit.
         capacity: bytes that a process may hold in all; None is what it holds and what is free, shared by ranks on a CPU.
 

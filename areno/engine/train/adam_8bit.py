@@ -66,7 +66,6 @@ class Quantised:
     Args:
         codes: index into :func:`dynamic_values`.
         scales: the number of largest magnitude of each block, with its sign: the codes have no -1.
-        signed: which of the two sets of values.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -127,10 +126,6 @@ class Adam8bit(torch.optim.Optimizer):
     Args:
         params: contiguous fp32 tensors, or groups of them; ``quantised`` of a group says whether its moments are in 8 bits,
             where that is not to follow from a tensor's size.
-        lr: learning rate; ``param_groups[i]["lr"]`` is that of the next step.
-        betas: decay of both moments.
-        eps: added to the denominator.
-        weight_decay: decoupled decay.
     """
 
     def __init__(

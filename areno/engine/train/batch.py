@@ -113,11 +113,7 @@ def _stream(rows: Sequence[TrainSequence], name: str, actions: Tensor, dtype: to
 
 
 def refuse_mixed(rows: Sequence[TrainSequence]) -> None:
-    """All rows of a train call bring the same per-token lists; zeros made up for some would be trained on.
-
-    Raises:
-        ValueError: a list is there in some rows only.
-    """
+    """All rows of a train call bring the same per-token lists; zeros made up for some would be trained on."""
     for _, name, _ in _STREAMS:
         lacking = [index for index, row in enumerate(rows) if not getattr(row, name)]
         if lacking and len(lacking) < len(rows):

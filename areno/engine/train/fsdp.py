@@ -23,9 +23,6 @@ class SpreadAdamW(Optimizer):
 
     Args:
         parameters: named parameters that are spread over the replicas, tied ones once.
-        config: rates, betas and decay.
-        peers: the other ranks.
-        dtype: what the weights compute in.
     """
 
     def __init__(
@@ -111,11 +108,7 @@ class SpreadAdamW(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of any layout.
-
-        Raises:
-            ValueError: the state belongs to other parameters, another compute type or another rule.
-        """
+        """Continue from a state of any layout."""
         self._take_head(state, self._names, self._names if self._rounded else ())
         own: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):

@@ -52,11 +52,7 @@ class MicroBatching:
             raise ValueError("tree training packs rows by what they share; set mb_spec.packing_algorithm=ffd")
 
     def check(self, rows: int) -> None:
-        """Refuse a number of rows that would part a block.
-
-        Raises:
-            ValueError: ``granularity`` does not divide it.
-        """
+        """Refuse a number of rows that would part a block."""
         if rows % self.granularity:
             raise ValueError(
                 f"mb_spec.granularity {self.granularity} does not divide {rows} rows, so a block would be cut"
@@ -95,14 +91,8 @@ class MicroBatching:
     def split(self, lengths: Weights) -> list[list[int]]:
         """Cut rows into microbatches.
 
-        Args:
-            lengths: tokens of each row, at least 1.
-
         Returns:
             Row indices of each microbatch, ascending, none empty; microbatches in the order of their first rows.
-
-        Raises:
-            ValueError: ``granularity`` does not divide the number of rows.
         """
         self.check(len(lengths))
         blocks = range(0, len(lengths), self.granularity)

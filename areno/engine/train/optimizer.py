@@ -72,7 +72,6 @@ class GradientStats:
     """What the gradient of an optimizer step is like, over all ranks.
 
     Attributes:
-        norm: its L2 norm.
         nonzero: entries that are not 0.
         total: entries of the parameters that received a gradient.
     """
@@ -127,11 +126,7 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
 
 
 class Optimizer(ABC):
-    """What a training step asks of an optimizer: how many steps it has made, the rate of the next one, the rule that makes it.
-
-    Args:
-        config: rates, betas and decay.
-    """
+    """What a training step asks of an optimizer: its number of steps, the rate of the next one, the rule that makes it."""
 
     _adam: torch.optim.Optimizer
 
@@ -219,11 +214,7 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, state: Mapping[str, Any], names: Sequence[str], masters: Collection[str]) -> None:
-        """Go on from where a saved state was, if it is one of these parameters and of those masters.
-
-        Raises:
-            ValueError: the state belongs to other parameters, another compute type or another rule.
-        """
+        """Go on from where a saved state was, if it is one of these parameters and of those masters."""
         if state["names"] != list(names) or set(state["masters"]) != set(masters):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         refuse_other_rule(state, self.config)
@@ -231,12 +222,7 @@ class Optimizer(ABC):
 
 
 class MasterAdamW(Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters.
-
-    Args:
-        parameters: named parameters, tied ones once.
-        config: rates, betas and decay.
-    """
+    """AdamW (Loshchilov & Hutter 2019) over fp32 master weights; decay applies to all parameters."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         super().__init__(config)
@@ -322,11 +308,7 @@ class MasterAdamW(Optimizer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: the state belongs to other parameters or another compute type.
-        """
+        """Continue from :meth:`state_dict`."""
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
         self._take_head(state, self._names, mine)
         self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
@@ -336,11 +318,7 @@ class MasterAdamW(Optimizer):
 
 
 def refuse_other_rule(state: Mapping[str, Any], config: OptimizerConfig) -> None:
-    """Check that a saved state is of the rule that goes on with it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a saved state is of the rule that goes on with it."""
     if state.get("adam_8bit", False) != config.adam_8bit:
         raise ValueError("the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run")
     if state.get("sgd", False) != config.sgd:

@@ -43,7 +43,6 @@ def recompute_layers(module: Any, enabled: bool, keeping: Keeping | None = None)
     """Switch activation recomputation, under the name that this release of ``transformers`` gives it.
 
     Args:
-        module: a ``transformers`` model.
         enabled: whether layers keep nothing but their inputs.
         keeping: how these are kept; None leaves them where they are.
     """

@@ -14,11 +14,8 @@ class LrSchedule:
     """Linear warm-up to ``lr``, then decay to ``min_lr``.
 
     Args:
-        lr: peak rate.
-        min_lr: floor of the decay.
         warmup_steps: steps k <= warmup_steps run at lr * k / warmup_steps.
         decay_steps: step at which the floor is reached, warm-up included.
-        style: constant, linear or cosine.
     """
 
     lr: float

@@ -44,10 +44,6 @@ class _Segment:
     """A parameter's place in the flat buffers.
 
     Attributes:
-        name: of the parameter.
-        parameter: the model's own.
-        start: its first entry.
-        stop: behind its last one.
         copies: ranks of a replica that hold these very entries.
         partial: each of them sees only a part of the gradient.
     """
@@ -71,9 +67,6 @@ class ShardedAdamW(Optimizer):
     Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0.
 
     Args:
-        parameters: named parameters, tied ones once.
-        config: rates, betas and decay.
-        peers: the other ranks.
         partial: parameters that each rank of a replica holds whole but sees only a part of the gradient of.
     """
 
@@ -373,11 +366,7 @@ class ShardedAdamW(Optimizer):
             yield whole_of(own.to(self._device), segment.parameter).detach().cpu()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of any layout.
-
-        Raises:
-            ValueError: the state belongs to other parameters, another compute type or another rule.
-        """
+        """Continue from a state of any layout."""
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         self._take_head(state, names, names if rounded else ())

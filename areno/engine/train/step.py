@@ -97,12 +97,9 @@ class TrainStep:
     """Trains one model with one optimizer.
 
     Args:
-        model: a policy, a critic or a reward model.
-        optimizer: over its parameters.
         activation_checkpointing: recompute each decoder layer in backward instead of keeping its activations.
         max_skipped: stop after this many updates in a row whose gradient was not finite.
         kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
-        peers: ranks that share the rows.
         tree: tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`.
         offload_activations: what layers keep for recomputation waits in the computer's memory.
     """
@@ -128,7 +125,6 @@ class TrainStep:
 
         Args:
             rows: at least one; with a pair loss, chosen and rejected alternate.
-            loss_fn: see :mod:`areno.loss_fns.pack`.
             mini_bs: most rows of one forward and backward pass, or how each rank packs its rows into such passes.
             accumulation: microbatches of one optimizer step; None makes one step of all rows. Only with a number of rows.
 
