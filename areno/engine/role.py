@@ -36,22 +36,16 @@ _CAN = {"policy": "log-probs", "value": "values", "reward": "rewards"}
 
 @dataclass(slots=True)
 class Role:
-    """A loaded model and, where it is trained, its optimizer.
-
-    Args:
-        model: the model; frozen roles of the same checkpoint share it.
-        optimizer: None for a frozen role.
-        adapter_off: it is the model that the adapter of ``model`` was made for.
-    """
+    """A loaded model and, where it is trained, its optimizer."""
 
     name: str
     path: str
     kind: ModelKind
-    model: PackedModel
-    optimizer: Optimizer | None = None
+    model: PackedModel  # the model; frozen roles of the same checkpoint share it
+    optimizer: Optimizer | None = None  # None for a frozen role
     activation_checkpointing: bool = True
     peers: Peers = field(default_factory=Peers)
-    adapter_off: bool = False
+    adapter_off: bool = False  # it is the model that the adapter of ``model`` was made for
     tree: bool = False
     offload_activations: bool = False
     _step: TrainStep | None = None

@@ -42,17 +42,11 @@ class RejectionSampling(RejectionSamplingConfig):
 
 @dataclass(frozen=True, slots=True)
 class BehaviourWeights:
-    """What the behaviour policy means for each token.
+    """What the behaviour policy means for each token."""
 
-    Attributes:
-        weight: importance weight [A], detached; 0 where a token is left out.
-        keep: bool [A], response tokens that are let through.
-        outside: bool [A], response tokens that the bounds change: left out, or with a weight that is clamped.
-    """
-
-    weight: Tensor
-    keep: Tensor
-    outside: Tensor
+    weight: Tensor  # importance weight [A], detached; 0 where a token is left out
+    keep: Tensor  # bool [A], response tokens that are let through
+    outside: Tensor  # bool [A], response tokens that the bounds change: left out, or with a weight that is clamped
 
 
 def behaviour_weights(

@@ -113,17 +113,11 @@ class RewardShaping:
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """Rewards that belong to parts of rows, such as the turns of a conversation, or to several rows together.
+    """Rewards that belong to parts of rows, such as the turns of a conversation, or to several rows together."""
 
-    Attributes:
-        rewards: one per part.
-        groups: what each is compared with.
-        owners: per row and token the index of its part; negative where it has none.
-    """
-
-    rewards: Sequence[float]
-    groups: Sequence[int]
-    owners: Sequence[Sequence[int]]
+    rewards: Sequence[float]  # one per part
+    groups: Sequence[int]  # what each is compared with
+    owners: Sequence[Sequence[int]]  # per row and token the index of its part; negative where it has none
 
 
 def shape_advantages(

@@ -18,15 +18,10 @@ from areno.loss_fns.stats import Count, Statistic, masked_mean, masked_range
 
 
 class Quantity(NamedTuple):
-    """A number of each unit.
+    """A number of each unit."""
 
-    Attributes:
-        values: one for each [units].
-        counts: bool, the units that have one [units].
-    """
-
-    values: Tensor
-    counts: Tensor
+    values: Tensor  # one for each [units]
+    counts: Tensor  # bool, the units that have one [units]
 
 
 UnitsFn = Callable[..., dict[str, Quantity]]

@@ -24,23 +24,14 @@ IMPLEMENTATIONS = {"flash": "areno", "native": "areno_native"}
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer asks for, apart from its tensors.
+    """What one layer asks for, apart from its tensors."""
 
-    Attributes:
-        layer: index of the layer, the key of its cache.
-        scale: factor on the scores.
-        window: a query sees its last ``window`` keys, itself included; None sees all.
-        sinks: per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None.
-        softcap: scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None.
-        explicit: write the scores out instead of using PyTorch's fused kernels.
-    """
-
-    layer: int
-    scale: float
-    window: int | None = None
-    sinks: Tensor | None = None
-    softcap: float | None = None
-    explicit: bool = False
+    layer: int  # index of the layer, the key of its cache
+    scale: float  # factor on the scores
+    window: int | None = None  # a query sees its last ``window`` keys, itself included; None sees all
+    sinks: Tensor | None = None  # per-head logits [H] of a virtual key whose value is zero (gpt_oss), or None
+    softcap: float | None = None  # scores are squashed to ``softcap * tanh(score / softcap)`` (gemma 2), or None
+    explicit: bool = False  # write the scores out instead of using PyTorch's fused kernels
 
 
 class AttentionPlan(Protocol):

@@ -49,21 +49,15 @@ def probe_tolerance(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is brought into memory.
-
-    Attributes:
-        dummy: build the architecture with random weights and read only the configuration.
-        four_bit: hold the weights of linear layers in 4 bits, which then cannot be trained.
-        option: what an error message calls the place that named the checkpoint.
-    """
+    """How a checkpoint is brought into memory."""
 
     dtype: torch.dtype
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
-    dummy: bool = False
+    dummy: bool = False  # build the architecture with random weights and read only the configuration
     attn_backend: str = "flash"
-    four_bit: bool = False
-    option: str = "--ckpt"
+    four_bit: bool = False  # hold the weights of linear layers in 4 bits, which then cannot be trained
+    option: str = "--ckpt"  # what an error message calls the place that named the checkpoint
     peers: Peers = field(default_factory=Peers)
 
 

@@ -19,21 +19,13 @@ from areno.engine.parallel.channels import Channel
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """This rank's slice of a vocabulary that is spread over ranks; the last ranks' slices may be shorter.
+    """This rank's slice of a vocabulary that is spread over ranks; the last ranks' slices may be shorter."""
 
-    Attributes:
-        start: first token of the slice.
-        width: tokens in it.
-        longest: tokens in the first rank's slice.
-        total: tokens in all slices.
-        channel: to the ranks with the other slices, in the order of slices.
-    """
-
-    start: int
-    width: int
-    longest: int
-    total: int
-    channel: Channel
+    start: int  # first token of the slice
+    width: int  # tokens in it
+    longest: int  # tokens in the first rank's slice
+    total: int  # tokens in all slices
+    channel: Channel  # to the ranks with the other slices, in the order of slices
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [N, total] of slices [N, width], without gradient; every rank must call."""

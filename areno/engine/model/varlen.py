@@ -29,25 +29,16 @@ _TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """A packed attention function and how it wants to be called.
-
-    Attributes:
-        scale: name of its argument for the factor on the scores.
-        groups: extra argument that allows fewer key heads than query heads; None where it needs none.
-        repeats: it wants as many key heads as query heads.
-        causal: extra arguments for causal attention beside the window.
-        softcap: it can soft-cap scores.
-        paged: it takes block tables.
-    """
+    """A packed attention function and how it wants to be called."""
 
     name: str
     call: Callable[..., Any]
-    scale: str
-    groups: str | None = None
-    repeats: bool = False
-    causal: str | None = None
-    softcap: bool = False
-    paged: bool = False
+    scale: str  # name of its argument for the factor on the scores
+    groups: str | None = None  # extra argument that allows fewer key heads than query heads; None where it needs none
+    repeats: bool = False  # it wants as many key heads as query heads
+    causal: str | None = None  # extra arguments for causal attention beside the window
+    softcap: bool = False  # it can soft-cap scores
+    paged: bool = False  # it takes block tables
 
     def attend(
         self,

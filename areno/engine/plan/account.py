@@ -37,15 +37,10 @@ RANK = 320 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a run.
+    """One phase of a run."""
 
-    Attributes:
-        name: ``load``, ``rollout``, ``score``, ``forward``, ``backward`` or ``optimizer``.
-        parts: bytes by purpose, see `PARTS`.
-    """
-
-    name: str
-    parts: dict[str, int]
+    name: str  # ``load``, ``rollout``, ``score``, ``forward``, ``backward`` or ``optimizer``
+    parts: dict[str, int]  # bytes by purpose, see `PARTS`
 
     @property
     def total(self) -> int:
@@ -55,31 +50,21 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All phases of a run.
-
-    Attributes:
-        logits: bytes of the logits that are alive at once in training, part of the activations.
-        host: bytes in the computer's memory beside the GPU's, of all ranks.
-        cache_tokens: cells that the KV cache grows to.
-        cache_wanted: cells that all running sequences would take at their longest.
-        available: bytes free now, on one GPU or in this machine's memory.
-        sharing: ranks that share what is available.
-        common: bytes of each rank that are the same memory for all who share it.
-    """
+    """All phases of a run."""
 
     parameters: int
     trained: int
     dtype: str
     device: str
     phases: tuple[Phase, ...]
-    logits: int
-    host: int
-    cache_tokens: int
-    cache_wanted: int
-    available: int = field(compare=False)
+    logits: int  # bytes of the logits that are alive at once in training, part of the activations
+    host: int  # bytes in the computer's memory beside the GPU's, of all ranks
+    cache_tokens: int  # cells that the KV cache grows to
+    cache_wanted: int  # cells that all running sequences would take at their longest
+    available: int = field(compare=False)  # bytes free now, on one GPU or in this machine's memory
     layout: Layout = field(default_factory=Layout)
-    sharing: int = 1
-    common: int = 0
+    sharing: int = 1  # ranks that share what is available
+    common: int = 0  # bytes of each rank that are the same memory for all who share it
     longest: int = 0
 
     @property

@@ -33,33 +33,21 @@ _ROW, _LEAST_TOKENS, _GIB = 1024, 1024, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes beside what is allocated once the models are loaded.
+    """Bytes beside what is allocated once the models are loaded."""
 
-    Attributes:
-        moments: states that the optimizers make in their first step, and keep.
-        recomputed: gradients, and activations of the largest pass where layers are recomputed in backward.
-        kept: the same where activations are kept.
-        decode: prefills, decode steps and captured graphs, without the cache.
-    """
-
-    moments: int = 0
-    recomputed: int = 0
-    kept: int = 0
-    decode: int = 0
+    moments: int = 0  # states that the optimizers make in their first step, and keep
+    recomputed: int = 0  # gradients, and activations of the largest pass where layers are recomputed in backward
+    kept: int = 0  # the same where activations are kept
+    decode: int = 0  # prefills, decode steps and captured graphs, without the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What a GPU's memory is used for.
-
-    Attributes:
-        cache: bytes of the KV cache.
-        lacking: bytes that training lacks even without a cache; 0 where it fits.
-    """
+    """What a GPU's memory is used for."""
 
     recompute: bool
-    cache: int
-    lacking: int = 0
+    cache: int  # bytes of the KV cache
+    lacking: int = 0  # bytes that training lacks even without a cache; 0 where it fits
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:

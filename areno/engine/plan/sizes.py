@@ -28,31 +28,23 @@ _PEERS = Peers()
 
 @dataclass(frozen=True, slots=True)
 class HeldRole:
-    """A model that a run holds beside its actor.
-
-    Attributes:
-        only_scores: it is in memory only while it scores, before the first step.
-    """
+    """A model that a run holds beside its actor."""
 
     name: str
     path: str
     kind: ModelKind
     option: str
     optimizer: OptimizerConfig | None = None
-    only_scores: bool = False
+    only_scores: bool = False  # it is in memory only while it scores, before the first step
 
 
 @dataclass(kw_only=True)
 class Sizes(ABC):
-    """What decides the memory of a run, from whatever front end.
-
-    Attributes:
-        config: of the actor's engine: device, types, optimizer, adapter, attention, recomputation, cache.
-    """
+    """What decides the memory of a run, from whatever front end."""
 
     path: str
     option: str
-    config: EngineConfig
+    config: EngineConfig  # of the actor's engine: device, types, optimizer, adapter, attention, recomputation, cache
     layout: Layout = field(default_factory=Layout)
     entropy: bool = False
     generates: bool = False

@@ -50,50 +50,29 @@ _NF4_BYTES = 0.52
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Bytes of one optimizer step of a role, over its weights and optimizer state.
+    """Bytes of one optimizer step of a role, over its weights and optimizer state."""
 
-    Attributes:
-        forward: most that a forward pass holds, with the gradients of earlier microbatches.
-        carried: these gradients; 0 where a step is one microbatch.
-        backward: most that a backward pass holds, gradients included.
-        gradients: all gradients.
-        state: moments and master weights, whether there yet or not.
-        masters: those of the state that are there before the first step.
-        step: what a step takes besides.
-        elsewhere: layer inputs that wait beside the device.
-        host: states and gradients that are kept beside the device, and count in no other number.
-        kept: gradients whose memory stays between steps.
-        common: weights that are in memory once for all replicas.
-    """
-
-    forward: int
-    carried: int
-    backward: int
-    gradients: int
-    state: int
-    masters: int
-    step: int
-    elsewhere: int = 0
-    host: int = 0
-    kept: int = 0
-    common: int = 0
+    forward: int  # most that a forward pass holds, with the gradients of earlier microbatches
+    carried: int  # these gradients; 0 where a step is one microbatch
+    backward: int  # most that a backward pass holds, gradients included
+    gradients: int  # all gradients
+    state: int  # moments and master weights, whether there yet or not
+    masters: int  # those of the state that are there before the first step
+    step: int  # what a step takes besides
+    elsewhere: int = 0  # layer inputs that wait beside the device
+    host: int = 0  # states and gradients that are kept beside the device, and count in no other number
+    kept: int = 0  # gradients whose memory stays between steps
+    common: int = 0  # weights that are in memory once for all replicas
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBytes:
-    """Bytes of a rollout, over the weights.
+    """Bytes of a rollout, over the weights."""
 
-    Attributes:
-        peak: most that it holds.
-        cache: what its KV cache has grown to at the end.
-        per_token: a cached token.
-        beside: most that a prefill or a decode step holds beside the cache.
-    """
-
-    peak: int
-    cache: int
-    per_token: int
-    beside: int
+    peak: int  # most that it holds
+    cache: int  # what its KV cache has grown to at the end
+    per_token: int  # a cached token
+    beside: int  # most that a prefill or a decode step holds beside the cache
 
 
 class ShapeOf:

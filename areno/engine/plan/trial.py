@@ -18,13 +18,9 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds before anything is tried.
+    """What a rank holds before anything is tried."""
 
-    Attributes:
-        held: bytes, with the states of the optimizer.
-    """
-
-    held: int
+    held: int  # bytes, with the states of the optimizer
     available: int
     states: int
 

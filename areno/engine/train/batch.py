@@ -19,25 +19,17 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One microbatch on its device.
+    """One microbatch on its device."""
 
-    Attributes:
-        tokens: packed token ids [T].
-        plan: attention plan over them: sequences end to end, or a tree of sequences that begin alike.
-        scored: indices on the action axis [A] whose log-probs are needed.
-        sources: packed position that predicts each of them.
-        targets: the token to predict at each of them.
-        temperatures: sampling temperature at each of them.
-        data: what the loss sees.
-    """
-
-    tokens: Tensor
-    plan: PackedPlan | TreePlan
-    scored: Tensor
-    sources: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    data: DataPack
+    tokens: Tensor  # packed token ids [T]
+    plan: (
+        PackedPlan | TreePlan
+    )  # attention plan over them: sequences end to end, or a tree of sequences that begin alike
+    scored: Tensor  # indices on the action axis [A] whose log-probs are needed
+    sources: Tensor  # packed position that predicts each of them
+    targets: Tensor  # the token to predict at each of them
+    temperatures: Tensor  # sampling temperature at each of them
+    data: DataPack  # what the loss sees
 
     def on_action_axis(self, values: Tensor) -> Tensor:
         """Scatter values of the scored actions to the whole action axis, 0 elsewhere."""

@@ -69,16 +69,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class GradientStats:
-    """What the gradient of an optimizer step is like, over all ranks.
-
-    Attributes:
-        nonzero: entries that are not 0.
-        total: entries of the parameters that received a gradient.
-    """
+    """What the gradient of an optimizer step is like, over all ranks."""
 
     norm: float
-    nonzero: int
-    total: int
+    nonzero: int  # entries that are not 0
+    total: int  # entries of the parameters that received a gradient
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the train statistics."""

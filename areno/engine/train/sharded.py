@@ -41,19 +41,14 @@ _COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A parameter's place in the flat buffers.
-
-    Attributes:
-        copies: ranks of a replica that hold these very entries.
-        partial: each of them sees only a part of the gradient.
-    """
+    """A parameter's place in the flat buffers."""
 
     name: str
     parameter: nn.Parameter
     start: int
     stop: int
-    copies: int
-    partial: bool
+    copies: int  # ranks of a replica that hold these very entries
+    partial: bool  # each of them sees only a part of the gradient
 
     @property
     def quantised(self) -> bool:

@@ -94,24 +94,16 @@ class _Measured:
 
 @dataclass(slots=True)
 class TrainStep:
-    """Trains one model with one optimizer.
-
-    Args:
-        activation_checkpointing: recompute each decoder layer in backward instead of keeping its activations.
-        max_skipped: stop after this many updates in a row whose gradient was not finite.
-        kind: what the loss gets from it, see :mod:`areno.engine.train.outputs`.
-        tree: tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`.
-        offload_activations: what layers keep for recomputation waits in the computer's memory.
-    """
+    """Trains one model with one optimizer."""
 
     model: PackedModel
     optimizer: Optimizer
-    activation_checkpointing: bool = True
-    max_skipped: int = 5
-    kind: ModelKind = "policy"
+    activation_checkpointing: bool = True  # recompute each decoder layer in backward instead of keeping its activations
+    max_skipped: int = 5  # stop after this many updates in a row whose gradient was not finite
+    kind: ModelKind = "policy"  # what the loss gets from it, see :mod:`areno.engine.train.outputs`
     peers: Peers = field(default_factory=Peers)
-    tree: bool = False
-    offload_activations: bool = False
+    tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
+    offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
     _skipped: int = 0
 
     def run(
