@@ -2,7 +2,7 @@
 
 An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of a step; ``groups`` holds each sample's
 prompt. Equal rewards give exactly zero in all of them, whatever their value: a mean that is not representable must not
-turn rounding into a learning signal.
+turn rounding into a learning signal. Lengths that differ and rewards that are not finite raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ def _leave_one_out(rewards: Sequence[float]) -> list[float]:
 def _per_group(
     rewards: Sequence[float], groups: Sequence[int], fn: Callable[[list[float]], list[float]]
 ) -> list[float]:
+    if len(rewards) != len(groups):
+        raise ValueError(f"advantages need one group per reward, got {len(rewards)} rewards and {len(groups)} groups")
     members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
+    for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        if not math.isfinite(reward):
+            raise ValueError(f"reward {index} is {reward}; advantages need finite rewards")
         members.setdefault(group, []).append(index)
     advantages = [0.0] * len(rewards)
     for indices in members.values():
@@ -50,55 +54,21 @@ def _per_group(
     return advantages
 
 
-def _check(rewards: Sequence[float], groups: Sequence[int]) -> None:
-    if len(rewards) != len(groups):
-        raise ValueError(f"advantages need one group per reward, got {len(rewards)} rewards and {len(groups)} groups")
-    for index, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"reward {index} is {reward}; advantages need finite rewards")
-
-
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """:func:`compute_group_advantages` of each prompt's samples.
-
-    Raises:
-        ValueError: lengths differ, or a reward is not finite.
-    """
-    _check(rewards, groups)
+    """:func:`compute_group_advantages` of each prompt's samples."""
     return _per_group(rewards, groups, compute_group_advantages)
 
 
 def group_mean_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean of the prompt's samples, not divided: easy and hard prompts keep their weight.
-
-    Dr. GRPO, Liu et al. 2025, arXiv:2503.20783.
-
-    Raises:
-        ValueError: lengths differ, or a reward is not finite.
-    """
-    _check(rewards, groups)
+    """r - mean of the prompt's samples, not divided (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     return _per_group(rewards, groups, _centred)
 
 
 def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """r - mean of the prompt's other samples; 0 for a sample without others.
-
-    REINFORCE leave-one-out, Ahmadian et al. 2024, arXiv:2402.14740.
-
-    Raises:
-        ValueError: lengths differ, or a reward is not finite.
-    """
-    _check(rewards, groups)
+    """r - mean of the prompt's other samples; 0 for one without others (Ahmadian et al. 2024, arXiv:2402.14740)."""
     return _per_group(rewards, groups, _leave_one_out)
 
 
 def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """:func:`compute_group_advantages` of all samples of the step together, whatever their prompt.
-
-    The batch normalisation of REINFORCE++, Hu et al. 2025, arXiv:2501.03262.
-
-    Raises:
-        ValueError: lengths differ, or a reward is not finite.
-    """
-    _check(rewards, groups)
-    return compute_group_advantages(rewards)
+    """:func:`compute_group_advantages` of all samples of the step together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    return _per_group(rewards, [0] * len(groups), compute_group_advantages)

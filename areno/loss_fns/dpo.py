@@ -12,21 +12,11 @@ from areno.loss_fns.pack import DataPack, in_float, required, sequence_sums, spl
 from areno.loss_fns.policy import sequence_means
 from areno.loss_fns.units import Names, Quantity, mean_loss, means, of_all
 
-
-def _sigmoid(delta: Tensor, beta: float) -> Tensor:
-    return -F.logsigmoid(beta * delta)
-
-
-def _ipo(delta: Tensor, beta: float) -> Tensor:
-    return (delta - 0.5 / beta).square()
-
-
-def _hinge(delta: Tensor, beta: float) -> Tensor:
-    return F.relu(1.0 - beta * delta)
-
-
-_SHAPES: dict[str, Callable[[Tensor, float], Tensor]] = {"sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge}
-
+_SHAPES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sigmoid": lambda delta, beta: -F.logsigmoid(beta * delta),
+    "ipo": lambda delta, beta: (delta - 0.5 / beta).square(),
+    "hinge": lambda delta, beta: F.relu(1.0 - beta * delta),
+}
 
 _NAMES: Names = {
     **means("dpo_", "loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin"),
@@ -68,7 +58,12 @@ def dpo_loss_fn(
     Raises:
         ValueError: an argument is out of its range, the pack lacks the reference, or a sequence has no partner.
     """
-    _check(beta, label_smoothing, loss_type)
+    if loss_type not in _SHAPES:
+        raise ValueError(f"DPO loss_type {loss_type!r} is unknown; choose one of: {', '.join(_SHAPES)}")
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
     mask = data_pack["packed_response_mask"]
     reference = required(data_pack, "packed_ref_logprobs", "dpo_loss_fn", "give every row ref_logprobs")
     # Token by token first, then in float64: the sums are large and nearly equal, their difference would lose its digits.
@@ -85,12 +80,3 @@ def dpo_loss_fn(
         "reward_margin": of_all(margin),
         "response_len": of_all(sequence_sums(mask.float(), data_pack)),
     }
-
-
-def _check(beta: float, label_smoothing: float, loss_type: str) -> None:
-    if loss_type not in _SHAPES:
-        raise ValueError(f"DPO loss_type {loss_type!r} is unknown; choose one of: {', '.join(_SHAPES)}")
-    if not beta > 0:
-        raise ValueError(f"beta must be above 0, got {beta}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")

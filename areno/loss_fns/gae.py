@@ -81,16 +81,9 @@ def fill_gae(
     old = [values[index - 1] for index in actions]
     following = values[actions[-1]] if bootstrap and actions else 0.0
     advantages, returns = compute_gae(rewards, old, gamma=gamma, lam=lam, next_value=following)
-    row.values, row.returns, row.advantages = (
-        _spread_out(numbers, actions, len(row.tokens)) for numbers in (old, returns, advantages)
-    )
-
-
-def _spread_out(numbers: Sequence[float], places: Sequence[int], length: int) -> list[float]:
-    aligned = [0.0] * length
-    for place, number in zip(places, numbers, strict=True):
-        aligned[place] = number
-    return aligned
+    row.values, row.returns, row.advantages = ([0.0] * len(row.tokens) for _ in range(3))
+    for place, *numbers in zip(actions, old, returns, advantages, strict=True):
+        row.values[place], row.returns[place], row.advantages[place] = numbers
 
 
 def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> list[list[float]]:
@@ -114,14 +107,13 @@ def whiten(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> 
             f"and masks of {[len(mask) for mask in masks]} tokens"
         )
     kept = [x for row, mask in zip(rows, masks, strict=True) for x, keep in zip(row, mask, strict=True) if keep]
-    mean, scale = (kept[0], 1.0) if kept and min(kept) == max(kept) else _mean_and_scale(kept)
+    if kept and min(kept) == max(kept):
+        mean, deviation = kept[0], 0.0
+    else:
+        mean = math.fsum(kept) / max(len(kept), 1)
+        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in kept) / max(len(kept), 1))
+    scale = deviation if deviation > MIN_DEVIATION else 1.0
     return [
         [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, mask, strict=True)]
         for row, mask in zip(rows, masks, strict=True)
     ]
-
-
-def _mean_and_scale(numbers: Sequence[float]) -> tuple[float, float]:
-    mean = math.fsum(numbers) / max(len(numbers), 1)
-    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / max(len(numbers), 1))
-    return mean, deviation if deviation > MIN_DEVIATION else 1.0

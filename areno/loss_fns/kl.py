@@ -23,22 +23,11 @@ def _low_var_kl(difference: Tensor) -> Tensor:
     return (torch.expm1(exponent) - exponent).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
 
 
-def _identity(difference: Tensor) -> Tensor:
-    return difference
-
-
-def _half_square(difference: Tensor) -> Tensor:
-    return 0.5 * difference.square()
-
-
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _identity,
-    "k1": _identity,
+    **dict.fromkeys(("kl", "k1"), lambda difference: difference),
     "abs": torch.abs,
-    "mse": _half_square,
-    "k2": _half_square,
-    "low_var_kl": _low_var_kl,
-    "k3": _low_var_kl,
+    **dict.fromkeys(("mse", "k2"), lambda difference: 0.5 * difference.square()),
+    **dict.fromkeys(("low_var_kl", "k3"), _low_var_kl),
 }
 
 

@@ -7,7 +7,7 @@ scalars of them once. A plain number in the metrics is averaged with the weights
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -63,15 +63,7 @@ Statistic = Mean | Spread | Range | Count
 
 def parts_of(statistic: Statistic) -> tuple[str, list[Tensor]]:
     """Name of a statistic's kind, and its numbers as tensors, which need not be read one by one."""
-    match statistic:
-        case Mean(total, count):
-            return "mean", [total, count]
-        case Spread(total, square, count):
-            return "spread", [total, square, count]
-        case Range(total, count, least, greatest):
-            return "range", [total, count, least, greatest]
-        case Count(total):
-            return "count", [total]
+    return type(statistic).__name__.lower(), [getattr(statistic, entry.name) for entry in fields(statistic)]
 
 
 def merge_parts(kind: str, left: Parts, right: Parts) -> Parts:
