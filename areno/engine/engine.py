@@ -34,6 +34,7 @@ from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.rollout.probe import prove_decoding
+from areno.engine.scoring import Scored, TokenRows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind
@@ -235,7 +236,9 @@ class Engine:
     ) -> dict[str, float]:
         """Train a role on rows; see :meth:`TrainStep.run`. Waits for running generation first."""
         self._rest()
-        stats = self.role(role).train(rows, loss_fn, mini_bs, accumulation)
+        trained = self.role(role)
+        trained.check(row.tokens for row in rows)
+        stats = trained.training.run(rows, loss_fn, mini_bs, accumulation)
         self._stamp_version()
         return stats
 
@@ -248,7 +251,9 @@ class Engine:
     ) -> dict[str, float]:
         """Loss and statistics of a role that is trained, without training; waits for running generation first."""
         self._rest()
-        return self.role(role).measure(rows, loss_fn, mini_bs)
+        trained = self.role(role)
+        trained.check(row.tokens for row in rows)
+        return trained.training.measure(rows, loss_fn, mini_bs)
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
@@ -331,18 +336,22 @@ class Engine:
         self, role: str, rows: Sequence[Sequence[int]], temperatures: float | Sequence[float] = 1.0, micro_bs: int = 8
     ) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it; entry 0 is 0.0."""
-        self.wait_idle()
-        return self.role(role).score_logprobs(rows, temperatures, micro_bs)
+        return self.score("logprobs", role, rows, micro_bs, temperatures)
 
     def score_values(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[list[float]]:
         """Value after each token of each row."""
-        self.wait_idle()
-        return self.role(role).score_values(rows, micro_bs)
+        return self.score("values", role, rows, micro_bs)
 
     def score_rewards(self, role: str, rows: Sequence[Sequence[int]], micro_bs: int = 8) -> list[float]:
         """Score of each row at its last token."""
+        return self.score("rewards", role, rows, micro_bs)
+
+    def score(
+        self, what: Scored, role: str, rows: TokenRows, micro_bs: int, temperatures: float | Sequence[float] = 1.0
+    ) -> list[Any]:
+        """Log-probs, values or rewards of rows by a role, once generation has ended."""
         self.wait_idle()
-        return self.role(role).score_rewards(rows, micro_bs)
+        return self.role(role).score(what, rows, micro_bs, temperatures)
 
     def wait_idle(self) -> None:
         """Wait for running generation; afterwards weights and adapter are apart again."""

@@ -6,9 +6,9 @@ over positions that it was never trained on, which nothing reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,30 +159,3 @@ def _fitted(request: Request, context: int | None, vocabulary: int, kv_tokens: i
 def unknown_id(ids: Iterable[int], vocabulary: int) -> int | None:
     """The first id without an embedding; None where all have one."""
     return next((token for token in ids if not 0 <= token < vocabulary), None)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLimits:
-    """What rows a model takes, to be scored or trained on."""
-
-    name: str
-    context: int | None
-    vocabulary: int
-
-    def check(self, rows: Iterable[Sequence[int]]) -> None:
-        """Check token rows.
-
-        Raises:
-            UsageError: one is too long, or has an id that the model does not know.
-        """
-        for index, row in enumerate(rows):
-            if self.context is not None and len(row) > self.context:
-                raise UsageError(
-                    f"row {index} has {len(row)} tokens, and the context of role {self.name!r} is {self.context}; leave "
-                    f"longer rows out, or give --max-context-len {self.context} (SamplingParams(max_context_len=...))"
-                )
-            if len(row) and (min(row) < 0 or max(row) >= self.vocabulary):
-                raise UsageError(
-                    f"row {index} holds token id {unknown_id(row, self.vocabulary)}; role {self.name!r} has the ids 0 to "
-                    f"{self.vocabulary - 1}"
-                )

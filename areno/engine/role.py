@@ -5,8 +5,9 @@ A role scores fixed rows; one with an optimizer also trains. The actor is a role
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,22 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import is_adapter
-from areno.engine.limits import RowLimits
+from areno.engine.limits import unknown_id
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.peers import Peers
-from areno.engine.scoring import TokenRows, score_logprobs, score_rewards, score_values, temperature_per_row
-from areno.engine.train.microbatch import MicroBatching
+from areno.engine.scoring import Scored, TokenRows, score, temperature_per_row
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
-from areno.loss_fns.pack import LossFn
-from areno.types import TrainSequence
 
 _CAN = {"policy": "log-probs", "value": "values", "reward": "rewards"}
 
 
-@dataclass(slots=True)
+@dataclass
 class Role:
     """A loaded model and, where it is trained, its optimizer."""
 
@@ -48,12 +45,6 @@ class Role:
     adapter_off: bool = False  # it is the model that the adapter of ``model`` was made for
     tree: bool = False
     offload_activations: bool = False
-    _step: TrainStep | None = None
-
-    @property
-    def limits(self) -> RowLimits:
-        """What rows it takes."""
-        return RowLimits(self.name, self.model.context_length, self.model.vocab_size)
 
     @property
     def trainable(self) -> bool:
@@ -70,76 +61,59 @@ class Role:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer
 
-    @property
+    @functools.cached_property
     def training(self) -> TrainStep:
         """What trains it."""
-        if self._step is None:
-            self._step = TrainStep(
-                self.model,
-                self.trained_by(),
-                self.activation_checkpointing,
-                kind=self.kind,
-                peers=self.peers,
-                tree=self.tree,
-                offload_activations=self.offload_activations,
-            )
-        return self._step
-
-    def train(
-        self,
-        rows: Sequence[TrainSequence],
-        loss_fn: LossFn,
-        mini_bs: int | MicroBatching,
-        accumulation: int | None = None,
-    ) -> dict[str, float]:
-        """Train on rows; see :meth:`TrainStep.run`."""
-        self.limits.check(row.tokens for row in rows)
-        return self.training.run(rows, loss_fn, mini_bs, accumulation)
-
-    def measure(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> dict[str, float]:
-        """Loss and statistics without training; see :meth:`TrainStep.measure`."""
-        self.limits.check(row.tokens for row in rows)
-        return self.training.measure(rows, loss_fn, mini_bs)
-
-    def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
-        """Compute the gradients of a step, and forget them; see :meth:`TrainStep.rehearse`."""
-        self.training.rehearse(rows, loss_fn, mini_bs)
-
-    def score_logprobs(
-        self, rows: TokenRows, temperatures: float | Sequence[float], micro_bs: int
-    ) -> list[list[float]]:
-        """Log-prob of each token; entry 0 of a row is 0.0."""
-        if not isinstance(self.model, CausalLM):
-            raise self._cannot("log-probs")
-        temperatures = temperature_per_row(rows, temperatures)
-        self.limits.check(rows)
-        with self._scoring(), self.model.gathered():
-            return score_logprobs(self.model, rows, temperatures, micro_bs)
-
-    def _scoring(self) -> AbstractContextManager[None]:
-        return self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
-
-    def score_values(self, rows: TokenRows, micro_bs: int) -> list[list[float]]:
-        """Value after each token."""
-        if not isinstance(self.model, ValueModel):
-            raise self._cannot("values")
-        self.limits.check(rows)
-        with self.model.gathered():
-            return score_values(self.model, rows, micro_bs)
-
-    def score_rewards(self, rows: TokenRows, micro_bs: int) -> list[float]:
-        """Score at each row's last token."""
-        if not isinstance(self.model, ValueModel):
-            raise self._cannot("rewards")
-        self.limits.check(rows)
-        with self.model.gathered():
-            return score_rewards(self.model, rows, micro_bs)
-
-    def _cannot(self, wanted: str) -> EngineError:
-        return EngineError(
-            f"role {self.name!r} gives {_CAN[self.kind]}, not {wanted}; "
-            "ModelRole(kind=...) says what a role is: policy, value or reward"
+        return TrainStep(
+            self.model,
+            self.trained_by(),
+            self.activation_checkpointing,
+            kind=self.kind,
+            peers=self.peers,
+            tree=self.tree,
+            offload_activations=self.offload_activations,
         )
+
+    def check(self, rows: Iterable[Sequence[int]]) -> None:
+        """Check token rows that are to be scored or trained on.
+
+        Raises:
+            UsageError: one is too long, or has an id that the model does not know.
+        """
+        context, vocabulary = self.model.context_length, self.model.vocab_size
+        for index, row in enumerate(rows):
+            if context is not None and len(row) > context:
+                raise UsageError(
+                    f"row {index} has {len(row)} tokens, and the context of role {self.name!r} is {context}; leave "
+                    f"longer rows out, or give --max-context-len {context} (SamplingParams(max_context_len=...))"
+                )
+            if len(row) and (min(row) < 0 or max(row) >= vocabulary):
+                raise UsageError(
+                    f"row {index} holds token id {unknown_id(row, vocabulary)}; role {self.name!r} has the ids 0 to "
+                    f"{vocabulary - 1}"
+                )
+
+    def score(
+        self, what: Scored, rows: TokenRows, micro_bs: int, temperatures: float | Sequence[float] = 1.0
+    ) -> list[Any]:
+        """Score rows; see :func:`areno.engine.scoring.score`.
+
+        Raises:
+            EngineError: the role predicts something else.
+            UsageError: a row is too long, or has an unknown token id.
+            ValueError: there are several temperatures, but not as many as rows.
+        """
+        if isinstance(self.model, CausalLM) != (what == "logprobs"):
+            wanted = "log-probs" if what == "logprobs" else what
+            raise EngineError(
+                f"role {self.name!r} gives {_CAN[self.kind]}, not {wanted}; "
+                "ModelRole(kind=...) says what a role is: policy, value or reward"
+            )
+        each = temperature_per_row(rows, temperatures)
+        self.check(rows)
+        plain = self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
+        with plain, self.model.gathered():
+            return score(self.model, what, rows, micro_bs, each)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to the CPU, so that they can be written while training goes on.
@@ -232,24 +206,7 @@ def load_role(
     Raises:
         UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
     """
-    if optimizer is not None and optimizer.offload and torch.device(options.device).type == "cpu":
-        raise UsageError(
-            f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
-        )
-    if optimizer is not None and offload_activations:
-        _refuse_idle_offload(name, torch.device(options.device), checkpointing)
-    if adapter is not None and is_adapter(path):
-        raise UsageError(
-            f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
-            "and this folder as --lora-adapter-path, or merge it first with areno export"
-        )
-    if adapter is not None and adapter.load_in_4bit and options.peers.layout.tp_size > 1:
-        raise UsageError(
-            f"--load-in-4bit with --tp-size {options.peers.layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
-            "leave one of the two out: --world-size N alone keeps the model whole on each device"
-        )
-    if options.peers.layout.fsdp:
-        _refuse_with_fsdp(optimizer, adapter)
+    _check_choices(name, path, options, optimizer, checkpointing, adapter, offload_activations)
     if adapter is not None:
         options = replace(options, four_bit=adapter.load_in_4bit)
     if kind == "policy":
@@ -270,19 +227,40 @@ def load_role(
     return Role(name, path, kind, model, own, checkpointing, options.peers, offload_activations=offload_activations)
 
 
-def _refuse_idle_offload(name: str, device: torch.device, checkpointing: bool) -> None:
-    if device.type == "cpu":
+def _check_choices(
+    name: str,
+    path: str,
+    options: LoadOptions,
+    optimizer: OptimizerConfig | None,
+    checkpointing: bool,
+    adapter: AdapterOptions | None,
+    offload_activations: bool,
+) -> None:
+    """Refuse what has no effect, and what does not go together."""
+    on_cpu, layout = torch.device(options.device).type == "cpu", options.peers.layout
+    if on_cpu and optimizer is not None and optimizer.offload:
+        raise UsageError(
+            f"--offload-optimizer: role {name!r} is on a CPU, whose memory holds the optimizer anyway; leave it out"
+        )
+    if on_cpu and optimizer is not None and offload_activations:
         raise UsageError(
             f"--offload-activations: role {name!r} is on a CPU, whose memory holds activations anyway; leave it out"
         )
-    if not checkpointing:
+    if optimizer is not None and offload_activations and not checkpointing:
         raise UsageError(
             f"--offload-activations: role {name!r} keeps all activations; use --activation-checkpointing too, which leaves "
             "one tensor per layer to offload"
         )
-
-
-def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions | None) -> None:
+    if adapter is not None and is_adapter(path):
+        raise UsageError(
+            f"{options.option} {path} is an adapter, and a new one would have no model to belong to; give its base model, "
+            "and this folder as --lora-adapter-path, or merge it first with areno export"
+        )
+    if adapter is not None and adapter.load_in_4bit and layout.tp_size > 1:
+        raise UsageError(
+            f"--load-in-4bit with --tp-size {layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
+            "leave one of the two out: --world-size N alone keeps the model whole on each device"
+        )
     chosen = {
         "--lora-rank": adapter is not None,
         "optimizer.type sgd": optimizer is not None and optimizer.sgd,
@@ -290,7 +268,7 @@ def _refuse_with_fsdp(optimizer: OptimizerConfig | None, adapter: AdapterOptions
         "--offload-optimizer": optimizer is not None and optimizer.offload,
     }
     for option, wanted in chosen.items():
-        if wanted:
+        if wanted and layout.fsdp:
             raise UsageError(
                 f"{option} with --fsdp: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
             )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
@@ -20,8 +19,8 @@ from areno.engine.train.outputs import last_tokens
 # Most tokens of one scoring forward pass, whatever the number of rows.
 MAX_TOKENS = 16384
 
-T = TypeVar("T")
 TokenRows = Sequence[Sequence[int]]
+Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
@@ -36,50 +35,36 @@ def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) 
     return each
 
 
-def score_logprobs(model: CausalLM, rows: TokenRows, temperatures: Sequence[float], micro_bs: int) -> list[list[float]]:
-    """Log-prob of each token of each row given the tokens before it, under the row's temperature; entry 0 is 0.0."""
-    warmth = iter(temperatures)
-
-    def one(hidden: Tensor, tokens: Tensor, plan: PackedPlan) -> list[list[float]]:
-        spread = [next(warmth) for _ in plan.lengths]
-        scales = torch.repeat_interleave(torch.tensor(spread), torch.tensor(plan.lengths)).to(tokens.device)
-        values = model.logprobs(hidden, torch.roll(tokens, -1), scales).tolist()
-        return [[0.0, *values[start : end - 1]] for start, end in pairwise(plan.starts)]
-
-    return [row for batch in _passes(model, rows, micro_bs, one) for row in batch]
-
-
-def score_values(model: ValueModel, rows: TokenRows, micro_bs: int) -> list[list[float]]:
-    """Value after each token of each row."""
-
-    def one(hidden: Tensor, _: Tensor, plan: PackedPlan) -> list[list[float]]:
-        values = model.values(hidden).tolist()
-        return [values[start:end] for start, end in pairwise(plan.starts)]
-
-    return [row for batch in _passes(model, rows, micro_bs, one) for row in batch]
-
-
-def score_rewards(model: ValueModel, rows: TokenRows, micro_bs: int) -> list[float]:
-    """Score of each row, read at its last token."""
-
-    def one(hidden: Tensor, _: Tensor, plan: PackedPlan) -> list[float]:
-        return model.values(hidden.index_select(0, last_tokens(plan.starts, hidden.device))).tolist()
-
-    return [score for batch in _passes(model, rows, micro_bs, one) for score in batch]
-
-
 @torch.no_grad()
-def _passes(
-    model: PackedModel, rows: TokenRows, micro_bs: int, one: Callable[[Tensor, Tensor, PackedPlan], list[T]]
-) -> list[list[T]]:
-    results = []
+def score(model: PackedModel, what: Scored, rows: TokenRows, micro_bs: int, temperatures: Sequence[float]) -> list[Any]:
+    """Score rows with a policy (log-probs), or a critic or reward model (values and rewards).
+
+    Returns:
+        ``logprobs``: per row that of each token given the tokens before it, under the row's temperature; entry 0 is 0.0.
+        ``values``: per row the value after each token. ``rewards``: one score per row, read at its last token.
+    """
+    results: list[Any] = []
     for batch in _micro_batches(rows, micro_bs):
         PROGRESS.tick()
         CPU_THREADS.apply()
-        plan = PackedPlan([len(row) for row in batch], model.device)
-        tokens = torch.tensor([token for row in batch for token in row], device=model.device)
-        results.append(one(model.body(tokens, plan.position_ids, plan), tokens, plan))
+        warmth = temperatures[len(results) : len(results) + len(batch)]
+        results += _score_batch(model, what, batch, warmth)
     return results
+
+
+def _score_batch(model: PackedModel, what: Scored, rows: TokenRows, temperatures: Sequence[float]) -> list[Any]:
+    plan = PackedPlan([len(row) for row in rows], model.device)
+    tokens = torch.tensor([token for row in rows for token in row], device=model.device)
+    hidden = model.body(tokens, plan.position_ids, plan)
+    if isinstance(model, ValueModel):
+        if what == "rewards":
+            return model.values(hidden.index_select(0, last_tokens(plan.starts, hidden.device))).tolist()
+        values = model.values(hidden).tolist()
+        return [values[start:end] for start, end in pairwise(plan.starts)]
+    assert isinstance(model, CausalLM)
+    scales = torch.repeat_interleave(torch.tensor(temperatures), torch.tensor(plan.lengths)).to(tokens.device)
+    logprobs = model.logprobs(hidden, torch.roll(tokens, -1), scales).tolist()
+    return [[0.0, *logprobs[start : end - 1]] for start, end in pairwise(plan.starts)]
 
 
 def _micro_batches(rows: TokenRows, micro_bs: int) -> Iterator[TokenRows]:

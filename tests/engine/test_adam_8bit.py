@@ -243,7 +243,7 @@ def test_the_loss_on_real_text_follows_fp32_states_for_200_steps(gsm8k, tmp_path
     for low in (True, False):
         config = OptimizerConfig(lr=1e-3, lr_warmup_steps=10, betas=(0.9, 0.999), grad_clip_norm=1.0, adam_8bit=low)
         role = load_role("actor", str(path), "policy", LoadOptions(dtype=torch.float32), config, False)
-        losses = [role.train(rows[8 * i : 8 * i + 8], sft_loss_fn, 8)["loss"] for i in range(200)]
+        losses = [role.training.run(rows[8 * i : 8 * i + 8], sft_loss_fn, 8)["loss"] for i in range(200)]
         curves.append(torch.tensor(losses).view(10, 20).mean(1))
     gap = ((curves[0] - curves[1]).abs() / curves[1]).max()
     print("mean losses of 20 steps each:", curves, "largest gap:", float(gap))

@@ -15,7 +15,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_value_model
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.optimizer import OptimizerConfig
-from areno.engine.train.outputs import OUTPUTS
+from areno.engine.train.outputs import predict
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import reduces_over, reward_model_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import ModelRole, TrainSequence
@@ -338,7 +338,7 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy(engine):
     model.own_logits = lambda hidden: hidden @ model.module.lm_head.weight.T * 0.0 + bias  # type: ignore[method-assign]
     batch = pack_rows([TrainSequence([True, False], [1, 2])])
     hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-    OUTPUTS["policy"](model, batch, hidden, True)
+    predict(model, "policy", batch, hidden, True, False)
     assert batch.data["packed_entropy"].tolist() == pytest.approx([torch.tensor(4.0).log().item()])
 
 

@@ -18,7 +18,7 @@ from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
-from areno.engine.train.outputs import policy_outputs
+from areno.engine.train.outputs import predict
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import PolicyLoss, policy_loss_fn, reduces_over
 from areno.types import TrainSequence
@@ -88,7 +88,7 @@ def test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones(family):
         model = prepare(tiny_module(family), family)
         batch = pack_rows(rows, tree=tree)
         hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        logprobs = policy_outputs(model, batch, hidden, True)
+        logprobs = predict(model, "policy", batch, hidden, True, False)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         gradients = {name: p.grad for name, p in model.parameters()}
         found.append((len(batch.tokens), logprobs.detach(), batch.data["packed_entropy"], gradients))

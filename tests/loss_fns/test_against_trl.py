@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areno.algorithms.simpo import Knobs as SimpoKnobs
 from areno.algorithms.simpo import simpo_loss_fn
 from areno.engine.model.loading import prepare
-from areno.engine.scoring import score_logprobs
+from areno.engine.scoring import score
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import dpo_loss_fn, sft_loss_fn
@@ -107,7 +107,8 @@ def referenced_rows(checkpoints):
     pairs, dropped = build_preference_rows(ROWS, tokenizer, RowBounds(**LIMITS))
     assert dropped == 0
     rows = [row for pair in pairs for row in pair]
-    logprobs = score_logprobs(prepare(stock(checkpoints[1]), "llama"), [r.tokens for r in rows], [1.0] * len(rows), 3)
+    model = prepare(stock(checkpoints[1]), "llama")
+    logprobs = score(model, "logprobs", [r.tokens for r in rows], 3, [1.0] * len(rows))
     return [replace(row, ref_logprobs=values) for row, values in zip(rows, logprobs, strict=True)]
 
 

@@ -15,6 +15,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
+from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult
 
 Send = Callable[[Any], None]
@@ -99,14 +100,13 @@ class EngineServer:
             self.engine.loop.drop_cache()
 
     def score(
-        self, kind: str, role: str, rows: Sequence[Sequence[int]], micro_bs: int, temperatures: Sequence[float] | None
+        self, what: Scored, role: str, rows: TokenRows, micro_bs: int, temperatures: Sequence[float] | None
     ) -> list[tuple[int, Any]]:
         """Score this replica's share: row number and result."""
-        self.engine.role(role).limits.check(rows)  # on all ranks alike, before each looks at its own rows
+        self.engine.role(role).check(rows)  # on all ranks alike, before each looks at its own rows
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.dp_size)[self.peers.replica]
-        chosen = [rows[index] for index in mine]
-        of_rows = [] if temperatures is None else [[temperatures[index] for index in mine]]
-        found = getattr(self.engine, f"score_{kind}")(role, chosen, *of_rows, micro_bs)
+        own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
+        found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own)
         return list(zip(mine, found, strict=True)) if self.peers.leads else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -53,7 +53,7 @@ def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, min
     """
     begin(engine)
     try:
-        engine.actor.rehearse(rows, loss_fn, mini_bs)
+        engine.actor.training.rehearse(rows, loss_fn, mini_bs)
     except torch.cuda.OutOfMemoryError:
         if engine.config.peers.layout.tp_size > 1:
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,15 +16,23 @@ from areno.engine.train.batch import PackedBatch
 ModelKind = Literal["policy", "value", "reward"]
 
 
-def policy_outputs(
-    model: PackedModel, batch: PackedBatch, hidden: Tensor, entropy: bool, bounds: bool = False
+def predict(
+    model: PackedModel, kind: ModelKind, batch: PackedBatch, hidden: Tensor, entropy: bool, bounds: bool
 ) -> Tensor:
-    """Log-probs of the taken actions [A], 0 outside the mask; adds to the data what else is wanted of the logits.
+    """What the loss is given of hidden states [T, C]; entries outside the mask are 0.
 
-    ``packed_entropy`` with ``entropy``, ``packed_min_logits`` and ``packed_max_logits`` with ``bounds``.
+    Log-probs of the taken actions [A] of a policy, values before each action [A] of a critic, scores [sequences] at the last
+    tokens of a reward model. A policy also adds to the data ``packed_entropy`` with ``entropy``, ``packed_min_logits`` and
+    ``packed_max_logits`` with ``bounds``.
     """
-    assert isinstance(model, CausalLM)
+    if kind == "reward":
+        assert isinstance(model, ValueModel)
+        assert isinstance(batch.plan, PackedPlan), "scores of sequences are not trained on trees"
+        return model.values(hidden.index_select(0, last_tokens(batch.plan.starts, hidden.device)))
     rows = hidden.index_select(0, batch.sources)
+    if isinstance(model, ValueModel):
+        return batch.on_action_axis(model.values(rows))
+    assert isinstance(model, CausalLM)
     logprobs, spread, extremes = model.logprobs_and_entropy(rows, batch.targets, batch.temperatures, entropy, bounds)
     if entropy:
         batch.data["packed_entropy"] = batch.on_action_axis(spread)
@@ -36,30 +43,6 @@ def policy_outputs(
     return batch.on_action_axis(logprobs)
 
 
-def value_outputs(
-    model: PackedModel, batch: PackedBatch, hidden: Tensor, entropy: bool, bounds: bool = False
-) -> Tensor:
-    """Values before each action [A], 0 outside the mask."""
-    assert isinstance(model, ValueModel)
-    return batch.on_action_axis(model.values(hidden.index_select(0, batch.sources)))
-
-
-def reward_outputs(
-    model: PackedModel, batch: PackedBatch, hidden: Tensor, entropy: bool, bounds: bool = False
-) -> Tensor:
-    """Score of each sequence [sequences], read at its last token."""
-    assert isinstance(model, ValueModel)
-    assert isinstance(batch.plan, PackedPlan), "scores of sequences are not trained on trees"
-    return model.values(hidden.index_select(0, last_tokens(batch.plan.starts, hidden.device)))
-
-
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:
     """Packed position of each sequence's last token, from the borders of all sequences."""
     return torch.tensor(starts[1:], device=device) - 1
-
-
-OUTPUTS: dict[ModelKind, Callable[[PackedModel, PackedBatch, Tensor, bool, bool], Tensor]] = {
-    "policy": policy_outputs,
-    "value": value_outputs,
-    "reward": reward_outputs,
-}

@@ -24,7 +24,7 @@ from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
-from areno.engine.train.outputs import OUTPUTS, ModelKind
+from areno.engine.train.outputs import ModelKind, predict
 from areno.engine.train.recompute import InHostMemory, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
@@ -237,7 +237,7 @@ class TrainStep:
 
         def work() -> Tensor:
             hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-            return OUTPUTS[self.kind](self.model, batch, hidden, reads_entropy(loss_fn), reads_bounds(loss_fn))
+            return predict(self.model, self.kind, batch, hidden, reads_entropy(loss_fn), reads_bounds(loss_fn))
 
         return self.model.weights.run(work)
 

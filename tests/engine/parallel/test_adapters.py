@@ -198,14 +198,14 @@ def learned(peers, path, **lora):
     adapter, settings = AdapterOptions.of({"rank": 3, **lora}, "lora"), OptimizerConfig(**SETTINGS)
     role = load_role("actor", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), settings, True, adapter)
     for step in range(3):
-        role.train(rows(7, seed=step), sft_loss_fn, 2)
+        role.training.run(rows(7, seed=step), sft_loss_fn, 2)
     state = role.model.adapter.state() or {
         f"base_model.model.{name}": p.detach() for name, p in role.model.parameters()
     }
-    apart = role.score_logprobs(PROMPTS, 1.0, 4)
+    apart = role.score("logprobs", PROMPTS, 4)
     role.model.adapter.merge()
     assert role.model.adapter.merged
-    together = role.score_logprobs(PROMPTS, 1.0, 4)
+    together = role.score("logprobs", PROMPTS, 4)
     return {"state": state, "apart": apart, "together": together}
 
 
@@ -254,7 +254,7 @@ def test_an_adapter_adds_no_talk(pair, tmp_path):
 
 def scored(peers, path):
     role = load_role("ref", path, "policy", LoadOptions(dtype=torch.float32, peers=peers), None, False)
-    return role.score_logprobs(PROMPTS, 1.0, 4)
+    return role.score("logprobs", PROMPTS, 4)
 
 
 def test_an_adapter_folder_is_loaded_as_a_model(pair, tmp_path):
