@@ -40,7 +40,7 @@ class Baseline:
         """Resident bytes, and those of them that no other process shares."""
         import torch
 
-        from areno.engine.plan.meter import held_memory
+        from areno.engine.plan.memory import held_memory
 
         with open("/proc/self/smaps_rollup") as file:
             figures = dict(line.split(":") for line in file if ":" in line and "kB" in line)
@@ -72,25 +72,25 @@ def update(engine: Any, batch: list[Any], passes: int, loss_fn: Any) -> dict[str
     import torch
 
     from areno.engine.native import are_large, give_freed_memory_back
-    from areno.engine.plan.meter import peak_memory
+    from areno.engine.plan.memory import begin_peak, peak_since
 
     cpu, peaks = torch.device("cpu"), {"forward": 0, "backward": 0, "optimizer": 0}
     step = engine.actor.training
     step.set_training(True)
     for _ in range(passes):
-        with peak_memory(cpu) as peak:
-            loss = step._loss(batch, loss_fn, False)[0]
-        peaks["forward"] = max(peaks["forward"], peak.bytes)
-        with peak_memory(cpu) as peak:
-            loss.backward()
-        peaks["backward"] = max(peaks["backward"], peak.bytes)
+        begin_peak(cpu)
+        loss = step._loss(batch, loss_fn, False)[0]
+        peaks["forward"] = max(peaks["forward"], peak_since(cpu))
+        begin_peak(cpu)
+        loss.backward()
+        peaks["backward"] = max(peaks["backward"], peak_since(cpu))
         del loss
     if are_large(engine.actor.model.weight_bytes):
         give_freed_memory_back()  # as the optimizer's step begins: what is above it belongs to the phase before
-    with peak_memory(cpu) as peak:
-        step.apply()
+    begin_peak(cpu)
+    step.apply()
+    peaks["optimizer"] = peak_since(cpu)
     step.set_training(False)
-    peaks["optimizer"] = peak.bytes
     return {name: found - counted_twice() for name, found in peaks.items()}
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     from areno.engine.parallel.group import EngineGroup
     from areno.engine.parallel.workers import WorkerGroup
     from areno.engine.plan import trial
-    from areno.engine.plan.meter import begin_peak, held_memory
+    from areno.engine.plan.memory import begin_peak, held_memory
     from areno.engine.plan.sizes import RunSizes
     from areno.engine.train.optimizer import OptimizerConfig
     from areno.types import ModelRole, Request, SamplingParams

@@ -18,8 +18,15 @@ from areno.engine.plan import account
 from areno.engine.plan.account import make_plan
 from areno.engine.plan.advice import advise
 from areno.engine.plan.live_bytes import LiveBytes
-from areno.engine.plan.memory import KV_SHARE, available_bytes, default_kv_tokens
-from areno.engine.plan.meter import held_memory, peak_memory, return_freed_memory
+from areno.engine.plan.memory import (
+    KV_SHARE,
+    available_bytes,
+    begin_peak,
+    default_kv_tokens,
+    held_memory,
+    peak_since,
+    return_freed_memory,
+)
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.table import plan_text
 from areno.engine.rollout.probe import prove_decoding
@@ -231,13 +238,14 @@ def test_a_cache_budget_is_never_too_small_to_start():
 def test_a_peak_is_that_of_its_block_alone():
     return_freed_memory(CPU)  # what tests before this one have left would serve the block
     before = held_memory(CPU)
-    with peak_memory(CPU) as large:
-        torch.ones(64 * MIB // 4).sum()
+    begin_peak(CPU)
+    torch.ones(64 * MIB // 4).sum()
+    large = peak_since(CPU)
     return_freed_memory(CPU)
-    with peak_memory(CPU) as small:
-        torch.ones(4 * MIB // 4).sum()
-    assert large.bytes >= before + 60 * MIB
-    assert small.bytes < large.bytes - 40 * MIB
+    begin_peak(CPU)
+    torch.ones(4 * MIB // 4).sum()
+    assert large >= before + 60 * MIB
+    assert peak_since(CPU) < large - 40 * MIB
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_what_is_read_off_the_logits_and_only_for_losses_that_ask(engine, chunke
         return -logprobs.sum() / pack["packed_response_mask"].sum()
 
     row = TrainSequence([True, True, False, False, False], ROWS[0], temperature=0.7)
-    step_of = engine.actor.train
+    step_of = engine.actor.training.run
     step_of([row], asking, 1)
     fresh = AutoModelForCausalLM.from_pretrained(engine.path)
     with torch.no_grad():

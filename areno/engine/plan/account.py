@@ -248,7 +248,7 @@ class _Planner:
             lengths,
             self.sizes.scored(lengths),
             optimizer,
-            microbatches=microbatches,
+            several=microbatches > 1,
             checkpointing=recompute,
             entropy=self.sizes.entropy,
             offloading=self.config.offload_activations,

@@ -119,7 +119,7 @@ def _need(config: EngineConfig, path: str, roles: list[Role]) -> Need:
         passes = [
             shape.update(
                 *(rows, rows, config.optimizer),
-                microbatches=2,
+                several=True,
                 checkpointing=checkpointing,
                 offloading=checkpointing and config.offload_activations,
                 device=config.device,

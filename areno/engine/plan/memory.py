@@ -1,21 +1,33 @@
-"""How much memory this process may still use."""
+"""The memory of this process: what is free, what it holds, and the most that it has held while a piece of work ran.
+
+Of a GPU PyTorch's allocator tells, of a CPU the kernel. On Linux the high-water mark of the resident set is reset before the
+work. Elsewhere it only ever rises, so the peak of a piece that takes less than an earlier one is over-stated.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from areno.engine.native import give_freed_memory_back
+
 # Leaves the larger part to weights, gradients and activations, which peak when the cache is idle but not freed.
 KV_SHARE = 0.4
+_RESET = Path("/proc/self/clear_refs")
 
 
 def available_bytes(device: torch.device) -> int:
     """Free memory of a device; for a CPU what the kernel calls available, bounded by the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_system_available(), _cgroup_available())
+    portable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(_figure("/proc/meminfo", "MemAvailable") or portable, _cgroup_available())
 
 
 def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
@@ -23,14 +35,45 @@ def default_kv_tokens(device: torch.device, bytes_per_token: int) -> int:
     return max(int(available_bytes(device) * KV_SHARE) // max(bytes_per_token, 1), 1024)
 
 
-def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+def held_memory(device: torch.device) -> int:
+    """Bytes held now: resident memory of the process, or what PyTorch has allocated on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _figure("/proc/self/status", "VmRSS") or _most()
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give the system back what the process has freed and still keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_freed_memory_back()
+
+
+def begin_peak(device: torch.device) -> None:
+    """Begin a new peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # no such file, or not allowed: the mark of the whole process is an upper bound
+        _RESET.write_text("5")
+
+
+def peak_since(device: torch.device) -> int:
+    """Most bytes held since the peak began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _figure("/proc/self/status", "VmHWM") or _most()
+
+
+def _figure(file: str, name: str) -> int:
+    """A figure of the kernel's in bytes; 0 where there is none, as on other systems than Linux."""
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the portable figures below
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return 0
 
 
 def _cgroup_available() -> int:
@@ -42,3 +85,9 @@ def _cgroup_available() -> int:
         return 2**62 if limit == "max" else max(int(limit) - used, 0)
     except (OSError, ValueError):
         return 2**62
+
+
+def _most() -> int:
+    """The largest resident set of the process so far; macOS counts bytes, others KiB."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from areno.config.train_options import TrainOptions
 from areno.engine.plan.account import PARTS, MemoryPlan
 from areno.engine.plan.advice import advise, largest_remedy
 
 _MIB = 2**20
-
-
-class Fit(Protocol):
-    """What a verdict is about."""
-
-    @property
-    def needed(self) -> int:
-        """Bytes at the peak."""
-
-    @property
-    def available(self) -> int:
-        """Bytes that are free."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether they are enough."""
 
 
 _TITLES = {
@@ -42,7 +26,8 @@ _TITLES = {
 def plan_text(options: TrainOptions, plan: MemoryPlan) -> str:
     """Lay the plan of a run out: bytes by phase and purpose, whether it fits, and what to change."""
     change = [] if plan.fits else advise(options, plan)
-    return "\n".join([*plan_table(plan), verdict(plan, change, largest_remedy(plan))])
+    where = f" (in the phase {plan.peak.name})"
+    return "\n".join([*plan_table(plan), verdict(plan.needed, plan.available, change, largest_remedy(plan), where)])
 
 
 def plan_table(plan: MemoryPlan) -> list[str]:
@@ -68,12 +53,16 @@ def _row(title: str, figures: list[int]) -> str:
 
 def _notes(plan: MemoryPlan) -> list[str]:
     lines = []
+    replicas, parts = plan.layout.dp_size, plan.layout.tp_size
     if plan.layout.world_size > 1:
-        lines.append(f"  Ranks: {_layout(plan)}; {_memories(plan)}.")
+        copies = f"{replicas} replicas" if replicas > 1 else "one model"
+        spread = f", each spread over {parts} ranks" if parts > 1 else ""
+        memories = "all share the memory of this machine" if plan.sharing > 1 else "each has a device of its own"
+        lines.append(f"  Ranks: {copies}{spread}; {memories}.")
     if plan.logits:
         lines.append(f"  Logits in chunks of {plan.logits / _MIB:,.1f} MiB at most, part of the activations.")
     if plan.cache_wanted:
-        note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if plan.layout.dp_size > 1 else ''}"
+        note = f"  KV cache of {plan.cache_tokens:,} tokens{' on each replica' if replicas > 1 else ''}"
         if plan.cache_tokens < plan.cache_wanted:
             note += f", less than the {plan.cache_wanted:,} of the worst case; sequences will take turns"
         lines.append(f"{note}.")
@@ -82,21 +71,17 @@ def _notes(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def _layout(plan: MemoryPlan) -> str:
-    replicas, parts = plan.layout.dp_size, plan.layout.tp_size
-    copies = f"{replicas} replicas" if replicas > 1 else "one model"
-    return f"{copies}, each spread over {parts} ranks" if parts > 1 else copies
+def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
+    """Whether a run of so many bytes fits, and what to change if not.
 
-
-def _memories(plan: MemoryPlan) -> str:
-    return "all share the memory of this machine" if plan.sharing > 1 else "each has a device of its own"
-
-
-def verdict(plan: Fit, change: Sequence[str], remedy: str) -> str:
-    """Whether a run fits, and what to change if not."""
-    where = f" (in the phase {plan.peak.name})" if isinstance(plan, MemoryPlan) else ""
-    figures = f"{plan.needed / _MIB:,.1f} MiB at most{where}, {plan.available / _MIB:,.1f} MiB free now"
-    if plan.fits:
+    Args:
+        needed: at the peak, which is ``where``.
+        available: bytes that are free.
+        change: settings or options that make it fit; may be empty.
+        remedy: what is left to do then.
+    """
+    figures = f"{needed / _MIB:,.1f} MiB at most{where}, {available / _MIB:,.1f} MiB free now"
+    if needed <= available:
         return f"Fits: yes. {figures}."
     advice = f"It would with {' '.join(change)}" if change else remedy.removesuffix(".")
     return f"Fits: no. {figures}. {advice}."

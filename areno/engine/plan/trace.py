@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from areno.errors import UsageError
 from areno.types import SamplingParams
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # A weight in 4 bits, with its share of the scales.
 _NF4_BYTES = 0.52
@@ -73,6 +74,20 @@ class RolloutBytes:
     cache: int  # what its KV cache has grown to at the end
     per_token: int  # a cached token
     beside: int  # most that a prefill or a decode step holds beside the cache
+
+
+def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[ShapeOf, P], T]:
+    """What was traced before is known: searches ask for the same again and again."""
+
+    @functools.wraps(trace)
+    def known(shape: ShapeOf, *arguments: P.args, **options: P.kwargs) -> T:
+        key = (trace.__name__, repr(arguments), repr(options))
+        if key not in shape.traced:
+            shape.traced[key] = trace(shape, *arguments, **options)
+        found: T = shape.traced[key]
+        return found
+
+    return known
 
 
 class ShapeOf:
@@ -119,7 +134,7 @@ class ShapeOf:
         own = self.model.adapter
         four_bit = adapter is not None and adapter.load_in_4bit
         self.merged = own.merged_bytes if own is not None and not four_bit else 0
-        self._traced: dict[tuple[Any, ...], Any] = {}
+        self.traced: dict[tuple[str, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
         self.weights = sum(t.untyped_storage().nbytes() for t in self._fixed)
         if four_bit:
@@ -152,47 +167,31 @@ class ShapeOf:
                 f"run itself may work ({str(error).splitlines()[0][:200]})"
             ) from error
 
+    @_once
     def update(
         self,
         lengths: Sequence[int],
         scored: Sequence[int],
         config: OptimizerConfig,
         *,
-        microbatches: int,
+        several: bool,
         checkpointing: bool,
+        device: torch.device,
         entropy: bool = False,
         offloading: bool = False,
-        device: torch.device | None = None,
     ) -> UpdateBytes:
         """Gradients of a step of some equal microbatches.
 
         Args:
+            lengths: tokens of each row of a microbatch.
             scored: how many of them are trained on.
-            microbatches: how many there are; a second one meets the gradients of the first.
+            config: of the optimizer.
+            several: there is more than one microbatch; the second meets the gradients of the first.
+            checkpointing: recompute layers in backward.
+            device: where the run will be.
+            entropy: the loss reads the entropy of the policy.
+            offloading: inputs of recomputed layers wait beside the device.
         """
-        place = device or torch.device("cpu")
-        flags = (microbatches > 1, checkpointing, entropy, offloading)
-        key = (tuple(lengths), tuple(scored), config.adam_8bit, config.offload, *flags, place.type)
-        return self._once(key, lambda: self._update(lengths, scored, config, *flags, place))
-
-    def _once(self, key: tuple[Any, ...], trace: Callable[[], T]) -> T:
-        """What was traced before is known: searches ask for the same again and again."""
-        if key not in self._traced:
-            self._traced[key] = trace()
-        found: T = self._traced[key]
-        return found
-
-    def _update(
-        self,
-        lengths: Sequence[int],
-        scored: Sequence[int],
-        config: OptimizerConfig,
-        several: bool,
-        checkpointing: bool,
-        entropy: bool,
-        offloading: bool,
-        device: torch.device,
-    ) -> UpdateBytes:
         parameters = self.model.parameters()
         with self._mode:
             step = TrainStep(self.model, self._optimizer(config), checkpointing, kind=self.kind)
@@ -263,11 +262,9 @@ class ShapeOf:
         plan = PackedPlan(lengths)
         return self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
 
+    @_once
     def score(self, lengths: Sequence[int]) -> int:
         """Most bytes that a scoring pass over rows holds."""
-        return self._once(("score", *lengths), lambda: self._score(lengths))
-
-    def _score(self, lengths: Sequence[int]) -> int:
         with self._counting() as live, torch.no_grad():
             self._predict(lengths, lengths, entropy=False)
         return live.peak
@@ -281,9 +278,9 @@ class ShapeOf:
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
         grown = tuple((columns, _fitting(running, columns, budget)) for columns in widths)
-        key = ("rollout", n_samples, prompt, longest, grown)
-        return self._once(key, lambda: self._rollout(n_samples, prompt, longest, grown))
+        return self._rollout(n_samples, prompt, longest, grown)
 
+    @_once
     def _rollout(self, n_samples: int, prompt: int, longest: int, grown: Sequence[tuple[int, int]]) -> RolloutBytes:
         """``grown``: columns of the cache, and the sequences that run in it, each time it grows."""
         with self._counting() as live, torch.inference_mode(False), torch.no_grad():
@@ -300,11 +297,9 @@ class ShapeOf:
             beside = max(beside, live.peak - held_bytes)
             return RolloutBytes(max(peak, live.peak), held_bytes, per_token, beside)
 
+    @_once
     def bytes_per_token(self, prompt: int) -> int:
         """Bytes of a cached token of one sequence, whose prompt has so many."""
-        return self._once(("token", prompt), lambda: self._bytes_per_token(prompt))
-
-    def _bytes_per_token(self, prompt: int) -> int:
         with self._counting(), torch.inference_mode(False), torch.no_grad():
             cache = SlotCache()
             cache.reserve(1, round_up(prompt + 1, COLUMN_STEP))

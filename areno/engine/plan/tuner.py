@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from areno.config.train_options import TrainOptions
 from areno.engine.backend import Backend
@@ -31,8 +32,6 @@ _MINI_BS = (16, 8, 4, 2, 1)
 _MIB = 2**20
 # A probe generates so many tokens behind a context that fills the rest of the longest sequence.
 _PROBED_TOKENS = 2
-# A try computes gradients and makes no update: what that takes beside them is planned.
-_STEP = ("forward", "backward", "optimizer")
 
 
 def tune_sizes(
@@ -59,6 +58,14 @@ def tune_sizes(
         return found
     finally:
         restore_rng(rng)
+
+
+class _Search(NamedTuple):
+    """A size that is searched for: the phases that it decides, and what tries it, which returns the peak."""
+
+    name: str
+    phases: tuple[str, ...]
+    work: Callable[[TrainOptions], int | None]
 
 
 @dataclass(slots=True)
@@ -118,9 +125,10 @@ class _Tuner:
             return planned.running_sequences
         longest = self._longest(planned)
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make sequences of {longest} tokens"
-        self._prove(1, planned, "max_running_prompts", ("rollout",), self._generate, remedy)
+        search = _Search("max_running_prompts", ("rollout",), self._generate)
+        self._prove(search, 1, planned, remedy)
         for value in self._running_candidates():
-            if value == 1 or self._fits(value, planned, "max_running_prompts", ("rollout",), self._generate):
+            if value == 1 or self._fits(search, value, planned):
                 return value
         raise AssertionError("one sequence was proven to fit")
 
@@ -139,59 +147,46 @@ class _Tuner:
         return next(_powers_of_two(max(min(most, self.rows or most), 1)))
 
     def _mini_bs(self, planned: TrainOptions) -> int:
+        # A try computes gradients and makes no update: what that takes beside them is planned.
+        search = _Search("mini_bs", ("forward", "backward", "optimizer"), self._update)
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make rows of {self._longest(planned)} tokens"
         if "mini_bs" in self.options.explicit:
-            self._prove(self.options.mini_bs, planned, "mini_bs", _STEP, self._update, "lower --mini-bs")
+            self._prove(search, self.options.mini_bs, planned, "lower --mini-bs")
             return self.options.mini_bs
-        self._prove(1, planned, "mini_bs", _STEP, self._update, remedy)
+        self._prove(search, 1, planned, remedy)
         rows = planned.batch_size * planned.n_samples
         for value in _MINI_BS:
             if value == 1:
                 return 1
-            if value <= rows and self._fits(value, planned, "mini_bs", _STEP, self._update):
+            if value <= rows and self._fits(search, value, planned):
                 return value
         raise AssertionError("one row was proven to fit")
 
     # -- tries -----------------------------------------------------------------------------------------------------
 
-    def _prove(
-        self,
-        value: int,
-        planned: TrainOptions,
-        name: str,
-        phases: tuple[str, ...],
-        work: Callable[[TrainOptions], int | None],
-        remedy: str,
-    ) -> None:
+    def _prove(self, search: _Search, value: int, planned: TrainOptions, remedy: str) -> None:
         """The least that must fit, or there is nothing to choose."""
-        if not self._fits(value, planned, name, phases, work):
+        if not self._fits(search, value, planned):
             raise UsageError(
-                f"--tune-params: {name}={value} does not fit into --mem-frac {self.options.mem_frac:g} of the memory "
+                f"--tune-params: {search.name}={value} does not fit into --mem-frac {self.options.mem_frac:g} of the memory "
                 f"({self.limit / _MIB:.0f} MiB); {remedy}, or raise --mem-frac"
             )
 
-    def _fits(
-        self,
-        value: int,
-        planned: TrainOptions,
-        name: str,
-        phases: tuple[str, ...],
-        work: Callable[[TrainOptions], int | None],
-    ) -> bool:
+    def _fits(self, search: _Search, value: int, planned: TrainOptions) -> bool:
         """Whether a size fits by the plan, and then by trying."""
-        candidate = dataclasses.replace(planned, **{name: value})  # type: ignore[arg-type]
+        candidate = dataclasses.replace(planned, **{search.name: value})  # type: ignore[arg-type]
         plan = make_plan(candidate, self.limit)
-        expected, absent = self.held + max(self._more(plan, phase) for phase in phases), self._absent(plan)
-        told = f"auto tune {name}={value}: planned {expected / _MIB:.0f} MiB"
+        expected, absent = self.held + max(self._more(plan, phase) for phase in search.phases), self._absent(plan)
+        line = f"auto tune {search.name}={value}: planned {expected / _MIB:.0f} MiB"
         if expected > self.limit:
-            logger.info("%s, too much", told)
+            logger.info("%s, too much", line)
             return False
-        measured = self._measured(work, candidate)
+        measured = self._measured(search.work, candidate)
         if measured is None:
-            logger.info("%s, out of memory when tried", told)
+            logger.info("%s, out of memory when tried", line)
             return False
         fits = measured + absent <= self.limit
-        logger.info("%s, measured %.0f MiB, %s", told, (measured + absent) / _MIB, "fits" if fits else "too much")
+        logger.info("%s, measured %.0f MiB, %s", line, (measured + absent) / _MIB, "fits" if fits else "too much")
         return fits
 
     def _more(self, plan: MemoryPlan, name: str) -> int:
