@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from areno.config.paths import base_of, tokenizer_of
 from areno.errors import EngineError, UsageError
@@ -107,27 +107,18 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
     check_tokenizer(tokenizer, path, option=f"role {name!r}", trust_remote_code=trust_remote_code)
 
 
-class Readable(Protocol):
-    """A model, or an engine that has one."""
-
-    @property
-    def context_length(self) -> int | None:
-        """Most tokens of a sequence, where there is a limit."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding table."""
-        ...
-
-
-def fitted(requests: Iterable[Request], model: Readable, kv_tokens: int) -> list[Request]:
+def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
     """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
+
+    Args:
+        requests: of a caller; they stay as they are.
+        context: most tokens of a sequence, where the model has a limit.
+        vocabulary: rows of its embedding table.
+        kv_tokens: tokens that the cache holds.
 
     Raises:
         EngineError: a request could never be answered, or would end generation for all others; none is queued then.
     """
-    context, vocabulary = model.context_length, model.vocab_size
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 
 

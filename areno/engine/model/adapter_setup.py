@@ -110,9 +110,7 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
 
     try:
         config: Any = peft.PeftConfig.from_pretrained(path)
-        _refuse_other_kinds(config, path)
-        if _is_spread(module):
-            _refuse_other_starts(config, path)
+        _refuse_other_kinds(config, path, _is_spread(module))
         config.lora_dropout = dropout
         return peft.PeftModel.from_pretrained(
             cast(Any, module), path, adapter_name=NAME, is_trainable=trainable, config=config
@@ -127,8 +125,8 @@ def _load(module: nn.Module, path: str, *, trainable: bool, dropout: float = 0.0
         ) from error
 
 
-def _refuse_other_kinds(config: Any, path: str) -> None:
-    """What is no LoRA, or would change the base model itself."""
+def _refuse_other_kinds(config: Any, path: str, spread: bool) -> None:
+    """What is no LoRA, would change the base model itself, or begins by taking weights apart that ranks share."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UsageError(f"the adapter {path} is of the kind {kind}; areno reads and trains LORA adapters")
@@ -137,11 +135,7 @@ def _refuse_other_kinds(config: Any, path: str) -> None:
             f"the adapter {path} trains the biases of its base model (bias={config.bias!r}), which would not be frozen "
             "any more; use one with bias='none'"
         )
-
-
-def _refuse_other_starts(config: Any, path: str) -> None:
-    """What begins by taking the base model's weights apart."""
-    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+    if spread and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise UsageError(
             f"the adapter {path} was begun with init_lora_weights={config.init_lora_weights!r}, which changes whole weights, "
             "and with --tp-size no rank has them; use --tp-size 1, or convert it to a plain one "
@@ -149,25 +143,15 @@ def _refuse_other_starts(config: Any, path: str) -> None:
         )
 
 
-def _linear_names(module: nn.Module) -> list[str]:
-    """Last parts of the names of a model's linear layers."""
-    linear = [name for name, child in module.named_modules() if _is_linear(child)]
-    return sorted({name.rpartition(".")[2] for name in linear})
-
-
-def _is_linear(module: nn.Module) -> bool:
+def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def _refuse_unknown(module: nn.Module, names: Sequence[str]) -> None:
-    linear = [name for name, child in module.named_modules() if _is_linear(child)]
+    linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D)]
     unknown = [name for name in names if not any(full == name or full.endswith(f".{name}") for full in linear)]
     if unknown:
         raise UsageError(
             f"--lora-target-modules {', '.join(unknown)}: no linear layer of {type(module).__name__} has this name; "
-            f"there are {', '.join(_linear_names(module))}"
+            f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
         )
 
 

@@ -50,7 +50,7 @@ def scaled_dot_product(
     ``mask`` is additive (0 or -inf), broadcastable to [B, 1, Lq, Lk]; ``causal`` is the mask-free form for Lq == Lk.
     """
     if layer.explicit or layer.softcap is not None or layer.sinks is not None:
-        return _explicit_attention(q, k, v, layer, _causal_mask(q.shape[2], q) if causal else mask)
+        return _explicit_attention(q, k, v, layer, window_mask(q.shape[2], None, q) if causal else mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -71,10 +71,6 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, 
     else:
         weights = scores.softmax(-1)
     return weights.to(v.dtype) @ v
-
-
-def _causal_mask(length: int, like: Tensor) -> Tensor:
-    return window_mask(length, None, like)
 
 
 def window_mask(length: int, window: int | None, like: Tensor, first: int = 0) -> Tensor:

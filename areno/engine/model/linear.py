@@ -28,26 +28,20 @@ def use_onednn(module: nn.Module) -> None:
     if not preferred():
         return
     for child in module.modules():
-        if type(child) is nn.Linear and type(child.weight) is nn.Parameter and _plain(child.weight):
-            child.__class__ = OneDnnLinear
+        if type(child) is nn.Linear and type(weight := child.weight) is nn.Parameter:
+            child.__class__ = OneDnnLinear if weight.dtype == torch.float32 and weight.is_cpu else nn.Linear
 
 
 @functools.cache
 def preferred() -> bool:
     """Whether this processor has AVX-512, is not Intel's, and PyTorch has both libraries."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _made_by_intel()
-
-
-def _plain(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.device.type == "cpu"
-
-
-def _made_by_intel() -> bool:
+    if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return True  # not Linux: leave PyTorch's choice
+        return False  # not Linux: leave PyTorch's choice
 
 
 class OneDnnLinear(nn.Linear):
@@ -57,7 +51,7 @@ class OneDnnLinear(nn.Linear):
         """Input [..., C] to output [..., O]."""
         if torch.compiler.is_exporting():
             return self._in_decode_step(input)
-        if not self._large(input):
+        if 2 * input.numel() * self.out_features < _LEAST_FLOP:
             return linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
@@ -77,9 +71,6 @@ class OneDnnLinear(nn.Linear):
         else:
             return linear(input, self.weight, self.bias)
         return out.view(*input.shape[:-1], self.out_features)
-
-    def _large(self, input: Tensor) -> bool:
-        return 2 * input.numel() * self.out_features >= _LEAST_FLOP
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -113,7 +113,12 @@ def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
 def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
     """The module on its device, with the adapter that ``path`` may be."""
     if options.four_bit:  # it is there already
-        _compute_alike(module)
+        child: Any
+        for child in module.modules():
+            # bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout
+            # would not be what training sees.
+            if hasattr(child, "support_avx512bf16_for_cpu"):
+                child.support_avx512bf16_for_cpu = False
     else:
         module = module.to(options.device)
     return merge_for_good(module, path) if is_adapter(path) else module
@@ -218,7 +223,14 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     if auto:
         more["trust_remote_code"] = options.trust_remote_code
     if options.four_bit:
-        more |= {"quantization_config": _nf4(options.dtype), "device_map": {"": options.device}}
+        # 4-bit normal floats with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=options.dtype,
+        )
+        more |= {"quantization_config": nf4, "device_map": {"": options.device}}
     if not sys.stderr.isatty():
         disable_progress_bar()
     tp_size = options.peers.layout.tp_size
@@ -227,19 +239,14 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     if not options.dummy:
         module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
         _refuse_random_weights(report, options.option, path)
-        if tp_size > 1:
-            _let_go_of_the_file(module)
+        # transformers leaves the parts that are cut as views of the whole file, which they would keep in memory.
+        for parameter in module.parameters() if tp_size > 1 else ():
+            part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
+            part.data = part.detach().clone()
         return module
     config = more.pop("config", None)
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
-
-
-def _let_go_of_the_file(module: nn.Module) -> None:
-    """Copy each part: ``transformers`` leaves those that are cut as views of the whole file, which stays in memory by it."""
-    for parameter in module.parameters():
-        part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
-        part.data = part.detach().clone()
 
 
 def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
@@ -253,25 +260,6 @@ def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
     own_plan = getattr(module, "_tp_plan", None) or {}
     return {"distributed_config": distributed_config(config, own_plan, tp_size, options.option, path)}
-
-
-def _compute_alike(module: nn.Module) -> None:
-    """bitsandbytes has a kernel for some CPUs that computes in bf16, and only while nothing is trained: a rollout would not
-    be what training sees."""
-    child: Any
-    for child in module.modules():
-        if hasattr(child, "support_avx512bf16_for_cpu"):
-            child.support_avx512bf16_for_cpu = False
-
-
-def _nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """4-bit normal floats with double quantisation (Dettmers et al. 2023, arXiv:2305.14314)."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:

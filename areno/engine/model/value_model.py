@@ -56,8 +56,15 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 def read_head(path: str) -> tuple[Tensor, Tensor | None] | None:
     """Weight [outputs, C] and bias [outputs] of the scalar head that a checkpoint ships; None where it has none."""
-    for file in _weight_files(path):
-        tensors = _head_tensors(file)
+    from safetensors import safe_open
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = Path(str(cached_file(path, "config.json"))).parent
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:  # type: ignore[no-untyped-call]
+            wanted = [key for key in stored.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
+            tensors = {key: stored.get_tensor(key) for key in wanted}
         for name in HEAD_NAMES:
             for prefix in ("", "model."):
                 weight = tensors.get(f"{prefix}{name}.weight")
@@ -89,20 +96,3 @@ def _as_rows(weight: Tensor, path: str) -> Tensor:
     if weight.ndim != 2:
         raise UsageError(f"{path}: its scalar head has the shape {tuple(weight.shape)}; expected [outputs, features]")
     return weight.T if weight.shape[1] == 1 else weight
-
-
-def _weight_files(path: str) -> list[Path]:
-    """Safetensors files of a folder or of a cached hub checkpoint."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        config = cached_file(path, "config.json")
-        folder = Path(str(config)).parent
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _head_tensors(file: Path) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
-        wanted = [key for key in tensors.keys() if key.rsplit(".", 2)[-2] in HEAD_NAMES]  # noqa: SIM118
-        return {key: tensors.get_tensor(key) for key in wanted}

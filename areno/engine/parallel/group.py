@@ -129,7 +129,7 @@ class EngineGroup:
             EngineError: a rank has failed, or a request cannot be answered.
         """
         # The ranks would say the same, but only later.
-        requests = fitted(requests, self, self.kv_tokens)
+        requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:
             if not self._gathered:
                 self.workers.call("engine.begin_rollout")

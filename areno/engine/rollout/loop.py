@@ -112,7 +112,8 @@ class RolloutLoop:
         Raises:
             EngineError: the loop has died, or a request cannot be answered; none is queued then.
         """
-        groups = [self._group(request) for request in fitted(requests, self.model, self.scheduler.budget_tokens)]
+        model, budget = self.model, self.scheduler.budget_tokens
+        groups = [self._group(r) for r in fitted(requests, model.context_length, model.vocab_size, budget)]
         release_workers()  # of whoever asks, and will most likely wait
         with self._wake:
             self._refuse_ended()

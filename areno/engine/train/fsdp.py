@@ -95,11 +95,7 @@ class SpreadAdamW(Optimizer):
                 adam[index] |= {key: self._whole(moments[key], parameter) for key in MOMENTS}
             if self._rounded:
                 masters[name] = self._whole(share.detach(), parameter)
-        return {
-            **self._head(self._names),
-            "adam": adam,
-            "masters": masters,
-        }
+        return {**self._head(self._names), "adam": adam, "masters": masters}
 
     def _whole(self, share: Tensor, like: Tensor) -> Tensor:
         """A tensor from its shares, in the computer's memory; empty on all ranks but the first."""

@@ -94,12 +94,7 @@ def make_adam(
     """The update rule over fp32 tensors, or groups of them: whole weights, masters, or flat shards of them."""
     if config.sgd:
         return torch.optim.SGD(tensors, lr=config.lr, weight_decay=config.weight_decay)
-    rates: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
+    rates: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
     if config.adam_8bit:
         return adam_8bit.Adam8bit(tensors, **rates)
     return torch.optim.AdamW(tensors, fused=True, **rates)
@@ -113,11 +108,9 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
         if isinstance(adam, adam_8bit.Adam8bit):
             adam.moments_of(parameter, quantised)
         elif not adam.state[parameter]:
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments = [
-                torch.empty_like(parameter).zero_() for _ in range(2)
-            ]  # written to: zeros_like takes no memory yet
-            adam.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+            # Written to: zeros_like takes no memory yet.
+            moments = {name: torch.empty_like(parameter).zero_() for name in MOMENTS}
+            adam.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 class Optimizer(ABC):
@@ -212,7 +205,12 @@ class Optimizer(ABC):
         """Go on from where a saved state was, if it is one of these parameters and of those masters."""
         if state["names"] != list(names) or set(state["masters"]) != set(masters):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
-        refuse_other_rule(state, self.config)
+        if state.get("adam_8bit", False) != self.config.adam_8bit:
+            raise ValueError(
+                "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
+            )
+        if state.get("sgd", False) != self.config.sgd:
+            raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
 
 
@@ -265,11 +263,11 @@ class MasterAdamW(Optimizer):
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
-        return self.state_bytes() if moments else self._master_bytes()
-
-    def _master_bytes(self) -> int:
-        pairs = zip(self._parameters, self._masters, strict=True)
-        return sum(4 * master.numel() for p, master in pairs if p is not master)
+        masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
+        if not moments or self.config.sgd:
+            return masters
+        low = None if self.config.adam_8bit else False
+        return masters + sum(adam_8bit.state_bytes(master.numel(), low) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
         """About what a step takes on such a device beside states and gradients."""
@@ -277,12 +275,7 @@ class MasterAdamW(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights, as memory holds them and a checkpoint does."""
-        masters = self._master_bytes()
-        if self.config.sgd:
-            return masters
-        if self.config.adam_8bit:
-            return masters + sum(adam_8bit.state_bytes(master.numel()) for master in self._masters)
-        return masters + sum(8 * master.numel() for master in self._masters)
+        return self.held_bytes()
 
     @torch.no_grad()
     def step(self) -> float:
@@ -310,14 +303,6 @@ class MasterAdamW(Optimizer):
         for name, master in zip(self._names, self._masters, strict=True):
             if name in state["masters"]:
                 master.data.copy_(state["masters"][name])
-
-
-def refuse_other_rule(state: Mapping[str, Any], config: OptimizerConfig) -> None:
-    """Check that a saved state is of the rule that goes on with it."""
-    if state.get("adam_8bit", False) != config.adam_8bit:
-        raise ValueError("the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run")
-    if state.get("sgd", False) != config.sgd:
-        raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

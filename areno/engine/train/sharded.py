@@ -106,11 +106,12 @@ class ShardedAdamW(Optimizer):
             yield nn.Parameter(self._master.detach()[place]), segment.quantised, place
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups = [
+        if not self.config.adam_8bit:
+            return [{"params": [self._master]}]
+        return [
             {"params": [piece for piece, quantised, _ in self._pieces if quantised == kind], "quantised": kind}
             for kind in (True, False)
         ]
-        return groups if self.config.adam_8bit else [{"params": [self._master]}]
 
     def _watch(self, segment: _Segment) -> None:
         """Add every gradient of a parameter to the flat buffer as soon as it is there; the first replaces the last step's."""
@@ -131,8 +132,12 @@ class ShardedAdamW(Optimizer):
     def _share_weights(self) -> None:
         """Let the model compute with weights that all replicas have in common, where that can be."""
         dtype = self._weight_dtype
-        whole = [segment.parameter for segment in self._segments]
-        if self._device.type != "cpu" or not all(_can_move(parameter, dtype) for parameter in whole):
+        # A parameter may lie anywhere if the whole of it is here, entry by entry in order.
+        movable = all(
+            type(p) is nn.Parameter and p.is_contiguous() and p.dtype == dtype
+            for p in (segment.parameter for segment in self._segments)
+        )
+        if self._device.type != "cpu" or not movable:
             return
         self._common = common = self.peers.data.common(self._share * self.peers.data.size, dtype)
         if common is None:
@@ -186,7 +191,8 @@ class ShardedAdamW(Optimizer):
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients, and free their memory if nobody else reads it."""
-        self._drop_buffer()
+        if self._shared is None:
+            self._flat = None
         self._gradient = self._gradient.new_zeros(0)
         self._filled.clear()
 
@@ -202,8 +208,10 @@ class ShardedAdamW(Optimizer):
             if segment.name not in self._filled:
                 flat[segment.start : segment.stop].zero_()
         self._sum_partial(flat)
-        self._gradient = self._summed(flat) if self._shared is None else self._shared.part()
-        self._drop_buffer()
+        if self._shared is None:
+            self._gradient, self._flat = self._summed(flat), None
+        else:
+            self._gradient = self._shared.part()
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(4, dtype=torch.float64, device=self._home)
         look = _LOOK if self._home.type == "cpu" else _LOOK_ON_GPU
@@ -216,10 +224,6 @@ class ShardedAdamW(Optimizer):
         totals = self.peers.tensor.sum(self.peers.data.sum(found.to(self._device)))
         square, nonzero, total, seen = totals.tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
-
-    def _drop_buffer(self) -> None:
-        if self._shared is None:
-            self._flat = None
 
     def _sum_partial(self, flat: Tensor) -> None:
         """Sum what each rank of a replica has seen a part of, all at once."""
@@ -281,7 +285,8 @@ class ShardedAdamW(Optimizer):
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
         counts = [segment.parameter.numel() for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(counts)
-        return masters + sum(adam_8bit.state_bytes(n) if self.config.adam_8bit else 8 * n for n in counts)
+        low = None if self.config.adam_8bit else False
+        return masters + sum(adam_8bit.state_bytes(count, low) for count in counts)
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
@@ -318,11 +323,7 @@ class ShardedAdamW(Optimizer):
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
         masters = dict(zip(names, self._wholes(self._master.detach()), strict=True)) if rounded else {}
-        return {
-            **self._head(names),
-            "adam": self._whole_states(),
-            "masters": masters,
-        }
+        return {**self._head(names), "adam": self._whole_states(), "masters": masters}
 
     def _whole_states(self) -> dict[int, dict[str, Any]]:
         """Step count and moments of every parameter, by its number; {} before the first step, on all ranks alike."""
@@ -394,11 +395,6 @@ class ShardedAdamW(Optimizer):
         else:
             moment = state[MOMENTS[which]]
         return part_of(moment.to(self._device), segment.parameter)
-
-
-def _can_move(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether it may lie anywhere: the whole of it is here, entry by entry in order."""
-    return type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.dtype == dtype
 
 
 def _segments(

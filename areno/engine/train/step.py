@@ -135,9 +135,10 @@ class TrainStep:
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
         self.set_training(True)
         try:
-            results = [
-                self._optimizer_step(rows[i : i + per_step], loss_fn, mini_bs) for i in range(0, len(rows), per_step)
-            ]
+            results = []
+            for start in range(0, len(rows), per_step):
+                self.optimizer.zero_grad()
+                results.append(self.accumulate(rows[start : start + per_step], loss_fn, mini_bs) | self.apply())
         finally:
             self.set_training(False)
             self.model.weights.release()
@@ -256,12 +257,6 @@ class TrainStep:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
         return loss, metrics, predicted
 
-    def _optimizer_step(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
-    ) -> dict[str, float]:
-        self.optimizer.zero_grad()
-        return self.accumulate(rows, loss_fn, mini_bs) | self.apply()
-
     def apply(self) -> dict[str, float]:
         """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
         if self.model.device.type == "cpu" and are_large(self.model.weight_bytes):
@@ -276,16 +271,13 @@ class TrainStep:
             stats["grad_norm_clipped"] = gradient.norm * factor
             stats["lr"] = self.optimizer.step()
         self.optimizer.zero_grad()
-        self._watch(gradient.norm)
-        return stats
-
-    def _watch(self, norm: float) -> None:
-        self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
+        self._skipped = 0 if math.isfinite(gradient.norm) else self._skipped + 1
         if self._skipped >= self.max_skipped:
             raise EngineError(
                 f"the gradient was not finite in {self._skipped} updates in a row; the weights are unchanged since then. "
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
+        return stats
 
     def set_training(self, training: bool) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""

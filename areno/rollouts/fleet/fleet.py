@@ -153,7 +153,7 @@ class RolloutFleet:
             EngineError: the fleet is closed, or a request cannot be answered.
             WorkerFailedError: replicas have failed more often than they may.
         """
-        return self._router.submit(fitted(requests, self, self.kv_tokens))
+        return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
     def cancel(self, future: Future[RolloutResult]) -> None:
         """Answer one request with what it has so far."""
