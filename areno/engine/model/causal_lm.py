@@ -58,7 +58,11 @@ class CausalLM(PackedModel):
         super().__init__(module)
         self._head = copy.copy(module)
         self._head._modules = {**module._modules, self._prefix: _PassThrough()}
-        self._share = _share_of(module)
+        self._share: VocabularyShare | None = None
+        if (getattr(module, "_tp_size", None) or 1) > 1:
+            from areno.engine.parallel.sharding import vocabulary_share  # costs a second to import, and few need it
+
+            self._share = vocabulary_share(module)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, C], in the model's dtype; without gradient where ranks share the vocabulary."""
@@ -106,12 +110,3 @@ class CausalLM(PackedModel):
         logits = self.own_logits(hidden)
         extremes = logit_bounds(logits, self._share) if bounds else logits.new_zeros(0)
         return *token_logprobs(logits, targets, temperatures, entropy, self._share), extremes
-
-
-def _share_of(module: nn.Module) -> VocabularyShare | None:
-    """What this rank has of the output head of a model that may be spread over ranks."""
-    if (getattr(module, "_tp_size", None) or 1) == 1:
-        return None
-    from areno.engine.parallel.sharding import vocabulary_share  # costs a second to import, and few need it
-
-    return vocabulary_share(module)

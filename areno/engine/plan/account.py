@@ -135,19 +135,29 @@ class _Planner:
         open_ = self.config.activation_checkpointing is None and not self.config.offload_activations
         self.recompute = self.config.activation_checkpointing is not False
         self.updates = self._updates(self.recompute)
-        if sizes.device.type == "cuda" and open_ and self.updates:
-            self._keep_activations()
+        if sizes.device.type == "cuda" and open_ and self.updates:  # do without recomputation where the engine would
+            kept = self._updates(False)
+            if not divide(self._free(), self._need(self.updates, kept), keeps_cache=False).recompute:
+                self.recompute, self.updates = False, kept
 
     def _updates(self, recompute: bool) -> list[UpdateBytes]:
         trained = [("", self.actor, self.config.optimizer)] if self.sizes.trains else []
         trained += [(role.name, shape, role.optimizer) for role, shape in self.roles if role.optimizer]
-        return [self._update(*each, recompute) for each in trained]
-
-    def _keep_activations(self) -> None:
-        """Do without recomputation where the engine would."""
-        kept = self._updates(False)
-        if not divide(self._free(), self._need(self.updates, kept), keeps_cache=False).recompute:
-            self.recompute, self.updates = False, kept
+        updates = []
+        for role, shape, optimizer in trained:
+            lengths, microbatches = self.sizes.microbatch(self.longest, role)
+            update = shape.update(
+                lengths,
+                self.sizes.scored(lengths),
+                optimizer,
+                several=microbatches > 1,
+                checkpointing=recompute,
+                entropy=self.sizes.entropy,
+                offloading=self.config.offload_activations,
+                device=self.sizes.device,
+            )
+            updates.append(update)
+        return updates
 
     def _free(self) -> int:
         """Bytes that are left once the models are loaded."""
@@ -177,7 +187,8 @@ class _Planner:
                 self._phase("score", gradients=kept, kv_cache=between, activations=max(scoring), scoring=True)
             )
         phases += self._training(between)
-        wanted = self.sizes.running * self.longest if generated is not None else 0
+        # Layer inputs wait beside the GPU for one role at a time.
+        inputs = max((update.elsewhere for update in self.updates), default=0)
         return MemoryPlan(
             parameters=self.actor.parameters,
             trained=self.actor.trained,
@@ -185,9 +196,9 @@ class _Planner:
             device=str(self.sizes.device),
             phases=tuple(phases),
             logits=self._logits(),
-            host=self._host(),
+            host=(sum(update.host for update in self.updates) + inputs) * self.sizes.layout.world_size,
             cache_tokens=0 if generated is None else generated.cache // generated.per_token,
-            cache_wanted=wanted,
+            cache_wanted=0 if generated is None else self.sizes.running * self.longest,
             available=self.available,
             layout=self.sizes.layout,
             sharing=self.sizes.sharing,
@@ -195,15 +206,11 @@ class _Planner:
             longest=self.longest,
         )
 
-    def _host(self) -> int:
-        """What all ranks of this machine keep beside their GPUs; layer inputs of one role at a time."""
-        inputs = max((update.elsewhere for update in self.updates), default=0)
-        return (sum(update.host for update in self.updates) + inputs) * self.sizes.layout.world_size
-
     def _loading(self) -> Phase:
         """Masters are made with the model; a checkpoint in another type is in memory beside what is made of it."""
         shapes = [self.actor, *(shape for role, shape in self.roles if not role.only_scores)]
-        converted = [size for shape in shapes if _differs(size := shape.file_bytes, shape.whole)]
+        # Headers of files and untied copies are no matter: only another type makes such a difference.
+        converted = [size for s in shapes if (size := s.file_bytes) and not 0.7 < size / s.whole < 1.4]
         # A rank writes its share of what replicas have in common from weights that are still its own.
         moved = sum(update.common for update in self.updates) // self.sizes.layout.dp_size
         return self._phase("load", activations=max([moved, *(size // self.sizes.layout.tp_size for size in converted)]))
@@ -214,13 +221,11 @@ class _Planner:
         """A phase over what is always there."""
         roles = [shape.weights for role, shape in self.roles if scoring or not role.only_scores]
         states = sum(update.masters if name == "load" else update.state for update in self.updates)
-        figures = (self._process(), self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
+        process = _PROCESS if self.sizes.device.type == "cpu" else 0
+        if process and (self.sizes.layout.world_size > 1 or not self.sizes.trains):
+            process += RANK
+        figures = (process, self.actor.weights, sum(roles), states, gradients, kv_cache, activations)
         return Phase(name, dict(zip(PARTS, figures, strict=True)))
-
-    def _process(self) -> int:
-        if self.sizes.device.type != "cpu":
-            return 0
-        return _PROCESS + RANK if self.sizes.layout.world_size > 1 or not self.sizes.trains else _PROCESS
 
     def _training(self, kv_cache: int) -> list[Phase]:
         """Forward, backward and the optimizer's step, each of the role that needs most."""
@@ -229,16 +234,13 @@ class _Planner:
             there = update.gradients
             others = sum(other.kept for other in self.updates if other is not update)
             carried = max(update.carried, update.kept)
-            passes = {
-                "forward": (others + carried, update.forward - update.carried),
-                "backward": (others + there, update.backward - update.gradients),
-                "optimizer": (others + there, update.step),
-            }
+            passes = (
+                ("forward", carried, update.forward - update.carried),
+                ("backward", there, update.backward - update.gradients),
+                ("optimizer", there, update.step),
+            )
             phases.append(
-                [
-                    self._phase(name, gradients=gradients, kv_cache=kv_cache, activations=activations)
-                    for name, (gradients, activations) in passes.items()
-                ]
+                [self._phase(name, gradients=others + own, kv_cache=kv_cache, activations=a) for name, own, a in passes]
             )
         return [max(same, key=lambda phase: phase.total) for same in zip(*phases, strict=True)]
 
@@ -256,7 +258,7 @@ class _Planner:
         )
 
     def _rollout(self) -> RolloutBytes:
-        run, paged = self.config, self.sizes.device.type == "cuda"
+        run = self.config
         # A prefill takes as many tokens whatever a prompt is; an agent's contexts grow up to the longest row.
         prompt = min(self.sizes.prompt, self.longest - 1)
         budget = run.kv_cache_tokens
@@ -264,7 +266,7 @@ class _Planner:
             free = self.available // self.sizes.sharing - self.actor.weights
             budget = max(int(free * KV_SHARE) // self.actor.bytes_per_token(prompt), 1024)
         found = self.actor.rollout(self.sizes.running, self.sizes.n_samples, prompt, self.longest, budget)
-        if not paged:
+        if self.sizes.device.type != "cuda":
             return found
         if run.kv_cache_tokens is None:
             need = self._need(self.updates, self.updates, 2 * found.beside)
@@ -284,11 +286,6 @@ class _Planner:
         own = -(-vocab // self.sizes.layout.tp_size)
         rows = rows_of_chunk(own, CHUNK_ELEMENTS, self.sizes.device.type)
         return 2 * 4 * own * min(rows, sum(self.sizes.scored(lengths)))
-
-
-def _differs(file: int, weights: int) -> bool:
-    """Whether a file of so many bytes holds the weights in another type; headers and untied copies are no matter."""
-    return file > 0 and not 0.7 < file / weights < 1.4
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:

@@ -27,7 +27,8 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
         other = make_plan(dataclasses.replace(options, **change), plan.available)
         return other.fits, other.peak.total
 
-    return _spelled(least_changes(_changes(options), tried, plan.peak.total))
+    change = least_changes(_changes(options), tried, plan.peak.total)
+    return [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in change.items()]
 
 
 def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[bool, int]], size: int) -> Change:
@@ -76,10 +77,6 @@ def halves(value: int, least: int) -> Iterator[int]:
     while value // 2 >= least:
         value //= 2
         yield value - value % least
-
-
-def _spelled(change: Change) -> list[str]:
-    return [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in change.items()]
 
 
 def largest_remedy(plan: MemoryPlan) -> str:

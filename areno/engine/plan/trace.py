@@ -131,8 +131,7 @@ class ShapeOf:
                 )  # says what cannot be
                 keep_one_part(self.model.module, self.layout.tp_size)
         tensors = list(self.model.module.parameters())
-        own = self.model.adapter
-        four_bit = adapter is not None and adapter.load_in_4bit
+        own, four_bit = self.model.adapter, adapter is not None and adapter.load_in_4bit
         self.merged = own.merged_bytes if own is not None and not four_bit else 0
         self.traced: dict[tuple[str, ...], Any] = {}
         self._fixed: list[Tensor] = [*tensors, *self.model.module.buffers()]
@@ -247,7 +246,8 @@ class ShapeOf:
 
     def _predict(self, lengths: Sequence[int], scored: Sequence[int], entropy: bool) -> Tensor:
         """What a loss gets for rows whose last tokens are trained on."""
-        hidden = self._hidden(lengths)
+        plan = PackedPlan(lengths)
+        hidden = self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
         if self.kind == "reward":
             assert isinstance(self.model, ValueModel)
             return self.model.values(hidden[: len(lengths)])
@@ -257,10 +257,6 @@ class ShapeOf:
         assert isinstance(self.model, CausalLM)
         targets, temperatures = torch.zeros(sum(scored), dtype=torch.long), torch.ones(sum(scored))
         return self.model.logprobs_and_entropy(rows, targets, temperatures, entropy)[0]
-
-    def _hidden(self, lengths: Sequence[int]) -> Tensor:
-        plan = PackedPlan(lengths)
-        return self.model.body(torch.zeros(plan.tokens, dtype=torch.long), plan.position_ids, plan)
 
     @_once
     def score(self, lengths: Sequence[int]) -> int:
@@ -277,7 +273,10 @@ class ShapeOf:
         """
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)
-        grown = tuple((columns, _fitting(running, columns, budget)) for columns in widths)
+        # Of the sequences that the budget lets run, at least one always does.
+        grown = tuple(
+            (columns, running if budget is None else min(running, max(budget // columns, 1))) for columns in widths
+        )
         return self._rollout(n_samples, prompt, longest, grown)
 
     @_once
@@ -363,11 +362,6 @@ def _put_on_cpu(module: torch.nn.Module) -> None:
             for table in tables:
                 if tensor is not None and table.get(name) is tensor:
                     table[name] = made[id(tensor)]
-
-
-def _fitting(running: int, columns: int, budget: int | None) -> int:
-    """Sequences of so many columns that the budget lets run; at least one always does."""
-    return running if budget is None else min(running, max(budget // columns, 1))
 
 
 def _per_token(cache: SlotCache) -> int:

@@ -44,7 +44,14 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
-    fed, places, plan = _tree(rows, device) if tree else (tokens, None, PackedPlan(lengths, device))
+    fed, places = tokens, torch.arange(len(tokens))  # what the model gets, and the place there of each token
+    plan: PackedPlan | TreePlan
+    if tree:
+        shared = TokenTree()
+        places = torch.tensor(list(chain.from_iterable(shared.add(row.tokens) for row in rows)))
+        fed, plan = torch.tensor(shared.tokens), TreePlan(shared.parents, device)
+    else:
+        plan = PackedPlan(lengths, device)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     first[list(accumulate(lengths[:-1], initial=0))] = True
     actions = (~first).nonzero()[:, 0]
@@ -63,23 +70,15 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
         stream = _stream(rows, name, actions, dtype)
         if stream is not None:
             data[key] = upload(stream, device)
-    before = actions[scored] - 1
     return PackedBatch(
         tokens=upload(fed, device),
         plan=plan,
         scored=upload(scored, device),
-        sources=upload(before if places is None else places[before], device),
+        sources=upload(places[actions[scored] - 1], device),
         targets=upload(tokens[actions[scored]], device),
         temperatures=upload(temperatures[scored], device),
         data=cast(DataPack, RowData(data)),
     )
-
-
-def _tree(rows: Sequence[TrainSequence], device: torch.device | str) -> tuple[Tensor, Tensor, TreePlan]:
-    """Tokens of the rows' tree, the place there of each token of the rows end to end, and the plan."""
-    tree = TokenTree()
-    places = torch.tensor(list(chain.from_iterable(tree.add(row.tokens) for row in rows)))
-    return torch.tensor(tree.tokens), places, TreePlan(tree.parents, device)
 
 
 _STREAMS = (

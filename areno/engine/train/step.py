@@ -40,23 +40,8 @@ def most_tokens(device_type: str) -> int:
     return MAX_TOKENS_CUDA if device_type == "cuda" else MAX_TOKENS
 
 
-@dataclass(slots=True)
-class _Totals:
-    """Statistics of one optimizer step, added up over its microbatches: name -> kind and numbers."""
-
-    sums: dict[str, tuple[str, Parts]] = field(default_factory=dict)
-
-    def merge(self, other: dict[str, tuple[str, Parts]]) -> None:
-        """Add another rank's sums."""
-        for name, (kind, parts) in other.items():
-            known = self.sums.get(name)
-            self.sums[name] = (kind, parts if known is None else merge_parts(kind, known[1], parts))
-
-    def result(self) -> dict[str, float]:
-        stats: dict[str, float] = {}
-        for name, (kind, parts) in self.sums.items():
-            stats |= scalars_of(name, kind, parts)
-        return stats
+Sums = dict[str, tuple[str, Parts]]
+"""Statistics added up over microbatches: name -> kind and numbers."""
 
 
 @dataclass(slots=True)
@@ -68,28 +53,30 @@ class _Measured:
 
     def add(self, loss: Tensor, metrics: dict[str, Any], weight: float) -> None:
         """Note one pass: its loss, then for each statistic its numbers."""
-        self._note(loss)
-        entries = []
+        entries, numbers = [], [loss]
         for name, value in metrics.items():
             kind, parts = parts_of(value) if isinstance(value, Statistic) else ("", [value])
             entries.append((name, kind, len(parts)))
-            for part in parts:
-                self._note(part)
+            numbers += parts
+        self.values += [number.detach() if isinstance(number, Tensor) else number for number in numbers]
         self.passes.append((weight, entries))
 
-    def _note(self, value: Tensor | float) -> None:
-        self.values.append(value.detach() if isinstance(value, Tensor) else value)
-
-    def totals(self) -> tuple[float, _Totals]:
+    def totals(self) -> tuple[float, Sums]:
         """Read everything at once; weighted sum of the losses, and all statistics added up."""
         numbers = iter(read_all(self.values))
-        loss_sum, totals = 0.0, _Totals()
+        loss_sum, sums = 0.0, Sums()
         for weight, entries in self.passes:
             loss_sum += next(numbers) * weight
             for name, kind, count in entries:
                 parts = [next(numbers) for _ in range(count)]
-                totals.merge({name: (kind, parts) if kind else ("mean", [parts[0] * weight, weight])})
-        return loss_sum, totals
+                _merge(sums, {name: (kind, parts) if kind else ("mean", [parts[0] * weight, weight])})
+        return loss_sum, sums
+
+
+def _merge(sums: Sums, more: Sums) -> None:
+    """Add sums to others, in place."""
+    for name, (kind, parts) in more.items():
+        sums[name] = (kind, merge_parts(kind, sums[name][1], parts) if name in sums else parts)
 
 
 @dataclass(slots=True)
@@ -171,19 +158,20 @@ class TrainStep:
 
         Every rank is given all rows and takes its share of them; the statistics are those of all.
         """
-        unit = reduction_of(loss_fn)
-        together = 2 if unit == "pair" else 1
+        together = 2 if reduction_of(loss_fn) == "pair" else 1
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
-        loss_sum, totals = self._accumulate(mine, loss_fn, mini_bs, rows)
-        if self.peers.data.size == 1:
-            return {"loss": loss_sum, **totals.result()}
-        everyone = _Totals()
-        losses = self.peers.data.everyone((loss_sum, totals.sums))
-        for _, sums in losses:
-            everyone.merge(sums)
-        return {"loss": sum(loss for loss, _ in losses), **everyone.result()}
+        found = [self._accumulate(mine, loss_fn, mini_bs, rows)]
+        if self.peers.data.size > 1:
+            found = self.peers.data.everyone(found[0])
+        sums = Sums()
+        for _, more in found:
+            _merge(sums, more)
+        stats = {"loss": sum(loss for loss, _ in found)}
+        for name, (kind, parts) in sums.items():
+            stats |= scalars_of(name, kind, parts)
+        return stats
 
     def _accumulate(
         self,
@@ -191,7 +179,7 @@ class TrainStep:
         loss_fn: LossFn,
         mini_bs: int | MicroBatching,
         rows: Sequence[TrainSequence],
-    ) -> tuple[float, _Totals]:
+    ) -> tuple[float, Sums]:
         """The same over this replica's rows alone, out of ``rows`` of all."""
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
