@@ -7,12 +7,10 @@ A test compares the file with `render`, so the page cannot drift from what is re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from areno.config.experiment import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-from areno.config.experiment.effect_table import HARMLESS, REFUSED, REFUSED_VALUES
-from areno.config.experiment.effects import words_of
 from areno.config.experiment.legacy import LEGACY_KEYS
 from areno.config.experiment.settings import Setting, paths_of, settings_of
 
@@ -192,14 +190,20 @@ def _section(declaration: type, places: list[str]) -> str:
         lines.append(f"\nUsed as {shown}{' and others' if len(places) > 4 else ''}.")
     if bases:
         lines.append(f"\nHas the settings of {' and '.join(f'[{base}](#{base.lower()})' for base in bases)} as well.")
-    whole = f"{declaration.__name__}.*"
-    if whole in REFUSED:
-        lines.append(f"\nNot supported: {REFUSED[whole]}.")
-    if whole in HARMLESS:
-        lines.append(f"\nAccepted without effect: {HARMLESS[whole]}.")
+    refused, no_effect = _common(entry.info.refused for entry in own), _common(entry.info.no_effect for entry in own)
+    if refused:
+        lines.append(f"\nNot supported: {refused}.")
+    if no_effect:
+        lines.append(f"\nAccepted without effect: {no_effect}.")
     if own:
-        lines += ["\n" + _COLUMNS, *(_row(entry, tell=whole not in {**REFUSED, **HARMLESS}) for entry in own)]
+        lines += ["\n" + _COLUMNS, *(_row(entry, tell=not (refused or no_effect)) for entry in own)]
     return "\n".join([*lines, ""])
+
+
+def _common(reasons: Iterable[str]) -> str:
+    """The reason that all settings of a section share; empty if there is none."""
+    every = set(reasons)
+    return every.pop() if len(every) == 1 else ""
 
 
 def _is_own(entry: Setting, declaration: type) -> bool:
@@ -220,11 +224,11 @@ def _meaning(entry: Setting, *, tell: bool) -> Iterator[str]:
     yield entry.info.help
     if entry.info.choices:
         yield f"One of {', '.join(entry.info.choices)}."
-    if tell and (words := words_of(entry, REFUSED)):
-        yield f"*Only the default: {words}.*"
-    if tell and (words := words_of(entry, HARMLESS)):
-        yield f"*Accepted without effect: {words}.*"
-    for value, words in REFUSED_VALUES.get(f"{entry.owner}.{entry.name}", {}).items():
+    if tell and entry.info.refused:
+        yield f"*Only the default: {entry.info.refused}.*"
+    if tell and entry.info.no_effect:
+        yield f"*Accepted without effect: {entry.info.no_effect}.*"
+    for value, words in entry.info.refused_values.items():
         yield f"*Not {value}: {words}.*"
 
 
@@ -236,7 +240,7 @@ def _quickstart() -> str:
         "| Key | Default | Setting | Meaning |\n|---|---|---|---|",
     ]
     for name, key in LEGACY_KEYS.items():
-        settings = ", ".join(f"`{path}`" for path in key.paths) or "`actor.adv_norm`"
+        settings = f"`{key.path}`"
         lines.append(f"| `{name}` | {key.shown} | {settings} | {key.help} |")
     return "\n".join(lines) + "\n"
 

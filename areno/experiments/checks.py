@@ -7,8 +7,8 @@ from typing import Any
 
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.generation_sections import AgentConfig
-from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.places import DATASETS, place_problems
+from areno.config.experiment.run_sections import LOADER
 from areno.config.hooks import named_object
 from areno.config.options import nearest
 from areno.config.packages import install_command, missing_server_packages

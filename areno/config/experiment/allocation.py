@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from dataclasses import dataclass
 
@@ -27,8 +26,8 @@ INFERENCE_BACKENDS = ("areno", "sglang", "vllm")
 TRAIN_BACKENDS = ("fsdp", "megatron", "archon")
 """Backends that train; ``fsdp`` is served by the engine of this package."""
 
+_BACKENDS = (*INFERENCE_BACKENDS, *TRAIN_BACKENDS)
 _DIMS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
-_INFERENCE_DIMS, _TRAIN_DIMS = "dtp", "dptce"
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _HEAD = re.compile(rf"(?P<backend>{_NAME})(?:\[(?P<square>{_NAME})\]|\((?P<round>{_NAME})\))?(?::(?P<dims>.*))?")
 _DIM = re.compile(r"([a-z])([1-9][0-9]*)")
@@ -52,14 +51,6 @@ class InvalidAllocationModeError(UsageError):
 
 class AllocationValidationError(UsageError):
     """The text is well formed, but its backend cannot be divided so."""
-
-
-class AllocationType(enum.Enum):
-    """How generation and training share the devices."""
-
-    COLOCATE = "colocate"
-    DECOUPLED_TRAIN = "decoupled_train"
-    LLM_SERVER_ONLY = "llm_server_only"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +83,9 @@ class ParallelStrategy:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
-    def expert_data(self) -> int:
-        """Data-parallel size of the expert layers."""
-        return self.world_size // (self.pipeline * self.expert_tensor * self.expert)
+    def expert_parts(self) -> int:
+        """Number of devices that hold one copy of the experts."""
+        return self.pipeline * self.expert_tensor * self.expert
 
     @property
     def dims(self) -> str:
@@ -102,8 +93,8 @@ class ParallelStrategy:
         if self.expert_tensor == self.tensor:
             return _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context, e=self.expert)
         attention = _dims_text(d=self.data, p=self.pipeline, t=self.tensor, c=self.context)
-        experts = _dims_text(d=self.expert_data, p=self.pipeline, t=self.expert_tensor, e=self.expert)
-        return f"(attn:{attention}|ffn:{experts})"
+        data = self.world_size // self.expert_parts
+        return f"(attn:{attention}|ffn:{_dims_text(d=data, p=self.pipeline, t=self.expert_tensor, e=self.expert)})"
 
 
 def _dims_text(**sizes: int) -> str:
@@ -136,20 +127,39 @@ class ModelAllocation:
                 f"{spec!r} names several engines where one is expected; give each section its own backend"
             )
         match = _HEAD.fullmatch(text)
-        if match is None or match["backend"] not in (*INFERENCE_BACKENDS, *TRAIN_BACKENDS):
+        if match is None or match["backend"] not in _BACKENDS:
             raise InvalidAllocationModeError(_no_backend(spec, text))
         backend, dims = match["backend"], match["dims"]
         if not dims:
             raise InvalidAllocationModeError(f"{spec!r} says no size; write {text.rstrip(':')}:d1 for one device")
-        parallel = _hybrid(spec, backend, dims) if "attn:" in dims or "ffn:" in dims else _plain(spec, backend, dims)
-        allocation = cls(backend, parallel, match["square"] or match["round"] or name)
-        allocation._validate(spec)
-        return allocation
+        if "attn:" in dims or "ffn:" in dims:
+            parallel = _hybrid(spec, backend, dims)
+        else:
+            parallel = ParallelStrategy(
+                **_sizes(spec, dims, "dtp" if backend in INFERENCE_BACKENDS else "dptce", backend)
+            )
+        if backend == "fsdp" and (parallel.pipeline > 1 or parallel.expert > 1):
+            raise AllocationValidationError(
+                f"{spec!r}: fsdp has neither pipeline (p) nor expert (e) parallelism; use d and t, such as "
+                f"fsdp:d{parallel.world_size}"
+            )
+        if parallel.world_size % parallel.expert_parts:
+            raise AllocationValidationError(
+                f"{spec!r}: {parallel.world_size} devices cannot hold p x t x e = {parallel.pipeline} x "
+                f"{parallel.expert_tensor} x {parallel.expert} = {parallel.expert_parts} parts of the experts; make it a "
+                "divisor"
+            )
+        return cls(backend, parallel, match["square"] or match["round"] or name)
 
     @property
     def is_inference(self) -> bool:
         """Whether the backend generates."""
         return self.backend in INFERENCE_BACKENDS
+
+    @property
+    def role(self) -> str:
+        """The section that it is for: its name, else rollout or actor by kind."""
+        return self.name or ("rollout" if self.is_inference else "actor")
 
     @property
     def world_size(self) -> int:
@@ -164,52 +174,31 @@ class ModelAllocation:
     def __str__(self) -> str:
         return f"{self.backend}({self.name}):{self.parallel.dims}" if self.name else self.spec
 
-    def _validate(self, spec: str) -> None:
-        parallel = self.parallel
-        if self.backend == "fsdp" and (parallel.pipeline > 1 or parallel.expert > 1):
-            raise AllocationValidationError(
-                f"{spec!r}: fsdp has neither pipeline (p) nor expert (e) parallelism; use d and t, such as "
-                f"fsdp:d{parallel.world_size}"
-            )
-        share = parallel.pipeline * parallel.expert_tensor * parallel.expert
-        if parallel.world_size % share:
-            raise AllocationValidationError(
-                f"{spec!r}: {parallel.world_size} devices cannot hold p x t x e = {parallel.pipeline} x "
-                f"{parallel.expert_tensor} x {parallel.expert} = {share} parts of the experts; make it a divisor"
-            )
-
 
 def _no_backend(spec: str, text: str) -> str:
-    known = ", ".join((*INFERENCE_BACKENDS, *TRAIN_BACKENDS))
+    known = ", ".join(_BACKENDS)
     if not text:
         return f"the backend is empty; write one such as fsdp:d1 (backends: {known})"
     if _SIZES.fullmatch(text):
         return f"{spec!r} says no backend; write {_trains(text)} to train or areno:{_modern(text)} to generate"
     if _DOTTED.fullmatch(text):
         return f"{spec!r} is the dotted form of allocation_mode; write {_component(text, first=True)} with a colon"
-    word = re.split(r"[^A-Za-z_]", text, maxsplit=1)[0]
-    hint = nearest(word, (*INFERENCE_BACKENDS, *TRAIN_BACKENDS))
+    hint = nearest(re.split(r"[^A-Za-z_]", text, maxsplit=1)[0], _BACKENDS)
     return f"{spec!r} is no backend{hint}; write BACKEND:SIZES such as fsdp:d2t2, with one of {known}"
 
 
 def _sizes(spec: str, dims: str, allowed: str, what: str) -> dict[str, int]:
+    """Sizes by name of `ParallelStrategy`."""
     if not re.fullmatch(r"([a-z][1-9][0-9]*)+", dims):
         raise InvalidAllocationModeError(
             f"{spec!r}: {dims!r} is no list of sizes; write letters with numbers from 1, such as d2t2"
         )
     sizes = {letter: int(number) for letter, number in _DIM.findall(dims)}
-    wrong = sorted(set(sizes) - set(allowed))
-    if wrong:
+    if wrong := sorted(set(sizes) - set(allowed)):
         raise InvalidAllocationModeError(
             f"{spec!r}: {what} has no size {wrong[0]!r}; choose among {', '.join(allowed)}"
         )
-    return sizes
-
-
-def _plain(spec: str, backend: str, dims: str) -> ParallelStrategy:
-    allowed = _INFERENCE_DIMS if backend in INFERENCE_BACKENDS else _TRAIN_DIMS
-    sizes = _sizes(spec, dims, allowed, backend)
-    return ParallelStrategy(**{_DIMS[letter]: size for letter, size in sizes.items()})
+    return {_DIMS[letter]: size for letter, size in sizes.items()}
 
 
 def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
@@ -217,39 +206,28 @@ def _hybrid(spec: str, backend: str, dims: str) -> ParallelStrategy:
         raise InvalidAllocationModeError(
             f"{spec!r}: only megatron divides attn and ffn differently; write {backend}:d1"
         )
-    inner = dims[1:-1] if dims.startswith("(") and dims.endswith(")") else dims
-    match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", inner)
+    match = re.fullmatch(r"attn:([^|]*)\|ffn:([^|]*)", re.sub(r"^\((.*)\)$", r"\1", dims))
     if match is None:
         raise InvalidAllocationModeError(f"{spec!r}: write both parts, as megatron:(attn:d4p2t2|ffn:d2p2e4)")
     attention = _sizes(spec, match[1], "cdtp", "attn")
-    experts = _sizes(spec, match[2], "detp", "ffn")
-    stages = attention.get("p", 1)
-    if experts.get("p", 1) != stages:
+    experts = {"pipeline": 1, "expert": 1, "tensor": 1} | _sizes(spec, match[2], "detp", "ffn")
+    strategy = ParallelStrategy(**attention, expert=experts["expert"], expert_tensor=experts["tensor"])
+    if experts["pipeline"] != strategy.pipeline:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn has p{stages} and ffn p{experts.get('p', 1)}; both go through the same stages, make them equal"
+            f"{spec!r}: attn has p{strategy.pipeline} and ffn p{experts['pipeline']}; both go through the same stages, make "
+            "them equal"
         )
-    strategy = ParallelStrategy(
-        **{_DIMS[letter]: size for letter, size in attention.items()},
-        expert=experts.get("e", 1),
-        expert_tensor=experts.get("t", 1),
-    )
-    share = stages * strategy.expert * strategy.expert_tensor
-    if experts.get("d", max(strategy.world_size // share, 1)) * share != strategy.world_size:
+    world, parts = strategy.world_size, strategy.expert_parts
+    if experts.get("data", max(world // parts, 1)) * parts != world:
         raise InvalidAllocationModeError(
-            f"{spec!r}: attn takes {strategy.world_size} devices and ffn {experts.get('d', 1) * share}; make them equal"
+            f"{spec!r}: attn takes {world} devices and ffn {experts.get('data', 1) * parts}; make them equal"
         )
     return strategy
 
 
 def _members(component: str) -> list[str]:
     """Part a component at ``|``, but not inside parentheses and not before the ffn of a hybrid."""
-    found: list[str] = []
-    for piece in re.split(r"\|(?![^()]*\))", component):
-        if found and re.match(r"(attn|ffn):", piece):
-            found[-1] += "|" + piece
-        else:
-            found.append(piece)
-    return found
+    return re.split(r"\|(?![^()]*\))(?!(?:attn|ffn):)", component)
 
 
 @dataclass(frozen=True)
@@ -280,18 +258,6 @@ class AllocationMode:
         """All engines, in the order of the text."""
         return tuple(engine for group in self.components for engine in group)
 
-    @property
-    def world_size(self) -> int:
-        """Number of devices; engines that share theirs count once."""
-        return sum(group[0].world_size for group in self.components)
-
-    @property
-    def type(self) -> AllocationType:
-        """How generation and training share the devices."""
-        if all(engine.is_inference for engine in self.engines):
-            return AllocationType.LLM_SERVER_ONLY
-        return AllocationType.COLOCATE if len(self.components) == 1 else AllocationType.DECOUPLED_TRAIN
-
     def backends(self) -> dict[str, str]:
         """Return the text of each role's ``backend``: by name where engines have one, else rollout and actor by kind.
 
@@ -300,19 +266,16 @@ class AllocationMode:
         """
         found: dict[str, str] = {}
         for engine in self.engines:
-            role = engine.name or ("rollout" if engine.is_inference else "actor")
-            if role in found:
-                raise InvalidAllocationModeError(f"{self}: two engines for {role}; name them, as in fsdp[critic]:d1")
-            found[role] = engine.spec
+            if engine.role in found:
+                raise InvalidAllocationModeError(
+                    f"{self}: two engines for {engine.role}; name them, as in fsdp[critic]:d1"
+                )
+            found[engine.role] = engine.spec
         return found
 
     def colocated(self) -> dict[str, str]:
         """Return for each role that shares devices the role whose devices they are."""
-        shared = {}
-        for first, *later in self.components:
-            for engine in later:
-                shared[engine.name] = first.name or ("rollout" if first.is_inference else "actor")
-        return shared
+        return {engine.name: first.role for first, *later in self.components for engine in later}
 
     def __str__(self) -> str:
         return "+".join("|".join(map(str, group)) for group in self.components)

@@ -6,7 +6,9 @@ one pass of OmegaConf resolves what the user wrote and what areno adds, and an i
 
 from __future__ import annotations
 
+import copy
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,8 +21,8 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.settings import Setting, paths_of, settings_of
-from areno.config.experiment.tree import Override, Tree, apply_override, copied, leaves
-from areno.config.options import convert
+from areno.config.experiment.tree import Override, Tree, apply_override, leaves
+from areno.config.options import convert, nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
 
@@ -69,10 +71,9 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
     Returns:
         The configuration without its unknown keys; None where a value is missing or wrong.
     """
-    given = _known_part(without_aliases(given), config_cls, problems)
+    given = without_aliases(given)
     known = dict(leaves(given))
-    extra = {path: value for path, value in config_cls.dependent_defaults(known).items() if path not in known}
-    context = _Context(extra, frozenset(paths_of(config_cls)), Problems())
+    context = _Context(config_cls, config_cls.dependent_defaults(known), problems, Problems())
     config = None
     try:
         config = _typed(_resolve(_with_defaults(given, config_cls, context), known), config_cls, "", context)
@@ -89,7 +90,7 @@ def without_aliases(given: Tree) -> Tree:
     Raises:
         UsageError: both are given.
     """
-    tree = copied(given)
+    tree = copy.deepcopy(given)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
         if alias in known:
@@ -102,58 +103,11 @@ def without_aliases(given: Tree) -> Tree:
     return tree
 
 
-def real_path(path: str) -> str:
-    """The dotted path that a path given by the user stands for."""
-    return ALIASES.get(path, path)
-
-
-def _known_part(
-    given: Mapping[str, Any], declaration: type, problems: Problems, prefix: str = "", root: type | None = None
-) -> Tree:
-    """The part of a tree that are settings; every other key becomes a problem, with the nearest name."""
-    root = root or declaration
-    kept: Tree = {}
-    for key, value in given.items():
-        path, entry = f"{prefix}{key}", settings_of(declaration).get(str(key))
-        if entry is None:
-            problems.add(_old_teacher(path) or unknown_key(path, root, value))
-        elif entry.shape == "section" and isinstance(value, Mapping):
-            kept[key] = _known_part(value, entry.kind, problems, path + ".", root)
-        elif entry.shape == "section" and value is not None and "${" not in str(value) and value != _MISSING:
-            better = f"; write {path}.path={value}" if "path" in settings_of(entry.kind) else ""
-            problems.add(f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}{better}")
-        elif entry.shape == "sections" and _items(value):
-            kept[key] = [
-                _known_part(item, entry.kind, problems, f"{path}.{index}.", root) if isinstance(item, Mapping) else item
-                for index, item in enumerate(_items(value))
-            ]
-        else:
-            kept[key] = value
-    return kept
-
-
-def _old_teacher(path: str) -> str:
-    """Of earlier versions: a teacher with the settings of an engine of its own."""
-    section, _, name = path.partition(".")
-    if section != "teacher" or name not in settings_of(TrainEngineConfig):
-        return ""
-    return (
-        "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
-    )
-
-
-def _items(value: Any) -> Any:
-    """The items of a list of sections: of a list, of one section alone, or of overrides by number; else the value."""
-    if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
-        return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
-    if isinstance(value, Mapping):
-        return [value]
-    return value if isinstance(value, list) else []
-
-
 def unknown_key(path: str, root: type, value: Any = None) -> str:
     """The message for a key that is no setting: what became of it, or the nearest name."""
-    last = path.rpartition(".")[2]
+    section, _, last = path.rpartition(".")
+    if section == "teacher" and last in settings_of(TrainEngineConfig):  # of earlier versions: an engine of its own
+        return "teacher: the actor's engine scores for it; keep path, rl_loss_weight and distill_loss_weight, remove the rest"
     if last in MOVED:
         return f"{path} {MOVED[last]}"
     near = "" if isinstance(value, Mapping) and not _alike(value, root) else nearest_path(path, list(paths_of(root)))
@@ -164,7 +118,7 @@ def unknown_key(path: str, root: type, value: Any = None) -> str:
 
 def _alike(value: Mapping[str, Any], root: type) -> bool:
     """Whether some section has most of these keys."""
-    kinds = {entry.kind for entry in paths_of(root).values() if entry.shape in ("section", "sections")}
+    kinds = {entry.kind for entry in paths_of(root).values() if entry.is_section}
     return any(2 * len(set(value) & set(settings_of(kind))) > len(value) for kind in kinds)
 
 
@@ -173,38 +127,43 @@ def nearest_path(path: str, known: list[str]) -> str:
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     same = [one for one in known if one.rpartition(".")[2] == last]
-    same.sort(key=lambda one: (one.count("."), not one.startswith(("actor.", "train_dataset.")), len(one)))
     if same and (not close or "." not in path):
-        return same[0]
+        return min(same, key=lambda one: (one.count("."), not one.startswith(("actor.", "train_dataset.")), len(one)))
     return (close or difflib.get_close_matches(path, known, n=1, cutoff=0.6) or [""])[0]
 
 
 @dataclass(frozen=True)
 class _Context:
-    """What a build knows: defaults by path that win over declared ones, all paths, problems, and what was inherited."""
+    """What a build knows: the class, defaults that win over declared ones, unknown keys, problems, what was inherited."""
 
+    root: type[BaseExperimentConfig]
     extra: Mapping[str, Any]
-    paths: frozenset[str]
+    unknown: Problems
     problems: Problems
     inherited: set[str] = field(default_factory=set)
 
-    def note(self, path: str, problem: str) -> None:
-        """Note a problem, unless the value was inherited: then it is that of the setting where it comes from."""
-        if path not in self.inherited:
-            self.problems.add(problem)
 
-
-def _with_defaults(given: Any, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
+def _with_defaults(given: Tree, declaration: type, context: _Context, prefix: str = "", inner: Any = None) -> Tree:
+    """Every setting of a section: what is given, its default, or ``${path}`` of what it inherits."""
+    entries = settings_of(declaration)
+    for key, value in given.items():
+        if str(key) not in entries:
+            context.unknown.add(unknown_key(f"{prefix}{key}", context.root, value))
     full: Tree = {}
-    for name, entry in settings_of(declaration).items():
-        path = prefix + name
+    for name, entry in entries.items():
+        path, value = prefix + name, given.get(name, _MISSING)
         inherits = (inner or {}).get(name, entry.info.inherits)
-        value = given.get(name, _MISSING)
         if entry.shape == "section":
             full[name] = _section_tree(value, entry, context, path)
         elif entry.shape == "sections":
-            full[name] = _sections_tree(value, entry, context, path)
-        elif _is_unset(value, entry) and inherits in context.paths and inherits != path:
+            items = [{}] * len(entry.default or ()) if value in (None, _MISSING) else _items(value)
+            full[name] = items
+            if isinstance(items, list):
+                full[name] = [
+                    _with_defaults(item, entry.kind, context, f"{path}.{index}.") if isinstance(item, dict) else item
+                    for index, item in enumerate(items)
+                ]
+        elif _is_unset(value, entry) and inherits in paths_of(context.root) and inherits != path:
             full[name] = "${" + inherits + "}"
             context.inherited.add(path)
         else:
@@ -217,31 +176,29 @@ def _is_unset(value: Any, entry: Setting) -> bool:
 
 
 def _section_tree(value: Any, entry: Setting, context: _Context, path: str) -> Any:
-    if value == _MISSING or (value is None and not entry.nullable):
-        if entry.default is None:
-            return None
-        value = {}
-    if not isinstance(value, dict):
-        return value  # null, an interpolation, or a wrong type, which `_typed` reports
-    return _with_defaults(value, entry.kind, context, path + ".", entry.info.inner)
-
-
-def _sections_tree(value: Any, entry: Setting, context: _Context, path: str) -> Any:
-    if value is None or value == _MISSING:
-        value = [{} for _ in entry.default or ()]
-    if not isinstance(value, list | dict):
+    if isinstance(value, str) and value != _MISSING and "${" in value:
         return value
-    return [
-        _with_defaults(item, entry.kind, context, f"{path}.{index}.") if isinstance(item, dict) else item
-        for index, item in enumerate(_items(value))
-    ]
+    if not isinstance(value, dict) and value not in (None, _MISSING):
+        better = f"; write {path}.path={value}" if "path" in settings_of(entry.kind) else ""
+        context.unknown.add(f"{path} {value!r}: expected a mapping of the settings of {entry.kind.__name__}{better}")
+        value = _MISSING
+    if value == _MISSING or (value is None and not entry.nullable):
+        value = None if entry.default is None else {}
+    return None if value is None else _with_defaults(value, entry.kind, context, path + ".", entry.info.inner)
 
 
-def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
+def _items(value: Any) -> Any:
+    """The items of a list of sections: of a list, of one section alone, or of overrides by number; else the value."""
+    if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+        return [value.get(str(index), {}) for index in range(max(int(key) for key in value) + 1)]
+    return [value] if isinstance(value, dict) else value
+
+
+def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
     with suppress(LookupError, RecursionError):
-        return {str(key): _followed(value, full) for key, value in full.items()}
+        return _followed(full, full)
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(full), resolve=True)
+        return OmegaConf.to_container(OmegaConf.create(full), resolve=True)
     except InterpolationKeyError as error:
         wanted = re.sub(r"^Interpolation key '(.*)' not found.*$", r"\1", str(error.msg).splitlines()[0])
         near = nearest_path(wanted, [path for path, _ in leaves(full)])
@@ -254,8 +211,6 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Tree:
     except OmegaConfBaseException as error:
         text = str(error.msg or error).splitlines()[0]
         raise UsageError(f"{error.full_key}: the interpolation cannot be resolved: {text}; correct it") from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
 
 
 def _followed(value: Any, root: Tree) -> Any:
@@ -283,19 +238,20 @@ def _followed(value: Any, root: Tree) -> Any:
 
 def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _Context) -> Any:
     fields: dict[str, Any] = {}
-    foreign = sorted(values.keys() - settings_of(declaration).keys())
-    if foreign:  # it came in by an interpolation of a whole section
+    entries = settings_of(declaration)
+    if foreign := sorted(values.keys() - entries.keys()):  # it came in by an interpolation of a whole section
         context.problems.add(
             f"{prefix.rstrip('.')}: {', '.join(foreign)} are no settings of {declaration.__name__}; take another section"
         )
         return None
-    for name, entry in settings_of(declaration).items():
+    for name, entry in entries.items():
         path = prefix + name
         try:
             fields[name] = _value(values.get(name, entry.default), entry, path, context)
         except UsageError as error:
-            context.note(path, str(error))
-    if len(fields) < len(settings_of(declaration)) or (context.problems.found and not prefix):
+            if path not in context.inherited:  # else it is that of the setting where the value comes from
+                context.problems.add(str(error))
+    if len(fields) < len(entries) or (context.problems.found and not prefix):
         return None
     try:
         return declaration(**fields)
@@ -310,7 +266,8 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
     if value is None:
         if entry.nullable:
             return None
-        raise UsageError(f"{path} must not be null; give {_article(entry)}, or leave it out")
+        wanted = {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}
+        raise UsageError(f"{path} must not be null; give {wanted.get(entry.shape, 'it')}, or leave it out")
     if entry.shape == "section":
         if not isinstance(value, Mapping):
             raise UsageError(f"{path} {value!r}: expected a mapping of {entry.kind.__name__}'s settings")
@@ -326,15 +283,10 @@ def _value(value: Any, entry: Setting, path: str, context: _Context) -> Any:
     return value if entry.shape == "raw" else _plain(value, entry, path)
 
 
-def _article(entry: Setting) -> str:
-    return {"scalar": "a value", "list": "a list, such as []", "dict": "a mapping, such as {}"}.get(entry.shape, "it")
-
-
 def _plain(value: Any, entry: Setting, path: str) -> Any:
     """Convert a scalar or a list of scalars, and check choices and bounds."""
     if entry.nullable and entry.info.choices and str(value).lower() in ("none", "null"):
         return None
-    option = entry.as_option
     if isinstance(value, str):
         value = entry.info.synonyms.get(value, value)
     if isinstance(value, bool) and entry.kind is str:
@@ -343,15 +295,16 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
     if isinstance(value, list | dict) and entry.shape == "scalar":
         raise UsageError(f"{path} {value!r}: expected one value ({entry.type_text})")
-    converted = convert(option, value, path)
+    converted = convert(entry, value, path)
     for one in converted if entry.shape == "list" else (converted,):
         if entry.info.choices and one not in entry.info.choices:
-            raise UsageError(f"{path} {one!r} is unknown{_near_choice(one, entry)}; choose {_choices(entry)}")
+            choices = ", ".join((*entry.info.choices, *(["null"] if entry.nullable else [])))
+            raise UsageError(f"{path} {one!r} is unknown{nearest(str(one), entry.info.choices)}; choose {choices}")
         if entry.kind in (int, float):
-            if one != one or one in (float("inf"), float("-inf")):
-                raise UsageError(f"{path} {one} is not a finite number; {option.bounds_remedy}")
-            if problem := option.bounds_problem(one):
-                raise UsageError(f"{path} {problem}, got {one}; {option.bounds_remedy}")
+            if not math.isfinite(one):
+                raise UsageError(f"{path} {one} is not a finite number; {entry.bounds_remedy}")
+            if problem := entry.bounds_problem(one):
+                raise UsageError(f"{path} {problem}, got {one}; {entry.bounds_remedy}")
     return list(converted) if entry.shape == "list" else converted
 
 
@@ -361,12 +314,3 @@ def _switch(value: bool, entry: Setting, path: str) -> str:
         if text in entry.info.choices:
             return text
     raise UsageError(f"{path} {str(value).lower()}: expected {entry.type_text}; quote the value if it is a text")
-
-
-def _near_choice(value: Any, entry: Setting) -> str:
-    close = difflib.get_close_matches(str(value), entry.info.choices, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _choices(entry: Setting) -> str:
-    return ", ".join((*entry.info.choices, *(["null"] if entry.nullable else [])))

@@ -10,46 +10,45 @@ from collections.abc import Iterator
 from typing import Any
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
-from areno.config.experiment.effects import refusals
 from areno.config.experiment.engine_sections import TrainEngineConfig
-from areno.config.experiment.experiments import (
-    EXPERIMENTS,
-    BaseExperimentConfig,
-    DPOConfig,
-    PPOConfig,
-    RWConfig,
-)
-from areno.config.experiment.idle_checks import idle_settings
+from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
-from areno.config.experiment.section_checks import CHECKS, check_actor, idle, shown
+from areno.config.experiment.section_checks import at, check_actor, idle, section_problems, shown
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.options import nearest
 from areno.errors import UsageError
 
-SECTIONS_WITH_FILES = ("saver", "recover")
-"""Sections whose files may lie under a root of their own; everything else is in the run directory."""
+_SECTIONS_WITH_FILES = ("saver", "recover")  # whose files may lie under a root of their own
+_OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
+_OF_EACH_ROLE |= {"scheduling_strategy", "scheduling_spec", "mb_spec", "optimizer", "archon", "megatron"}
 
 
 def check_config(config: BaseExperimentConfig) -> Iterator[str]:
     """Say why the settings make no experiment that can work: every problem, with its setting, value and remedy."""
     yield from _names(config)
-    yield from _sections(config)
-    yield from _experiment(config)
-    yield from idle_settings(config)
-    yield from refusals(config)
+    for path, entry, value in walk(config):
+        if entry.shape == "section" and value is not None:
+            yield from at(path, section_problems(value))
+    yield from _data(config)
+    yield from _models(config)
+    if isinstance(config, PPOConfig):
+        yield from _policy(config)
+    else:
+        yield from _without_rollout(config)
+    yield from _refusals(config)
     yield from _backends(config)
 
 
 def _names(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, forbidden in (("experiment_name", "_/"), ("trial_name", "-/")):
+    for name, forbidden, instead in (("experiment_name", "_/", "-"), ("trial_name", "-/", "_")):
         value = getattr(config, name)
-        wrong = [letter for letter in forbidden if letter in value]
-        if wrong:
-            better = value.translate(str.maketrans(dict.fromkeys(forbidden, "-" if name == "experiment_name" else "_")))
+        if wrong := [letter for letter in forbidden if letter in value]:
+            better = value.translate(str.maketrans(dict.fromkeys(forbidden, instead)))
             yield f"{name} {value!r} must not contain {wrong[0]!r}, which separates names; write {better}"
         elif value and (value.startswith(".") or not value.isprintable() or value != value.strip()):
             yield f"{name} {value!r} names a folder: it must not begin with a dot, nor hold line breaks or outer spaces"
+    root = config.cluster.fileroot
     for path, _, value in walk(config):
         section, _, name = path.rpartition(".")
         if section and name in ("experiment_name", "trial_name") and value != getattr(config, name):
@@ -57,47 +56,11 @@ def _names(config: BaseExperimentConfig) -> Iterator[str]:
                 f"{path} {value!r} differs from {name} {getattr(config, name)!r}: an experiment has one name, by which "
                 f"recovery finds it; leave {path} out"
             )
-        root = config.cluster.fileroot
-        if name == "fileroot" and section not in ("cluster", *SECTIONS_WITH_FILES) and value != root:
+        if name == "fileroot" and section not in ("cluster", *_SECTIONS_WITH_FILES) and value != root:
             yield (
                 f"{path} {value!r} differs from cluster.fileroot {root!r}: only checkpoints may lie elsewhere "
                 f"(saver.fileroot, recover.fileroot); leave {path} out"
             )
-
-
-def _sections(config: BaseExperimentConfig) -> Iterator[str]:
-    for path, entry, value in walk(config):
-        if entry.shape == "section" and value is not None:
-            for base, check in CHECKS.items():
-                if isinstance(value, base):
-                    yield from (f"{path}.{name} {problem}" for name, problem in check(value))
-
-
-def _experiment(config: BaseExperimentConfig) -> Iterator[str]:
-    yield from _data(config)
-    yield from _kinds(config)
-    actor = getattr(config, "actor", None)
-    if isinstance(actor, TrainEngineConfig) and actor.optimizer is None:
-        yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
-    if isinstance(config, PPOConfig):
-        yield from (f"actor.{name} {problem}" for name, problem in check_actor(config.actor))
-        yield from check_algorithm(config.actor, config.teacher is not None)
-        yield from _reference(config)
-        yield from _reward_model(config)
-        yield from _sampling(config)
-        yield from _groups(config)
-        yield from _rollout(config)
-        yield from _strategies(config)
-    elif isinstance(actor, TrainEngineConfig):
-        if isinstance(config, DPOConfig):
-            yield from check_algorithm(config.actor)
-            if config.actor.algorithm and config.ref.path != config.actor.path:
-                yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; leave it out"
-        because = "in an experiment that generates nothing; leave it out"
-        yield from (f"actor.{name} {text}" for name, text in idle(actor, ("weight_update_mode",), because))
-    ref = getattr(config, "ref", None)
-    if isinstance(ref, TrainEngineConfig):
-        yield from _copied(ref, config)
 
 
 def _data(config: BaseExperimentConfig) -> Iterator[str]:
@@ -110,51 +73,98 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
     ):
         yield f"train_dataset.type {kind!r} is for {known.__name__}, and this is {type(config).__name__}; correct one of them"
     valid, evaluator = config.valid_dataset, config.evaluator
-    frequencies = (evaluator.freq_epochs, evaluator.freq_steps, evaluator.freq_secs)
-    often = any(value is not None for value in frequencies)
     judges = evaluator.keep_best or evaluator.early_stop_patience is not None
-    if valid is None and (often or judges or evaluator.eval_before_train):
+    if valid is None and (evaluator.has_frequency or judges or evaluator.eval_before_train):
         yield "evaluator has nothing to evaluate on; give valid_dataset, or leave the evaluator's frequencies out"
-    elif judges and not often:
+    elif judges and not evaluator.has_frequency:
         yield (
             "evaluator.keep_best and evaluator.early_stop_patience need evaluations during training; give "
             "evaluator.freq_steps, freq_epochs or freq_secs too"
         )
     if valid is not None and valid.type != kind:
         yield f"valid_dataset.type {valid.type!r} differs from train_dataset.type {kind!r}; make them equal"
+    if valid is not None and not config.train_dataset.drop_last:
+        because = "because an evaluation takes all rows together; leave it out"
+        yield from at("valid_dataset", idle(valid, ("drop_last",), because))
 
 
-def _kinds(config: BaseExperimentConfig) -> Iterator[str]:
-    wanted = {"actor": isinstance(config, RWConfig), "ref": False, "critic": True}
-    for role, is_critic in wanted.items():
-        engine = getattr(config, role, None)
-        if isinstance(engine, TrainEngineConfig) and engine.is_critic != is_critic:
+def engine_of(config: BaseExperimentConfig, role: str) -> TrainEngineConfig | None:
+    """The section of a model that is trained or that scores, if the experiment has one."""
+    engine = getattr(config, role, None)
+    return engine if isinstance(engine, TrainEngineConfig) else None
+
+
+def _models(config: BaseExperimentConfig) -> Iterator[str]:
+    """What the sections of models say about each other."""
+    for role, is_critic in {"actor": isinstance(config, RWConfig), "ref": False, "critic": True}.items():
+        engine = engine_of(config, role)
+        if engine is not None and engine.is_critic != is_critic:
             what = (
                 "a model that gives numbers (reward model, critic)" if is_critic else "a policy, which gives log-probs"
             )
             yield f"{role}.is_critic {shown(engine.is_critic)}: {role} is {what} here; set {role}.is_critic={shown(is_critic)}"
-
-
-def _reward_model(config: PPOConfig) -> Iterator[str]:
-    """A reward model judges finished answers of one turn, when their batch is complete."""
-    reward, path = config.reward_section, config.workflow_section.path
-    if not reward.path:
+    actor = engine_of(config, "actor")
+    if actor is None:
         return
-    because = "with reward.path, whose model gives the rewards; leave one of the two out"
-    names = ("fn", "timeout_seconds", "max_retries", "max_workers", "on_error")
-    yield from (f"reward.{name} {problem}" for name, problem in idle(reward, names, because))
-    agent = config.rollout.agent.agent_cls_path
-    if agent or path != "rlvr":
-        who = f"rollout.agent.agent_cls_path {agent}" if agent else f"workflow.path {path}"
-        yield f"reward.path has no effect with {who}, which gives rewards itself; leave one of the two out"
-    for name, value in {
-        "workflow.dynamic_filter_fn": config.workflow_section.dynamic_filter_fn or None,
-        "success_rate_lb": config.success_rate_lb,
-        "success_rate_ub": config.success_rate_ub,
-        "rollout.dump_to_file": config.rollout.dump_to_file or None,
-    }.items():
-        if value is not None:
-            yield f"{name} reads the reward of an episode as it ends, and reward.path gives it later; leave one of the two out"
+    if actor.optimizer is None:
+        yield "actor.optimizer is missing, so nothing would be trained; give it, such as actor.optimizer.lr=1e-5"
+    tokenizers = {"tokenizer_path": config.tokenizer_path}
+    if isinstance(config, PPOConfig):
+        tokenizers["rollout.tokenizer_path"] = config.rollout.tokenizer_path
+    for name, value in tokenizers.items():
+        if value not in ("", actor.path):
+            yield (
+                f"{name} {value!r} differs from actor.path {actor.path!r}: a model has its tokenizer in its folder; leave it "
+                "out"
+            )
+    for role in ("critic", "ref"):
+        if (engine := engine_of(config, role)) is not None:
+            yield from _in_the_actors_engine(role, engine, actor)
+
+
+def _in_the_actors_engine(role: str, engine: TrainEngineConfig, actor: TrainEngineConfig) -> Iterator[str]:
+    """What a role that lives there cannot have of its own."""
+    for spec in engine.scheduling_spec[:1]:
+        if actor.scheduling_spec and spec.env_vars not in ({}, actor.scheduling_spec[0].env_vars):
+            yield (
+                f"{role}.scheduling_spec.0.env_vars differs from the actor's, in whose processes {role} lives; write them "
+                "into actor.scheduling_spec.0.env_vars"
+            )
+    shared = settings_of(TrainEngineConfig)
+    for name, entry in settings_of(type(engine)).items():
+        value = getattr(engine, name)
+        if value in (entry.default, getattr(actor, name, entry.default), entry.info.documented):
+            continue
+        words = f"{role}.{name} {shown(value)}".strip()
+        if name in shared and name not in _OF_EACH_ROLE and not entry.info.no_effect:
+            yield f"{words} has no effect: {role} lives in the actor's engine, which decides it; leave it out"
+        elif name not in shared and role == "ref":
+            yield f"{words} has no effect: a reference is not trained; leave it out"
+
+
+def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
+    actor = engine_of(config, "actor")
+    if actor is None:
+        return
+    if isinstance(config, DPOConfig):
+        yield from check_algorithm(config.actor)
+        if config.actor.algorithm and config.ref.path != config.actor.path:
+            yield f"ref.path {config.ref.path} has no effect with actor.algorithm, which needs no reference; leave it out"
+    because = "in an experiment that generates nothing; leave it out"
+    yield from at("actor", idle(actor, ("weight_update_mode",), because))
+    yield from at("actor", idle(actor, ("temperature",), "in an experiment that samples nothing; leave it out"))
+
+
+def _policy(config: PPOConfig) -> Iterator[str]:
+    yield from at("actor", check_actor(config.actor))
+    yield from check_algorithm(config.actor, config.teacher is not None)
+    yield from _reference(config)
+    yield from _reward_model(config)
+    yield from _sampling(config)
+    yield from _groups(config)
+    yield from _rollout(config)
+    yield from _strategies(config)
+    yield from _teacher(config)
 
 
 def _reference(config: PPOConfig) -> Iterator[str]:
@@ -171,28 +181,37 @@ def _reference(config: PPOConfig) -> Iterator[str]:
         yield "critic.mask_no_eos_with_zero differs from the actor's, but both learn from one reward; leave it out"
 
 
-def _copied(ref: Any, config: Any) -> Iterator[str]:
-    """A reference only scores: what it says about training must be unsaid, or a copy of the actor's section."""
-    scored = set(settings_of(TrainEngineConfig))
-    for name, entry in settings_of(type(ref)).items():
-        value = getattr(ref, name)
-        if name not in scored and value not in (entry.default, getattr(config.actor, name)):
-            yield f"ref.{name} {shown(value)} has no effect: a reference is not trained; leave it out".replace(
-                "  ", " "
-            )
+def _reward_model(config: PPOConfig) -> Iterator[str]:
+    """A reward model judges finished answers of one turn, when their batch is complete."""
+    reward, workflow = config.reward_section, config.workflow_section
+    if not reward.path:
+        return
+    because = "with reward.path, whose model gives the rewards; leave one of the two out"
+    names = ("fn", "timeout_seconds", "max_retries", "max_workers", "on_error")
+    yield from at("reward", idle(reward, names, because))
+    agent = config.rollout.agent.agent_cls_path
+    if agent or workflow.path != "rlvr":
+        who = f"rollout.agent.agent_cls_path {agent}" if agent else f"workflow.path {workflow.path}"
+        yield f"reward.path has no effect with {who}, which gives rewards itself; leave one of the two out"
+    for name, value in {
+        "workflow.dynamic_filter_fn": workflow.dynamic_filter_fn or None,
+        "success_rate_lb": config.success_rate_lb,
+        "success_rate_ub": config.success_rate_ub,
+        "rollout.dump_to_file": config.rollout.dump_to_file or None,
+    }.items():
+        if value is not None:
+            yield f"{name} reads the reward of an episode as it ends, and reward.path gives it later; leave one of the two out"
 
 
 def _sampling(config: PPOConfig) -> Iterator[str]:
     """What several sections repeat must be equal: the policy that is trained is the one that sampled."""
-    sampled = config.gconfig
-    same = {"temperature": sampled.temperature, "max_new_tokens": sampled.max_new_tokens}
+    sampled, rollout, batch = config.gconfig, config.rollout, config.train_dataset.batch_size
     for role in ("actor", "ref", "critic"):
-        engine = getattr(config, role)
-        for name, value in same.items():
-            own = getattr(engine, name, value) if engine is not None else value
+        for name in ("temperature", "max_new_tokens"):
+            value = getattr(sampled, name)
+            own = getattr(getattr(config, role), name, value)
             if own != value:
                 yield f"{role}.{name} {own} differs from gconfig.{name} {value}, with which was sampled; leave it out"
-    rollout, batch = config.rollout, config.train_dataset.batch_size
     if rollout.consumer_batch_size != batch:
         yield (
             f"rollout.consumer_batch_size {rollout.consumer_batch_size} differs from train_dataset.batch_size {batch}, the "
@@ -204,6 +223,11 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
         yield f"rollout.lora_name {rollout.lora_name!r} differs from gconfig.lora_name {sampled.lora_name!r}; leave it out"
     if config.eval_gconfig is not None and config.valid_dataset is None:
         yield "eval_gconfig has no effect without valid_dataset; give that too"
+    for name in ("gconfig", "eval_gconfig"):
+        if getattr(config, name) is not None and not config.actor.use_lora:
+            yield from at(
+                name, idle(getattr(config, name), ("lora_name",), "without an adapter; set actor.use_lora too")
+            )
 
 
 def _groups(config: PPOConfig) -> Iterator[str]:
@@ -223,8 +247,7 @@ def _groups(config: PPOConfig) -> Iterator[str]:
                 "least 2, or use mean_level batch"
             )
     rows = samples * config.train_dataset.batch_size
-    for role in ("actor", "critic"):
-        engine = getattr(config, role)
+    for role, engine in (("actor", config.actor), ("critic", config.critic)):
         if engine is not None and engine.ppo_n_minibatches > rows:
             yield (
                 f"{role}.ppo_n_minibatches {engine.ppo_n_minibatches} is more than the {rows} rows of a step "
@@ -254,13 +277,11 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
 
 def _strategies(config: PPOConfig) -> Iterator[str]:
     """Whose devices a role may share: rollout and actor each other's; the others live in the actor's processes."""
-    partners = {"rollout": "actor", "actor": "rollout", "ref": "actor", "critic": "actor"}
-    for role, partner in partners.items():
+    for role, partner in {"rollout": "actor", "actor": "rollout", "ref": "actor", "critic": "actor"}.items():
         engine = getattr(config, role)
-        strategy = engine.scheduling_strategy if engine is not None else None
-        if strategy is None or strategy.type != "colocation":
+        if engine is None or engine.scheduling_strategy.type != "colocation":
             continue
-        where = f"{role}.scheduling_strategy"
+        where, strategy = f"{role}.scheduling_strategy", engine.scheduling_strategy
         if strategy.target not in (None, "", partner):
             yield f"{where}.target {strategy.target!r}: {role} shares the devices of {partner}; write {where}.target={partner}"
         if not strategy.fork and role in ("actor", "rollout") and not same_layout(config):
@@ -282,9 +303,39 @@ def same_layout(config: PPOConfig) -> bool:
     return rollout == actor
 
 
+def _teacher(config: PPOConfig) -> Iterator[str]:
+    """A teacher is scored by the actor's engine, so that its own sections may only repeat what others say."""
+    if config.teacher is None:
+        return
+    for name in ("rollout", "train"):
+        section = getattr(config.teacher, name)
+        for path, entry, value in walk(section) if section is not None else ():
+            key = path.rpartition(".")[2]
+            same = [entry.default, config.teacher.path, config.cluster.fileroot]
+            same += [getattr(part, key, None) for part in (config, config.actor, config.rollout, config.gconfig)]
+            agrees = value in same or key in ("consumer_batch_size", "max_concurrent_rollouts", "temperature")
+            if not entry.is_section and not agrees:
+                yield (
+                    f"teacher.{name}.{path} {shown(value)} has no effect: the actor's engine scores for the teacher; leave "
+                    "it out"
+                )
+
+
+def _refusals(config: BaseExperimentConfig) -> Iterator[str]:
+    """What a configuration asks for that is not supported: one message per section and reason."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for path, entry, value in walk(config):
+        if words := entry.refusal(value):
+            where, _, name = path.rpartition(".")
+            text = f"{name}={value}" if isinstance(value, str | int | float) else name
+            refused.setdefault((where, words), []).append(text)
+    for (where, words), names in refused.items():
+        yield f"{where + ': ' if where else ''}{', '.join(names)}: {words}"
+
+
 def _backends(config: BaseExperimentConfig) -> Iterator[str]:
     """Parse each role's backend, and say what cannot run here; in the words of allocation_mode where that was given."""
-    found: list[tuple[str, str, str]] = []
+    unsupported: list[tuple[str, str, str, ModelAllocation]] = []
     for role, spec in roles(config).items():
         try:
             allocation = ModelAllocation.from_str(spec)
@@ -296,21 +347,21 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
             does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
             yield f"{role}.backend {spec} {does}; give one such as {other}"
         elif missing := _not_there(allocation):
-            found.append((f"{role}.backend {spec}", missing, _replacement(allocation)))
+            unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
             yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
         else:
             yield from _layout(config, role, allocation)
-    if found and config.allocation_mode:
-        parts = "; ".join(dict.fromkeys(missing for _, missing, _ in found))
-        named = AllocationMode.from_str(config.allocation_mode).engines
-        shares = bool(named[0].name) and AllocationMode.from_str(config.allocation_mode).colocated()
-        better = ("|" if shares else "+").join(
-            _replacement(engine, engine.name if shares else "") for engine in named[:2]
-        )
-        yield f"allocation_mode {config.allocation_mode}: {parts}; on this machine write allocation_mode={better}"
-    else:
-        yield from (f"{what}: {missing}; write {what.split()[0]}={better}" for what, missing, better in found)
+    if unsupported and config.allocation_mode:
+        parts = "; ".join(dict.fromkeys(missing for _, _, missing, _ in unsupported))
+        mode = AllocationMode.from_str(config.allocation_mode)
+        shares = bool(mode.engines[0].name) and bool(mode.colocated())
+        better = [_replacement(engine, engine.name if shares else "") for engine in mode.engines[:2]]
+        remedy = f"on this machine write allocation_mode={('|' if shares else '+').join(better)}"
+        yield f"allocation_mode {config.allocation_mode}: {parts}; {remedy}"
+        return
+    for name, spec, missing, allocation in unsupported:
+        yield f"{name} {spec}: {missing}; write {name}={_replacement(allocation)}"
 
 
 def roles(config: BaseExperimentConfig) -> dict[str, str]:

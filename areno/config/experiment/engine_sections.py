@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.foreign_sections import ArchonEngineConfig, MegatronEngineConfig
-from areno.config.experiment.generation_sections import ADMIN_KEY, InferenceEngineConfig
+from areno.config.experiment.generation_sections import (
+    ADMIN_KEY,
+    NO_GATEWAY,
+    InferenceEngineConfig,
+    loading_timeout,
+    of_gateway,
+)
 from areno.config.experiment.settings import section, setting
 from areno.config.experiment.update_sections import (
+    NO_OFFLOAD,
     FSDPEngineConfig,
     MicroBatchSpec,
     NormConfig,
@@ -53,7 +60,11 @@ class TrainEngineConfig:
         help="Attention: eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, or a kernel of the hub as "
         "owner/repo[@revision][:entry].",
     )
-    use_kernels: bool = setting(False, help="Replace layers by kernels of the Hugging Face hub.")
+    use_kernels: bool = setting(
+        False,
+        help="Replace layers by kernels of the Hugging Face hub.",
+        refused="kernels of the hub in place of layers are not supported; remove it",
+    )
     init_from_scratch: bool = setting(False, help="Start from random weights of the model's shape.")
     is_critic: bool = setting(False, help="The model gives one number per token (critic, reward model), not a policy.")
     temperature: float = setting(
@@ -64,9 +75,15 @@ class TrainEngineConfig:
         help="Logits are divided by it before log-probs are taken.",
     )
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, help="How a step is cut into micro-batches.")
-    pad_to_maximum: bool = setting(False, help="Pad every micro-batch to max_tokens_per_mb.")
+    pad_to_maximum: bool = setting(
+        False,
+        help="Pad every micro-batch to max_tokens_per_mb.",
+        no_effect="micro-batches are packed, which needs no padding",
+    )
     disable_dropout: bool = setting(
-        False, help="Train without dropout. areno always does: rollout never drops, and ratios would be noise."
+        False,
+        help="Train without dropout. areno always does: rollout never drops, and ratios would be noise.",
+        no_effect="training never drops, because rollout does not",
     )
     gradient_checkpointing: bool = setting(False, help="Compute activations again in the backward pass to save memory.")
     offload_activations: bool = setting(
@@ -86,12 +103,14 @@ class TrainEngineConfig:
         choices=DTYPES[1:],
         synonyms=DTYPE_SYNONYMS,
         help="Number format in which gradients are added up across ranks.",
+        refused="gradients are added up in float32 only; remove it",
     )
     optimizer_dtype: str = setting(
         "float32",
         choices=DTYPES[1:],
         synonyms=DTYPE_SYNONYMS,
         help="Number format of master weights and optimizer state.",
+        refused="master weights and moments are float32 only; remove it",
     )
     optimizer: OptimizerConfig | None = section(None, help="How the model is trained; null trains nothing.")
     weight_update_mode: str = setting(
@@ -104,7 +123,9 @@ class TrainEngineConfig:
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, help="Settings of the backend fsdp.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, help="Settings of the backend archon.")
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, help="Settings of the backend megatron.")
-    offload: bool = setting(False, help="Move model and optimizer to host memory while others compute.")
+    offload: bool = setting(
+        False, help="Move model and optimizer to host memory while others compute.", refused=NO_OFFLOAD
+    )
     use_lora: bool = setting(False, help="Train an adapter beside frozen weights.")
     lora_rank: int = setting(32, minimum=1, help="Rank of the adapter.")
     lora_alpha: int = setting(16, minimum=1, help="The adapter's output is scaled by alpha / rank.")
@@ -120,16 +141,20 @@ class TrainEngineConfig:
     backend: str = setting(
         "", inherits="actor.backend", required=True, help="Engine and parallelism, such as fsdp:d2 or fsdp:d2t2."
     )
-    _version: str = setting("v1", choices=("v1", "v2"), help="v2 runs training as services behind a gateway.")
-    admin_api_key: str = setting("", shown=ADMIN_KEY, help="Key of the services of v2.")
-    log_level: str = setting("warning", help="Log level of the services of v2.")
+    _version: str = setting(
+        "v1", choices=("v1", "v2"), help="v2 runs training as services behind a gateway.", refused=NO_GATEWAY
+    )
+    admin_api_key: str = of_gateway("", shown=ADMIN_KEY, help="Key of the services of v2.")
+    log_level: str = of_gateway("warning", help="Log level of the services of v2.")
     request_timeout: float = setting(
         3600.0,
         above=0,
         help="With several ranks: the run ends when one of them has made no progress for so many seconds.",
     )
     setup_timeout: float = setting(3600.0, above=0, help="Seconds that a worker may take to load its model.")
-    workers_ready_timeout: float = setting(30.0, above=0, help="Seconds that a worker process may take to answer.")
+    workers_ready_timeout: float = loading_timeout(
+        30.0, above=0, help="Seconds that a worker process may take to answer."
+    )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, help="Whether the role has its own devices.")
 
 
@@ -242,6 +267,6 @@ class TeacherConfig:
         None, inner={"path": "teacher.path"}, help="The engine of engine_type train."
     )
     path: str = setting("", help="Model folder or repo id of the teacher.")
-    offload: bool = setting(False, help="Move the teacher to host memory between steps.")
+    offload: bool = setting(False, help="Move the teacher to host memory between steps.", refused=NO_OFFLOAD)
     rl_loss_weight: float = setting(1.0, minimum=0, help="Weight of the policy loss.")
     distill_loss_weight: float = setting(0.005, minimum=0, help="Weight of the distillation loss.")

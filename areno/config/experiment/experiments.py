@@ -28,6 +28,7 @@ from areno.config.experiment.run_sections import (
     WorkflowConfig,
 )
 from areno.config.experiment.settings import section, setting
+from areno.config.experiment.update_sections import NO_OFFLOAD
 from areno.config.experiment.worker_sections import ClusterSpecConfig, SchedulerConfig
 
 
@@ -42,7 +43,9 @@ class BaseExperimentConfig:
         "", help="All backends in one text, such as areno:d1+fsdp:d1; it is translated to each section's backend."
     )
     seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="Fixes the data order and every random draw.")
-    enable_offload: bool = setting(False, help="Let engines give device memory back while others compute.")
+    enable_offload: bool = setting(
+        False, help="Let engines give device memory back while others compute.", refused=NO_OFFLOAD
+    )
     total_train_epochs: int = setting(1, minimum=1, help="Passes over the training rows.")
     total_train_steps: int | None = setting(None, minimum=1, help="End after so many steps; null goes by epochs.")
     total_train_n_seqs: int | None = setting(
@@ -62,7 +65,11 @@ class BaseExperimentConfig:
     sglang: SGLangConfig = section(SGLangConfig, help="SGLang servers.")
     vllm: vLLMConfig = section(vLLMConfig, help="vLLM servers.")
     scheduler: SchedulerConfig = section(SchedulerConfig, help="Who starts the worker processes.")
-    launcher: dict[str, Any] = setting({}, help="Resources for the launchers of earlier versions.")
+    launcher: dict[str, Any] = setting(
+        {},
+        help="Resources for the launchers of earlier versions.",
+        no_effect="the scheduler of this machine needs no launcher",
+    )
 
     @classmethod
     def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:

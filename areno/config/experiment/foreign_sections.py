@@ -1,7 +1,6 @@
 """Sections of software that areno does not drive yet: SGLang, vLLM, Archon, Megatron, 8-bit training.
 
-They parse and keep their documented defaults, so that existing files load; a value that differs from its default is refused
-(see `areno.config.experiment.effect_table`), because nothing reads it.
+They parse and keep their documented defaults, so that existing files load; nothing reads them.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from functools import partial
 
 from areno.config.experiment.settings import section, setting
 
+UNUSED_BACKEND = "the section of a backend that is not used"
 _SGLANG = "Option of SGLang's server with this name."
-_sglang = partial(setting, help=_SGLANG)
+_sglang = partial(setting, help=_SGLANG, no_effect=UNUSED_BACKEND)
 _VLLM = "Option of vLLM's server with this name."
-_vllm = partial(setting, help=_VLLM)
+_vllm = partial(setting, help=_VLLM, no_effect=UNUSED_BACKEND)
 _ARCHON = "Setting of Archon with this name."
-_archon = partial(setting, help=_ARCHON)
+_archon = partial(setting, help=_ARCHON, no_effect=UNUSED_BACKEND)
 _MEGATRON = "Setting of Megatron-Core with this name."
-_megatron = partial(setting, help=_MEGATRON)
-_FP8 = "Setting of Transformer Engine's FP8 with this name."
-_fp8 = partial(setting, help=_FP8)
+_megatron = partial(setting, help=_MEGATRON, no_effect=UNUSED_BACKEND)
+_fp8 = partial(setting, no_effect=UNUSED_BACKEND, help="Setting of Transformer Engine's FP8 with this name.")
 
 
 @dataclass
@@ -43,7 +42,7 @@ class SGLangConfig:
     enable_torch_compile: bool = _sglang(False)
     torch_compile_max_bs: int = _sglang(32)
     cuda_graph_max_bs: int | None = _sglang(None)
-    cuda_graph_bs: list[int] | None = setting(None, help=_SGLANG)
+    cuda_graph_bs: list[int] | None = setting(None, help=_SGLANG, no_effect=UNUSED_BACKEND)
     torchao_config: str = _sglang("")
     enable_nan_detection: bool = _sglang(False)
     enable_p2p_check: bool = _sglang(False)
@@ -53,7 +52,9 @@ class SGLangConfig:
     enable_memory_saver: bool = _sglang(False)
     allow_auto_truncate: bool = _sglang(False)
     attention_backend: str | None = _sglang("fa3")
-    enable_multimodal: bool = _sglang(False)
+    enable_multimodal: bool = _sglang(
+        False, refused="images are not supported; remove it, and train a model of text on rows of text"
+    )
     sampling_backend: str | None = _sglang(None)
     context_length: int | None = _sglang(32768)
     mem_fraction_static: float | None = _sglang(0.9)
@@ -70,7 +71,7 @@ class SGLangConfig:
     enable_lora: bool | None = _sglang(None)
     max_lora_rank: int | None = _sglang(None)
     max_loaded_loras: int = _sglang(8)
-    lora_paths: list[str] | None = setting(None, help=_SGLANG)
+    lora_paths: list[str] | None = setting(None, help=_SGLANG, no_effect=UNUSED_BACKEND)
     lora_backend: str = _sglang("triton")
     log_level: str = _sglang("warning")
     log_level_http: str | None = _sglang("warning")
@@ -108,7 +109,7 @@ class vLLMConfig:  # noqa: N801
     enable_lora: bool = _vllm(False)
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
-    lora_modules: list[str] | None = setting(None, help=_VLLM)
+    lora_modules: list[str] | None = setting(None, help=_VLLM, no_effect=UNUSED_BACKEND)
 
 
 @dataclass
@@ -116,7 +117,7 @@ class ArchonFP8Config:
     """8-bit training of the backend archon."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
-    exclude_modules: list[str] = setting(["output", "router", "score"], help=_ARCHON)
+    exclude_modules: list[str] = setting(["output", "router", "score"], help=_ARCHON, no_effect=UNUSED_BACKEND)
     include_experts: bool = _archon(False)
     use_triton: bool = _archon(True)
 
@@ -140,7 +141,7 @@ class ArchonEngineConfig:
     pp_first_stage_less_layers: int = _archon(1, minimum=0)
     pp_last_stage_less_layers: int = _archon(1, minimum=0)
     reshard_after_forward_policy: str = _archon("default", choices=("default", "always", "never"))
-    fp8_config: ArchonFP8Config = section(ArchonFP8Config, help="8-bit training.")
+    fp8_config: ArchonFP8Config = section(ArchonFP8Config, help="8-bit training.", no_effect=UNUSED_BACKEND)
     use_deterministic_algorithms: bool = _archon(False)
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
@@ -187,7 +188,9 @@ class MegatronEngineConfig:
     wrap_with_ddp: bool = _megatron(True)
     use_torch_fsdp2: bool = _megatron(False)
     use_custom_fsdp: bool = _megatron(False)
-    ddp: DistributedDataParallelConfig = section(DistributedDataParallelConfig, help="Data parallelism.")
+    ddp: DistributedDataParallelConfig = section(
+        DistributedDataParallelConfig, help="Data parallelism.", no_effect=UNUSED_BACKEND
+    )
     virtual_pipeline_parallel_size: int = _megatron(1)
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
     use_precision_aware_optimizer: bool = _megatron(False)
@@ -202,13 +205,13 @@ class MegatronEngineConfig:
     recompute_method: str | None = _megatron("uniform")
     recompute_num_layers: int | None = _megatron(1)
     distribute_saved_activations: bool | None = _megatron(None)
-    recompute_modules: list[str] | None = setting(None, help=_MEGATRON)
+    recompute_modules: list[str] | None = setting(None, help=_MEGATRON, no_effect=UNUSED_BACKEND)
     moe_router_dtype: str | None = _megatron("fp32")
     moe_shared_expert_overlap: bool = _megatron(False)
     moe_enable_deepep: bool = _megatron(False)
     moe_token_dispatcher_type: str = _megatron("alltoall")
     moe_permute_fusion: bool = _megatron(False)
-    fp8_config: FP8EngineConfig | None = section(None, help="8-bit training; null is off.")
+    fp8_config: FP8EngineConfig | None = section(None, help="8-bit training; null is off.", no_effect=UNUSED_BACKEND)
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)
     use_bridge_for_update_weights: bool = _megatron(False)

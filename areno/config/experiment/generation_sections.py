@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from areno.config.experiment.settings import section, setting, settings_of
@@ -14,7 +15,16 @@ from areno.errors import UsageError
 ADMIN_KEY = "one of its own per run"
 """What help says about keys: there is no default one that everybody knows."""
 
+NO_GATEWAY = "services behind a gateway (_version v2) are not supported; remove it, or write _version=v1"
+"""Why an engine has no ``_version`` v2."""
 
+of_gateway = partial(setting, no_effect="read by services of _version v2 only")
+"""Declares a setting of those services."""
+
+loading_timeout = partial(setting, no_effect="setup_timeout limits starting and loading together")
+"""Declares a limit on starting alone."""
+
+_NO_BEAMS = "beam search is not supported; remove it, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _OPENAI_NAMES = {
     "completions": _SAMPLING
@@ -49,7 +59,7 @@ class GenerationHyperparameters:
         0.0, minimum=-2, maximum=2, help="Lower a token's logit by this much for each time it was generated."
     )
     lora_name: str = setting("default_lora", help="Name under which the adapter is served.")
-    use_beam_search: bool = setting(False, help="Search with beams instead of sampling.")
+    use_beam_search: bool = setting(False, help="Search with beams instead of sampling.", refused=_NO_BEAMS)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with some values changed."""
@@ -93,13 +103,20 @@ class AgentConfig:
         "", help="The agent as module.Class or file.py:NAME, with async run(data, ...); empty takes the workflow's."
     )
     admin_api_key: str = setting(
-        "", shown=ADMIN_KEY, help="Key that manages sessions at the proxy. It cannot ask for completions."
+        "",
+        shown=ADMIN_KEY,
+        help="Key that manages sessions at the proxy. It cannot ask for completions.",
+        no_effect="only the trainer opens and ends sessions, which needs no key",
     )
     scheduling_spec: list[SchedulingSpec] = section(one_spec, help="What the agent's process needs; exactly one.")
     mode: str = setting(
         "inline",
         choices=("inline", "subproc", "online"),
         help="inline runs agents in the rollout process, subproc in killable processes.",
+        refused_values={
+            "online": "sessions from outside (online) are not supported; write mode=inline or mode=subproc, with an agent of "
+            "yours",
+        },
     )
     tool_call_parser: str = setting("qwen", help="How tool calls are read from an answer.")
     reasoning_parser: str = setting("qwen3", help="How reasoning is parted from an answer.")
@@ -168,10 +185,17 @@ class InferenceEngineConfig:
     tokenizer_path: str = setting("", inherits="tokenizer_path", shown="tokenizer_path", help="Tokenizer of dumps.")
     dump_to_file: bool = setting(False, help="Write every trajectory as text under the run directory.")
     setup_timeout: float = setting(300.0, above=0, help="Seconds that an engine may take to load.")
-    workers_ready_timeout: float = setting(30.0, above=0, help="Seconds that a worker process may take to answer.")
+    workers_ready_timeout: float = loading_timeout(
+        30.0, above=0, help="Seconds that a worker process may take to answer."
+    )
     request_timeout: float = setting(3600.0, above=0, help="Seconds that one generation may take.")
     request_retries: int = setting(3, minimum=0, help="How often a failed request is repeated.")
-    pause_grace_period: float = setting(0.0, minimum=0, help="Seconds to wait after generation is paused.")
+    pause_grace_period: float = setting(
+        0.0,
+        minimum=0,
+        help="Seconds to wait after generation is paused.",
+        no_effect="a weight update stops generation between two tokens and drops no request",
+    )
     scheduling_spec: list[SchedulingSpec] = section(one_spec, help="What a rollout worker needs; one or two.")
     backend: str = setting(
         "", required=True, help="Engine and parallelism, such as areno:d2 (areno is the engine here)."
@@ -190,11 +214,23 @@ class InferenceEngineConfig:
         maximum=63,
         help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
     )
-    return_routed_experts: bool = setting(False, help="Return which experts each token was routed to.")
-    _version: str = setting("v1", choices=("v1", "v2"), help="v2 runs rollout as services behind a gateway.")
-    model: str = setting("default", help="Model name that a gateway shows.")
-    routing_strategy: str = setting("round_robin", help="How a router spreads requests.")
-    poll_interval: float = setting(5.0, above=0, help="Seconds between a router's health checks.")
-    admin_api_key: str = setting("", shown=ADMIN_KEY, help="Key of the services of v2.")
-    api_url: str | None = setting(None, help="OpenAI-compatible server outside that generates.")
-    provider_api_key: str | None = setting(None, help="Key of that server.")
+    return_routed_experts: bool = setting(
+        False,
+        help="Return which experts each token was routed to.",
+        refused="expert routing is not returned; remove it",
+    )
+    _version: str = setting(
+        "v1", choices=("v1", "v2"), help="v2 runs rollout as services behind a gateway.", refused=NO_GATEWAY
+    )
+    model: str = of_gateway("default", help="Model name that a gateway shows.")
+    routing_strategy: str = of_gateway("round_robin", help="How a router spreads requests.")
+    poll_interval: float = of_gateway(5.0, above=0, help="Seconds between a router's health checks.")
+    admin_api_key: str = of_gateway("", shown=ADMIN_KEY, help="Key of the services of v2.")
+    api_url: str | None = setting(
+        None,
+        help="OpenAI-compatible server outside that generates.",
+        refused="generating with an outside server is not supported; remove it, and use areno:dN",
+    )
+    provider_api_key: str | None = setting(
+        None, help="Key of that server.", refused="generating with an outside server is not supported; remove it"
+    )

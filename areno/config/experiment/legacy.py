@@ -10,10 +10,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from areno.config.experiment.build import nearest_path, real_path
+from areno.config.experiment.build import ALIASES, nearest_path
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.loader import config_from, parse_cli_args
 from areno.config.experiment.settings import paths_of
@@ -23,89 +22,75 @@ from areno.config.parser import Problems
 from areno.errors import UsageError
 
 
-@dataclass(frozen=True)
-class LegacyKey:
-    """A key of the quickstart.
+class LegacyKey(NamedTuple):
+    """A key of the quickstart: the setting of `PPOConfig` that gets its value, what it does, and its default."""
 
-    Attributes:
-        paths: settings of `PPOConfig` that get its value.
-        help: what it does.
-        shown: its default.
-    """
-
-    paths: tuple[str, ...]
+    path: str
     help: str
-    shown: str = ""
+    shown: str
 
-
-_FREQUENCIES = {"epochs": "epochs", "steps": "steps", "secs": "seconds"}
 
 LEGACY_KEYS: dict[str, LegacyKey] = {
-    "experiment_name": LegacyKey(
-        ("experiment_name",), "Name of the project, without _ and /.", "async-ppo or sync-ppo"
-    ),
-    "trial_name": LegacyKey(("trial_name",), "Name of this trial, without - and /.", "the time"),
-    "n_nodes": LegacyKey(("cluster.n_nodes",), "Number of machines.", "1"),
-    "n_gpus_per_node": LegacyKey(("cluster.n_gpus_per_node",), "Devices per machine.", "what this machine has"),
+    "experiment_name": LegacyKey("experiment_name", "Name of the project, without _ and /.", "async-ppo or sync-ppo"),
+    "trial_name": LegacyKey("trial_name", "Name of this trial, without - and /.", "the time"),
+    "n_nodes": LegacyKey("cluster.n_nodes", "Number of machines.", "1"),
+    "n_gpus_per_node": LegacyKey("cluster.n_gpus_per_node", "Devices per machine.", "what this machine has"),
     "allocation_mode": LegacyKey(
-        ("allocation_mode",),
+        "allocation_mode",
         "Devices of generation + training, as areno.d1m1+d1m1: d is data parallel, m tensor parallel, p pipeline.",
         "areno.d1m1+d1m1",
     ),
-    "cluster.fileroot": LegacyKey(("cluster.fileroot",), "Root of logs and checkpoints.", DEFAULT_FILEROOT),
-    "actor.type._class": LegacyKey(("actor.model_type",), "Model family of the actor, such as qwen3.", "any"),
-    "ref.type._class": LegacyKey(("ref.model_type",), "Model family of the reference.", "any"),
-    "critic.type._class": LegacyKey(("critic.model_type",), "Model family of the critic.", "any"),
-    "actor.path": LegacyKey(("actor.path",), "Model folder or repo id of the actor.", "required"),
-    "ref.path": LegacyKey(("ref.path",), "The same of the reference; without it there is no KL.", "no reference"),
-    "dataset.path": LegacyKey(("train_dataset.path",), "The data set, a JSONL file.", "required"),
-    "dataset.train_bs_n_seqs": LegacyKey(("train_dataset.batch_size",), "Prompts per training step.", "1"),
-    "group_size": LegacyKey(("gconfig.n_samples",), "Answers per prompt.", "1"),
+    "cluster.fileroot": LegacyKey("cluster.fileroot", "Root of logs and checkpoints.", DEFAULT_FILEROOT),
+    "actor.type._class": LegacyKey("actor.model_type", "Model family of the actor, such as qwen3.", "any"),
+    "ref.type._class": LegacyKey("ref.model_type", "Model family of the reference.", "any"),
+    "critic.type._class": LegacyKey("critic.model_type", "Model family of the critic.", "any"),
+    "actor.path": LegacyKey("actor.path", "Model folder or repo id of the actor.", "required"),
+    "ref.path": LegacyKey("ref.path", "The same of the reference; without it there is no KL.", "no reference"),
+    "dataset.path": LegacyKey("train_dataset.path", "The data set, a JSONL file.", "required"),
+    "dataset.train_bs_n_seqs": LegacyKey("train_dataset.batch_size", "Prompts per training step.", "1"),
+    "group_size": LegacyKey("gconfig.n_samples", "Answers per prompt.", "1"),
     "max_concurrent_rollouts": LegacyKey(
-        ("rollout.max_concurrent_rollouts",), "Most prompts in generation at the same time.", "dataset.train_bs_n_seqs"
+        "rollout.max_concurrent_rollouts", "Most prompts in generation at the same time.", "dataset.train_bs_n_seqs"
     ),
     "max_head_offpolicyness": LegacyKey(
-        ("rollout.max_head_offpolicyness",), "How many versions old the data may be; 0 is synchronous.", "0"
+        "rollout.max_head_offpolicyness", "How many versions old the data may be; 0 is synchronous.", "0"
     ),
     "actor_train.mb_spec.max_tokens_per_mb": LegacyKey(
-        ("actor.mb_spec.max_tokens_per_mb",), "Most tokens of a micro-batch when the actor is trained.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb", "Most tokens of a micro-batch when the actor is trained.", "no limit"
     ),
     "actor_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        ("actor.mb_spec.max_tokens_per_mb",), "The same when it scores; of the two the smaller holds.", "no limit"
+        "actor.mb_spec.max_tokens_per_mb", "The same when it scores; of the two the smaller holds.", "no limit"
     ),
     "ref_inf.mb_spec.max_tokens_per_mb": LegacyKey(
-        ("ref.mb_spec.max_tokens_per_mb",), "The same when the reference scores.", "no limit"
+        "ref.mb_spec.max_tokens_per_mb", "The same when the reference scores.", "no limit"
     ),
-    "ppo.gen.max_new_tokens": LegacyKey(("gconfig.max_new_tokens",), "Most tokens of an answer.", "16384"),
-    "ppo.ppo_n_minibatches": LegacyKey(("actor.ppo_n_minibatches",), "Optimizer steps per batch.", "4"),
+    "ppo.gen.max_new_tokens": LegacyKey("gconfig.max_new_tokens", "Most tokens of an answer.", "16384"),
+    "ppo.ppo_n_minibatches": LegacyKey("actor.ppo_n_minibatches", "Optimizer steps per batch.", "4"),
     "ppo.recompute_logprob": LegacyKey(
-        ("actor.recompute_logprob",), "Compute log-probs anew before the update.", "true if asynchronous, else false"
+        "actor.recompute_logprob", "Compute log-probs anew before the update.", "true if asynchronous, else false"
     ),
     "ppo.use_decoupled_loss": LegacyKey(
-        ("actor.use_decoupled_loss",), "Clip against the policy before the update.", "as ppo.recompute_logprob"
+        "actor.use_decoupled_loss", "Clip against the policy before the update.", "as ppo.recompute_logprob"
     ),
-    "ppo.adv_norm": LegacyKey((), "Normalise advantages over the batch.", "true"),
-    "group_adv_norm": LegacyKey((), "Normalise advantages within each group instead.", "false"),
-    "success_rate_ub": LegacyKey(("success_rate_ub",), "Leave out prompts that succeed more often.", "no bound"),
-    "success_rate_lb": LegacyKey(("success_rate_lb",), "Leave out prompts that succeed less often.", "no bound"),
-    "exp_ctrl.total_train_epochs": LegacyKey(("total_train_epochs",), "Passes over the data set.", "1"),
-    **{
-        f"exp_ctrl.save_freq_{unit}": LegacyKey(
-            (f"saver.freq_{unit}",), f"Keep a checkpoint every so many {word}.", "null"
-        )
-        for unit, word in _FREQUENCIES.items()
-    },
-    **{
-        f"exp_ctrl.ckpt_freq_{unit}": LegacyKey(
-            (f"recover.freq_{unit}",), f"Write a restart point every so many {word}.", "null"
-        )
-        for unit, word in _FREQUENCIES.items()
-    },
-    "wandb.mode": LegacyKey(("stats_logger.wandb.mode",), "Weights & Biases; true means online.", "disabled"),
-    "tensorboard.path": LegacyKey(("stats_logger.tensorboard.path",), "Folder of TensorBoard's files.", "the run's"),
+    "ppo.adv_norm": LegacyKey("actor.adv_norm", "Normalise advantages over the batch.", "true"),
+    "group_adv_norm": LegacyKey("actor.adv_norm", "Normalise advantages within each group instead.", "false"),
+    "success_rate_ub": LegacyKey("success_rate_ub", "Leave out prompts that succeed more often.", "no bound"),
+    "success_rate_lb": LegacyKey("success_rate_lb", "Leave out prompts that succeed less often.", "no bound"),
+    "exp_ctrl.total_train_epochs": LegacyKey("total_train_epochs", "Passes over the data set.", "1"),
+    "exp_ctrl.save_freq_epochs": LegacyKey("saver.freq_epochs", "Keep a checkpoint every so many epochs.", "null"),
+    "exp_ctrl.save_freq_steps": LegacyKey("saver.freq_steps", "Keep a checkpoint every so many steps.", "null"),
+    "exp_ctrl.save_freq_secs": LegacyKey("saver.freq_secs", "Keep a checkpoint every so many seconds.", "null"),
+    "exp_ctrl.ckpt_freq_epochs": LegacyKey(
+        "recover.freq_epochs", "Write a restart point every so many epochs.", "null"
+    ),
+    "exp_ctrl.ckpt_freq_steps": LegacyKey("recover.freq_steps", "Write a restart point every so many steps.", "null"),
+    "exp_ctrl.ckpt_freq_secs": LegacyKey("recover.freq_secs", "Write a restart point every so many seconds.", "null"),
+    "wandb.mode": LegacyKey("stats_logger.wandb.mode", "Weights & Biases; true means online.", "disabled"),
+    "tensorboard.path": LegacyKey("stats_logger.tensorboard.path", "Folder of TensorBoard's files.", "the run's"),
 }
-"""Every key of the quickstart, with the settings that it stands for."""
+"""Every key of the quickstart, with the setting that it stands for."""
 
+_SWITCHES = ("ppo.adv_norm", "group_adv_norm")  # what they stand for is a section
 _LEARNING_RATE = 2e-5
 _UPPER = 5.0
 
@@ -137,11 +122,8 @@ def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
         UsageError: one is malformed, or neither a key of the quickstart nor of PPOConfig.
     """
     problems = Problems()
-    keys: dict[str, Any] = {}
+    keys = {path: value for path, value in leaves(tree) if not isinstance(value, dict)}
     known = paths_of(PPOConfig)
-    for path, value in leaves(tree):
-        if not isinstance(value, dict):
-            keys[path] = value
     for text in overrides:
         try:
             override = parse_override(text)
@@ -152,7 +134,7 @@ def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
         if not override.delete:
             keys[override.path] = override.value
     for path in keys:
-        if path not in LEGACY_KEYS and re.sub(r"\.\d+(?=\.|$)", ".0", real_path(path)) not in known:
+        if path not in LEGACY_KEYS and re.sub(r"\.\d+(?=\.|$)", ".0", ALIASES.get(path, path)) not in known:
             near = nearest_path(path, [*LEGACY_KEYS, *known])
             hint = f" (did you mean {near}?)" if near else ""
             problems.add(f"{path} is neither a key of the quickstart nor a setting of PPOConfig{hint}; see --help")
@@ -168,21 +150,19 @@ def translated(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
     """
     _check_keys(keys)
     tree = _defaults(keys, asynchronous=asynchronous, now=now)
-    plain = {name: value for name, value in keys.items() if name in LEGACY_KEYS}
-    for name, value in plain.items():
-        for path in LEGACY_KEYS[name].paths:
-            apply_override(tree, Override(path, _smaller(name, value, plain)))
-    for name, value in keys.items():
-        if name not in LEGACY_KEYS:
-            apply_override(tree, Override(real_path(name), value))
+    for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # PPOConfig's own settings come last
+        if name in _SWITCHES:
+            continue
+        path = LEGACY_KEYS[name].path if name in LEGACY_KEYS else ALIASES.get(name, name)
+        apply_override(tree, Override(path, _smaller(name, keys)))
     return tree
 
 
-def _smaller(name: str, value: Any, keys: dict[str, Any]) -> Any:
+def _smaller(name: str, keys: dict[str, Any]) -> Any:
     """Training and scoring of the actor cut rows alike: both limits hold if the smaller one does."""
     pair = [keys.get(f"actor_{which}.mb_spec.max_tokens_per_mb") for which in ("train", "inf")]
     limits = [one for one in pair if isinstance(one, int)]
-    return min(limits) if name.startswith("actor_") and len(limits) == 2 else value
+    return min(limits) if name.startswith("actor_") and len(limits) == 2 else keys[name]
 
 
 def _check_keys(keys: dict[str, Any]) -> None:
@@ -196,7 +176,7 @@ def _check_keys(keys: dict[str, Any]) -> None:
         raise UsageError(f"{idle[0]} has no effect without a reference; give ref.path too, or leave it out")
     if keys.get("group_adv_norm") is True and keys.get("ppo.adv_norm") is False:
         raise UsageError("group_adv_norm=true and ppo.adv_norm=false contradict each other; leave one of the two out")
-    for name in ("ppo.adv_norm", "group_adv_norm"):
+    for name in _SWITCHES:
         if not isinstance(keys.get(name, False), bool):
             raise UsageError(f"{name} {keys[name]!r}: expected true or false")
 
@@ -205,17 +185,15 @@ def _defaults(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
     """What the quickstart's programs do where no key says otherwise."""
     recompute = keys.get("ppo.recompute_logprob", keys.get("ppo.use_decoupled_loss") is True or asynchronous)
     decoupled = keys.get("ppo.use_decoupled_loss", recompute)
+    in_groups = keys.get("group_adv_norm", False)
+    level = "group" if in_groups else "batch"
     actor: Tree = {
         "recompute_logprob": recompute,
         "use_decoupled_loss": decoupled,
         "rejection_sampling": {"upper": _UPPER} if decoupled else None,
         "optimizer": {"lr": _LEARNING_RATE},
-        "adv_norm": {"mean_level": "batch", "std_level": "batch"},
+        "adv_norm": {"mean_level": level, "std_level": level} if in_groups or keys.get("ppo.adv_norm", True) else None,
     }
-    if keys.get("group_adv_norm", False):
-        actor["adv_norm"] = {"mean_level": "group", "std_level": "group"}
-    elif not keys.get("ppo.adv_norm", True):
-        actor["adv_norm"] = None
     tree: Tree = {
         "experiment_name": "async-ppo" if asynchronous else "sync-ppo",
         "trial_name": time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)),
@@ -224,7 +202,7 @@ def _defaults(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
     }
     if not any(name in keys for name in ("allocation_mode", "actor.backend", "rollout.backend")):
         tree["allocation_mode"] = "areno.d1m1+d1m1"
-    if any(keys.get(f"exp_ctrl.ckpt_freq_{unit}") is not None for unit in _FREQUENCIES):
+    if any(keys.get(f"exp_ctrl.ckpt_freq_{unit}") is not None for unit in ("epochs", "steps", "secs")):
         tree["recover"] = {"mode": "auto"}
     if any(name.startswith("critic.") for name in keys):
         tree["critic"] = {"optimizer": {"lr": _LEARNING_RATE}}
@@ -236,7 +214,7 @@ def render_legacy_help(*, asynchronous: bool) -> str:
     program = "main_async_ppo.py" if asynchronous else "main_sync_ppo.py"
     lines = [f"usage: {program} [--config FILE.yaml] key=value ...", ""]
     for name, key in LEGACY_KEYS.items():
-        lines.append(f"  {name}" + (f" = {key.shown}" if key.shown else ""))
+        lines.append(f"  {name} = {key.shown}")
         lines += textwrap.wrap(key.help, 110, initial_indent="      ", subsequent_indent="      ")
     lines += [
         "",

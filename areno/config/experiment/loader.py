@@ -7,20 +7,21 @@ A configuration file is any subset of the settings; names and paths that several
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areno.config.experiment.allocation import AllocationMode, ModelAllocation
-from areno.config.experiment.build import build_config, real_path, unknown_key, without_aliases
+from areno.config.experiment.build import ALIASES, build_config, unknown_key, without_aliases
 from areno.config.experiment.checks import check_config
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig
-from areno.config.experiment.help import render_help
 from areno.config.experiment.named_algorithm import with_presets
-from areno.config.experiment.settings import paths_of, settings_of
-from areno.config.experiment.tree import Override, Tree, apply_override, copied, parse_override, read_yaml
+from areno.config.experiment.settings import settings_of
+from areno.config.experiment.tree import Tree, apply_override, parse_override, read_yaml
 from areno.config.options import nearest
 from areno.config.parser import Problems
 from areno.errors import UsageError
@@ -85,8 +86,8 @@ def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Con
     if args.help:
         sys.stdout.write(render_help(config_cls))
         raise SystemExit(0)
-    config = config_from(read_tree(args, config_cls), config_cls)
-    return config, args.config_file
+    tree = _overridden(without_aliases(_file(args)), args, config_cls)
+    return config_from(tree, config_cls), args.config_file
 
 
 def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
@@ -96,7 +97,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
         UsageError: the file cannot be read, or names no known type.
     """
     args = parse_cli_args(argv)
-    tree = _overridden(_file(args), args, BaseExperimentConfig, check=False)
+    tree = _overridden(_file(args), args)
     dataset = tree.get("train_dataset")
     kind = dataset.get("type") if isinstance(dataset, dict) else None
     if dataset is None and {"resources", "run"} <= tree.keys():
@@ -107,15 +108,6 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     if kind not in EXPERIMENTS:
         raise UsageError(f"train_dataset.type {kind!r} names no kind of experiment; choose {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[kind]
-
-
-def read_tree(args: CliArgs, config_cls: type[BaseExperimentConfig]) -> Tree:
-    """Read the YAML file and put the overrides in.
-
-    Raises:
-        UsageError: no file is named or it cannot be read; an override is malformed or names no setting.
-    """
-    return _overridden(without_aliases(_file(args)), args, config_cls)
 
 
 def config_from(tree: Tree, config_cls: type[Config]) -> Config:
@@ -132,6 +124,10 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
     problems.raise_if_any()
     assert config is not None  # else there are problems
     return config
+
+
+to_structured_cfg = config_from
+"""`config_from` under its documented name."""
 
 
 def settled(config: Config) -> Config:
@@ -169,7 +165,7 @@ def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):
         return tree
-    tree = copied(tree)
+    tree = copy.deepcopy(tree)
     try:
         mode = AllocationMode.from_str(text)
         backends, shared = mode.backends(), mode.colocated()
@@ -202,42 +198,51 @@ def _spec(backend: str) -> str:
         return backend
 
 
-def to_structured_cfg(tree: Tree, config_cls: type[Config]) -> Config:
-    """`config_from` under its documented name."""
-    return config_from(tree, config_cls)
-
-
 def _file(args: CliArgs) -> Tree:
     if not args.config_file:
         raise UsageError("--config is required; give the experiment's YAML file as --config FILE.yaml")
     return read_yaml(Path(args.config_file))
 
 
-def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig], *, check: bool = True) -> Tree:
+def _overridden(tree: Tree, args: CliArgs, config_cls: type[BaseExperimentConfig] | None = None) -> Tree:
+    """The tree with the overrides put in; without a class they may begin with any name."""
     problems = Problems()
     for text in args.overrides:
         try:
             override = parse_override(text)
-            override = Override(real_path(override.path), override.value, override.delete)
-            if check and not override.delete:  # what is no setting can be taken out, too
-                problem = _unknown(override.path, config_cls)
-                problems.add(problem)
-                if problem:
-                    continue
-            apply_override(tree, override)
+            path = ALIASES.get(override.path, override.path)
+            if config_cls and not override.delete and path.partition(".")[0] not in settings_of(config_cls):
+                raise UsageError(unknown_key(path, config_cls))
+            apply_override(tree, replace(override, path=path))
         except UsageError as error:
             problems.add(str(error))
     problems.raise_if_any()
     return tree
 
 
-def _unknown(path: str, config_cls: type[BaseExperimentConfig]) -> str:
-    known = paths_of(config_cls)
-    shape = ".".join("0" if part.isdigit() else part for part in path.split("."))
-    while shape and shape not in known:
-        shape, _, last = shape.rpartition(".")
-        if shape in known and (
-            known[shape].shape in ("dict", "list", "raw") or (known[shape].shape == "sections" and last == "0")
-        ):
-            return ""
-    return "" if shape else unknown_key(path, config_cls)
+def render_help(config_cls: type[BaseExperimentConfig]) -> str:
+    """Lay out all keys of an experiment with their defaults, bounds and meaning as text, with a newline at the end."""
+    doc = " ".join((config_cls.__doc__ or "").split("\n\n")[0].split())
+    head = [
+        "usage: PROGRAM.py --config FILE.yaml [key=value ...] [~key ...]",
+        "",
+        f"{config_cls.__name__}: {doc}",
+        "Every key below can stand in the file, and be set on the command line. null is no value; lists are [a, b].",
+    ]
+    return "\n".join([*head, *_section_help(config_cls, "", set())]) + "\n"
+
+
+def _section_help(declaration: type, prefix: str, shown: set[type]) -> Iterator[str]:
+    yield from ("", f"{prefix.rstrip('.') or 'Experiment'}:")
+    entries = settings_of(declaration)
+    for name, entry in entries.items():
+        text = entry.info.help + (f" One of: {', '.join(entry.info.choices)}." if entry.info.choices else "")
+        if entry.is_section and entry.kind in shown:
+            text += f" Keys as those of {entry.kind.__name__} above."
+        yield f"  {prefix}{name}: {entry.type_text}" + (f" = {entry.default_text}" if entry.default_text else "")
+        yield from textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for name, entry in entries.items():
+        if entry.is_section and entry.kind not in shown:
+            shown.add(entry.kind)
+            inside = f"{prefix}{name}{'.0' if entry.shape == 'sections' else ''}."
+            yield from _section_help(entry.kind, inside, shown)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import roles, same_layout, takes_turns, unshardable
+from areno.config.experiment.checks import engine_of, roles, same_layout, takes_turns, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.settings import settings_of, walk
@@ -31,11 +31,6 @@ class Machine:
     flash_attention: bool = False
     threads: int | None = None
 
-    @property
-    def name(self) -> str:
-        """The kind of device, for messages."""
-        return "GPU" if self.gpus else "CPU"
-
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
     """Replace ``auto`` and unset sizes by what the machine has; the configuration is changed in place.
@@ -52,12 +47,13 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
     """
     problems = Problems()
     lines = list(_turns(config, machine))
-    needed = devices_needed(config)
-    for text in _devices(config, machine, needed):
+    for text in (*_devices(config, machine), *_no_place(config, machine)):
         problems.add(text)
     problems.raise_if_any()
-    lines += _same_kernels(config, machine)
-    for path, section, name, value in _choices(config, machine, needed):
+    for path, entry, value in walk(config):
+        if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
+            lines.append(f"{path} = sdpa computes with the kernels of flash_attention_2 on a GPU")
+    for path, section, name, value in _choices(config, machine):
         setattr(section, name, value)
         lines.append(f"{path}.{name} = {value} ({_reason(config, machine, name)})")
     return lines
@@ -66,7 +62,9 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
 def _reason(config: Any, machine: Machine, name: str) -> str:
     if name == "shard_weights":
         return next(unshardable(config), config.actor.backend).partition(";")[0]
-    return "processes on the CPU" if name == "n_gpus_per_node" and not machine.gpus else machine.name
+    if machine.gpus:
+        return "GPU"
+    return "processes on the CPU" if name == "n_gpus_per_node" else "CPU"
 
 
 def devices_needed(config: BaseExperimentConfig) -> int:
@@ -77,6 +75,18 @@ def devices_needed(config: BaseExperimentConfig) -> int:
         for engine in engines
         if engine is not None and engine.scheduling_strategy.type == "separation"
     )
+
+
+def _asked(config: BaseExperimentConfig) -> int | None:
+    """GPUs that the experiment asks for; None leaves them to the machine: by null, or by the documented default."""
+    documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented
+    asked = config.cluster.n_gpus_per_node
+    return None if asked == documented else asked
+
+
+def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
+    """Most GPUs that the experiment may take; 0 computes on the CPU."""
+    return min(_asked(config) or machine.gpus, machine.gpus)
 
 
 def _turns(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
@@ -92,48 +102,25 @@ def _turns(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         yield "rollout.max_head_offpolicyness = 0 (rollout and training take turns)"
 
 
-def _replicas(engine: TrainEngineConfig) -> int:
-    return ModelAllocation.from_str(engine.backend).parallel.data
-
-
-def _same_kernels(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
-    for path, entry, value in walk(config):
-        if entry.name == "attn_impl" and machine.gpus and value == "sdpa":
-            yield f"{path} = sdpa computes with the kernels of flash_attention_2 on a GPU"
-
-
-def _is_open(section: Any, name: str) -> bool:
-    """Whether a setting is left to the machine: by auto, by null, or by the default that the format documents."""
-    return getattr(section, name) in (AUTO, None, settings_of(type(section))[name].info.documented)
-
-
-def _limit(config: BaseExperimentConfig, machine: Machine) -> int:
-    """Most GPUs that the experiment may take; 0 computes on the CPU."""
-    given = None if _is_open(config.cluster, "n_gpus_per_node") else config.cluster.n_gpus_per_node
-    return min(given or machine.gpus, machine.gpus)
-
-
-def _devices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[str]:
-    cluster = config.cluster
-    given = None if _is_open(cluster, "n_gpus_per_node") else cluster.n_gpus_per_node
-    if machine.gpus and given == 0:
+def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
+    asked, needed = _asked(config), devices_needed(config)
+    if not machine.gpus:
+        return
+    if asked == 0:
         yield (
             f"cluster.n_gpus_per_node 0 asks for no GPU, and this machine has {machine.gpus}; leave it out, or hide them "
             "with CUDA_VISIBLE_DEVICES="
         )
-        return
-    if machine.gpus and given is not None and given > machine.gpus:
-        yield f"cluster.n_gpus_per_node {given} is more than the {machine.gpus} GPUs of this machine; leave it out"
-        return
-    yield from _no_place(config, machine)
-    limit = _limit(config, machine)
-    if limit and needed > limit:
-        parts = ", ".join(
-            f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")
-        )
+    elif asked is not None and asked > machine.gpus:
+        yield f"cluster.n_gpus_per_node {asked} is more than the {machine.gpus} GPUs of this machine; leave it out"
+    elif needed > (asked or machine.gpus):
+        parts = [f"{role}.backend {spec}" for role, spec in roles(config).items() if role in ("rollout", "actor")]
         here = f"the {machine.gpus} GPU{'s' * (machine.gpus > 1)} of this machine"
-        what = f"cluster.n_gpus_per_node {given}" if given else here
-        yield f"{parts} need {needed} devices, more than {what}; give smaller sizes, or the same to both, which then take turns"
+        what = f"cluster.n_gpus_per_node {asked}" if asked else here
+        yield (
+            f"{', '.join(parts)} need {needed} devices, more than {what}; give smaller sizes, or the same to both, which "
+            "then take turns"
+        )
 
 
 def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
@@ -145,26 +132,28 @@ def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
             yield f"{path} {value}: on a GPU nothing is guessed ahead; use {path}=0"
 
 
-def _choices(config: BaseExperimentConfig, machine: Machine, needed: int) -> Iterator[tuple[str, Any, str, Any]]:
-    cluster = config.cluster
+def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
+    """What is left to the machine: path and section, name, and the value for it."""
+    cluster, needed = config.cluster, max(devices_needed(config), 1)
     if cluster.n_nodes != 1:
         yield "cluster", cluster, "n_nodes", 1
-    actor = getattr(config, "actor", None)
-    if isinstance(actor, TrainEngineConfig) and actor.fsdp.shard_weights is None and _replicas(actor) > 1:
+    actor = engine_of(config, "actor")
+    replicas = ModelAllocation.from_str(actor.backend).parallel.data if actor is not None else 1
+    if actor is not None and actor.fsdp.shard_weights is None and replicas > 1:
         yield "actor.fsdp", actor.fsdp, "shard_weights", not any(unshardable(config))
-    devices = machine.gpus or max(needed, 1)
-    if _is_open(cluster, "n_gpus_per_node") and cluster.n_gpus_per_node != devices:
+    devices = machine.gpus or needed
+    if _asked(config) is None and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices
     on_gpu = {"dtype": "bfloat16", "attn_impl": "flash_attention_2" if machine.flash_attention else "sdpa"}
-    share = max(machine.cores // max(needed, 1), 1)
     chosen = on_gpu if machine.gpus else {"dtype": "float32", "attn_impl": "sdpa"}
-    for path, entry, value in walk(config):
-        if entry.shape == "section" and isinstance(value, TrainEngineConfig):
+    share = max(machine.cores // needed, 1)
+    for path, _, value in walk(config):
+        if isinstance(value, TrainEngineConfig):
             for name, choice in chosen.items():
                 given = getattr(value, name)
                 if given == AUTO or (given == "flash_attention_2" and not machine.gpus):
                     yield path, value, name, choice
-        if entry.shape == "sections" and value and path in ("rollout.scheduling_spec", "actor.scheduling_spec"):
+        if path in ("rollout.scheduling_spec", "actor.scheduling_spec"):
             for index, spec in enumerate(value):
                 if spec.cpu is None:
                     yield f"{path}.{index}", spec, "cpu", min(share, machine.threads or share)

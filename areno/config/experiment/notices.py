@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from areno.config.experiment.effects import harmless
-from areno.config.experiment.engine_sections import TrainEngineConfig
+from areno.config.experiment.checks import engine_of
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.foreign_sections import UNUSED_BACKEND
+from areno.config.experiment.settings import changed, walk
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
 _NO_AGENT = ("rlvr", "multi_turn")
-_TEACHER = "the actor's engine scores for the teacher"
 
 
 def notice(config: BaseExperimentConfig) -> str:
@@ -26,12 +25,6 @@ def notice(config: BaseExperimentConfig) -> str:
         sections.setdefault(reason, {}).setdefault(section, {})[name] = None
     lines = [f"  {_listed(places)}: {reason}" for reason, places in sections.items()]
     return "\n".join(["settings that are accepted and change nothing here:", *lines]) if lines else ""
-
-
-def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Give each setting, or whole section, that has a value of its own and changes nothing, with the reason."""
-    yield from harmless(config)
-    yield from _decided_elsewhere(config)
 
 
 def _listed(places: dict[str, dict[str, None]]) -> str:
@@ -48,53 +41,58 @@ def _listed(places: dict[str, dict[str, None]]) -> str:
     return ", ".join(parts)
 
 
-def _decided_elsewhere(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Settings that would matter if another one had another value, or if the engine were another one."""
+def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Give each setting, or whole section, that has a value of its own and changes nothing, with the reason."""
+    for path, entry, value in walk(config):
+        reason = entry.info.no_effect
+        if reason and value != entry.default and not (entry.is_section and value is None):
+            yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _evaluation(config)
-    for role in ("ref", "critic"):
-        engine = getattr(config, role, None)
-        if isinstance(engine, TrainEngineConfig):
-            yield from _of_the_actor(role, engine)
-    if not isinstance(config, PPOConfig):
+    yield from _of_the_actor(config)
+    if isinstance(config, PPOConfig):
+        yield from _policy(config)
+
+
+def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:
+    return ((f"{where}.{name}", reason) for name in changed(section, names))
+
+
+def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    if config.valid_dataset is None:
         return
+    if not config.evaluator.eval_before_train and not config.evaluator.has_frequency:
+        yield "valid_dataset", "the evaluator has no frequency, so nothing is evaluated"
+    because = "an evaluation takes all rows, in the order of the file"
+    yield from _changed("valid_dataset", config.valid_dataset, ("batch_size", "shuffle"), because)
+
+
+def _of_the_actor(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Settings of roles that live in the actor's processes."""
+    for role in ("ref", "critic"):
+        engine, because = engine_of(config, role), f"{role} lives in the actor's processes"
+        if engine is None:
+            continue
+        strategy = engine.scheduling_strategy
+        yield from _changed(f"{role}.scheduling_strategy", strategy, ("type", "target", "fork"), because)
+        for index, spec in enumerate(engine.scheduling_spec):
+            yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
+        if role == "ref":
+            yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
+            because = "a reference scores within max_tokens_per_mb; how it is cut changes no number"
+            yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
+
+
+def _policy(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if config.async_training is not None:
         yield "async_training", "rollout.max_head_offpolicyness says how far rollout runs ahead"
     if config.actor.use_sapo_loss:
         yield from _changed("actor", config.actor, ("eps_clip",), "SAPO does not clip")
     if config.teacher is not None:
-        yield from _changed("teacher", config.teacher, ("engine_type",), _TEACHER)
+        yield from _changed("teacher", config.teacher, ("engine_type",), "the actor's engine scores for the teacher")
     agent = config.rollout.agent
     if not agent.agent_cls_path and config.workflow.path in _NO_AGENT:
-        names = tuple(path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar")
+        names = [path for path, entry, _ in walk(agent) if "." not in path and entry.shape == "scalar"]
         because = f"read by agents, and workflow.path is {config.workflow.path}"
         yield from _changed("rollout.agent", agent, names, because)
     elif agent.chat_template_type != "hf":
         yield "rollout.agent.chat_template_type", "conversations go on by their own tokens in any case"
-
-
-def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
-    valid, evaluator = config.valid_dataset, config.evaluator
-    if valid is None:
-        return
-    frequencies = (evaluator.freq_epochs, evaluator.freq_steps, evaluator.freq_secs)
-    if not evaluator.eval_before_train and all(value is None for value in frequencies):
-        yield "valid_dataset", "the evaluator has no frequency, so nothing is evaluated"
-    because = "an evaluation takes all rows, in the order of the file"
-    yield from _changed("valid_dataset", valid, ("batch_size", "shuffle"), because)
-
-
-def _of_the_actor(role: str, engine: TrainEngineConfig) -> Iterator[tuple[str, str]]:
-    because = f"{role} lives in the actor's processes"
-    yield from _changed(f"{role}.scheduling_strategy", engine.scheduling_strategy, ("type", "target", "fork"), because)
-    for index, spec in enumerate(engine.scheduling_spec):
-        yield from _changed(f"{role}.scheduling_spec.{index}", spec, ("cpu", "env_vars"), because)
-    if role == "ref":
-        yield from _changed("ref", engine, ("optimizer",), "a reference is not trained")
-        because = "a reference scores within max_tokens_per_mb; how it is cut changes no number"
-        yield from _changed("ref.mb_spec", engine.mb_spec, _SCORING, because)
-
-
-def _changed(where: str, section: Any, names: tuple[str, ...], reason: str) -> Iterator[tuple[str, str]]:
-    for name in names:
-        if getattr(section, name) != settings_of(type(section))[name].default:
-            yield f"{where}.{name}", reason

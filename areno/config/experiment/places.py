@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
-from areno.config.experiment.idle_checks import LOADER
+from areno.config.experiment.run_sections import LOADER
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.paths import ckpt_problem, dataset_problem, unwritable
 from areno.config.splits import has_splits, own_split, rows_named, split_problem

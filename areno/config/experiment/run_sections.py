@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areno.config.experiment.settings import section, setting
@@ -10,6 +11,12 @@ from areno.config.experiment.worker_sections import SchedulingSpec
 
 SAVES_NOTHING = "off"
 """Mode of a saver that saves nothing."""
+
+LOADER = "loader"
+"""Key of ``dataset_kwargs`` that names the user's own loader."""
+
+_READS_ROWS = "the trainer's process reads the rows"
+_service = partial(setting, no_effect=_READS_ROWS)
 
 
 @dataclass
@@ -21,14 +28,16 @@ class TrainDatasetConfig:
     type: str = setting("", required=True, help="What the rows are for: rl, sft, rw or dpo.")
     batch_size: int = setting(1, minimum=1, help="Rows per step; prompts for RL, pairs for rw and dpo.")
     shuffle: bool = setting(True, help="New random order each epoch, drawn from seed.")
-    pin_memory: bool = setting(False, help="Hold batches in page-locked memory.")
-    num_workers: int = setting(0, minimum=0, help="Processes that read rows ahead; 0 reads in the trainer.")
-    num_dataset_workers: int = setting(1, minimum=1, help="Processes of a data service.")
+    pin_memory: bool = _service(False, help="Hold batches in page-locked memory.")
+    num_workers: int = _service(0, minimum=0, help="Processes that read rows ahead; 0 reads in the trainer.")
+    num_dataset_workers: int = _service(1, minimum=1, help="Processes of a data service.")
     drop_last: bool = setting(True, help="Leave out an incomplete last batch.")
     max_length: int | None = setting(None, minimum=1, help="Longer rows, in tokens, are left out and counted.")
     dataset_kwargs: dict[str, Any] = setting({}, help="Further arguments of the data set's loader.")
-    scheduling_spec: SchedulingSpec | None = section(None, help="What a data service's workers need; null has none.")
-    setup_timeout: float = setting(120.0, above=0, help="Seconds that a data service may take to load.")
+    scheduling_spec: SchedulingSpec | None = section(
+        None, help="What a data service's workers need; null has none.", no_effect=_READS_ROWS
+    )
+    setup_timeout: float = _service(120.0, above=0, help="Seconds that a data service may take to load.")
 
 
 @dataclass
@@ -50,6 +59,11 @@ class FrequencyConfig:
     freq_epochs: int | None = setting(None, minimum=1, help="Every so many epochs; null does not count them.")
     freq_steps: int | None = setting(None, minimum=1, help="Every so many steps; null does not count them.")
     freq_secs: int | None = setting(None, minimum=1, help="Every so many seconds; null does not count them.")
+
+    @property
+    def has_frequency(self) -> bool:
+        """Whether it happens at all."""
+        return (self.freq_epochs, self.freq_steps, self.freq_secs) != (None, None, None)
 
 
 @dataclass

@@ -12,13 +12,14 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from areno.config.options import METADATA_KEY, Option, OptionInfo
 from areno.errors import UsageError
 
+_Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 _SCALARS = (int, float, str, bool)
 
 Shape = Literal["scalar", "list", "dict", "raw", "section", "sections"]
@@ -38,6 +39,9 @@ class SettingInfo(OptionInfo):
         synonyms: further spellings of values, with what they stand for.
         shown: default as help and docs show it; empty shows the value itself.
         documented: default that the format documents, where areno's own is another; accepted like an unset value.
+        refused: why only the default, or the documented one, is accepted.
+        refused_values: single values that are refused, each with the reason.
+        no_effect: why every value is accepted: none changes what a run does here.
     """
 
     inherits: str = ""
@@ -46,39 +50,31 @@ class SettingInfo(OptionInfo):
     synonyms: Mapping[str, str] = field(default_factory=dict)
     shown: str = ""
     documented: Any = None
+    refused: str = ""
+    refused_values: Mapping[str, str] = field(default_factory=dict)
+    no_effect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Option):
     """A declared field, its type taken apart.
 
     Attributes:
-        name: the field's name.
-        shape: what it holds.
-        kind: type of one value; the class of a section.
+        shape: what it holds; ``kind`` is the type of one value, or the class of a section.
         nullable: None is allowed.
-        info: the declaration.
         owner: name of the class that declares it.
+        default: of a section it is an instance, or None.
     """
 
-    name: str
-    shape: Shape
-    kind: type
-    nullable: bool
     info: SettingInfo
+    shape: Shape
+    nullable: bool
     owner: str
-    _default: Any
-    _factory: Any
 
     @property
-    def default(self) -> Any:
-        """A fresh default; a section's is an instance, or None."""
-        return copy.deepcopy(self._default) if self._factory is MISSING else self._factory()
-
-    @property
-    def as_option(self) -> Option:
-        """The setting as an option of ``areno.config.options``, whose conversion and bounds it shares."""
-        return Option(self.name, self.kind, self.shape == "list", None, self.info)
+    def is_section(self) -> bool:
+        """Whether it holds fields of a class, of one instance or of several."""
+        return self.shape in ("section", "sections")
 
     @property
     def type_text(self) -> str:
@@ -91,16 +87,19 @@ class Setting:
     @property
     def default_text(self) -> str:
         """The default as help and docs show it; empty for sections that are always there."""
-        if self.info.shown:
-            return self.info.shown
-        if self.info.required:
-            return "required"
-        value = self.default
-        if (self.shape == "section" and value is not None) or self.shape == "sections":
+        if self.info.shown or self.info.required:
+            return self.info.shown or "required"
+        if (self.shape == "section" and self.default is not None) or self.shape == "sections":
             return ""
-        if value is None or isinstance(value, bool):
-            return {None: "null", True: "true", False: "false"}[value]
-        return '""' if value == "" else f"{value}"
+        if self.default is None or isinstance(self.default, bool):
+            return {None: "null", True: "true", False: "false"}[self.default]
+        return '""' if self.default == "" else f"{self.default}"
+
+    def refusal(self, value: Any) -> str:
+        """Words with which a value is refused; empty if it is not."""
+        if value == self.default or (value is not None and value == self.info.documented):
+            return ""
+        return self.info.refused or (self.info.refused_values.get(value, "") if isinstance(value, str) else "")
 
 
 def setting(default: Any, **info: Any) -> Any:
@@ -123,23 +122,23 @@ def section(factory: Any, **info: Any) -> Any:
         factory: makes the section when it is not given: its class, or a function for a list of sections; None is absent.
         **info: fields of `SettingInfo`; ``help`` is required.
     """
-    metadata = {METADATA_KEY: SettingInfo(**info)}
     if factory is None:
-        return field(default=None, metadata=metadata)
-    return field(default_factory=factory, metadata=metadata)
+        return setting(None, **info)
+    return field(default_factory=factory, metadata={METADATA_KEY: SettingInfo(**info)})
 
 
+def _cached(function: _Listing) -> _Listing:
+    """``functools.cache``, whose type takes classes of mutable dataclasses for unhashable."""
+    return typing.cast(_Listing, functools.cache(function))
+
+
+@_cached
 def settings_of(declaration: type) -> dict[str, Setting]:
     """List the settings of a section's class by name, in order of declaration.
 
     Raises:
         UsageError: a field has a type that YAML cannot carry, or a plain field has no default.
     """
-    return _settings_of(declaration)
-
-
-@functools.cache
-def _settings_of(declaration: type) -> dict[str, Setting]:
     hints = typing.get_type_hints(declaration)
     found = {}
     for entry in fields(declaration):
@@ -147,26 +146,14 @@ def _settings_of(declaration: type) -> dict[str, Setting]:
         if not isinstance(info, SettingInfo):  # a field that is an option of ``areno train`` too
             info = SettingInfo(**{each.name: getattr(info, each.name) for each in fields(info)})
         where = f"{declaration.__name__}.{entry.name}"
-        if entry.default is MISSING and entry.default_factory is MISSING:
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        if default is MISSING:
             raise UsageError(f"{where} has no default; give it one")
         shape, kind, nullable = _take_apart(hints[entry.name], where)
-        found[entry.name] = Setting(
-            entry.name,
-            shape,
-            kind,
-            nullable,
-            info,
-            _owner(declaration, entry.name),
-            entry.default,
-            entry.default_factory,
-        )
+        # The class that declares it first: a redeclaration with another default is still the same setting.
+        owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__
+        found[entry.name] = Setting(entry.name, kind, shape == "list", default, info, shape, nullable, owner)
     return found
-
-
-def _owner(declaration: type, name: str) -> str:
-    """The class that declares a field first; a redeclaration with another default is still the same setting."""
-    declaring = [base for base in declaration.__mro__ if name in inspect.get_annotations(base)]
-    return declaring[-1].__name__
 
 
 def _take_apart(hint: Any, where: str) -> tuple[Shape, type, bool]:
@@ -207,22 +194,23 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
                 yield from walk(one, f"{path}.{index}.")
 
 
-def paths_of(declaration: type) -> dict[str, Setting]:
+@_cached
+def paths_of(declaration: type, prefix: str = "") -> dict[str, Setting]:
     """Every dotted path that a configuration class knows, sections that are absent by default included.
 
     Fields of a list of sections stand under their number, as ``rollout.scheduling_spec.0.mem``.
     """
-    return _paths_of(declaration, "")
-
-
-@functools.cache
-def _paths_of(declaration: type, prefix: str) -> dict[str, Setting]:
     found = {}
     for name, entry in settings_of(declaration).items():
         path = prefix + name
         found[path] = entry
-        if entry.shape == "section":
-            found |= _paths_of(entry.kind, path + ".")
-        elif entry.shape == "sections":
-            found |= _paths_of(entry.kind, path + ".0.")
+        if entry.is_section:
+            found |= paths_of(entry.kind, path + (".0." if entry.shape == "sections" else "."))
     return found
+
+
+def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
+    """Those of some settings of a section that differ from their defaults."""
+    for name in names:
+        if getattr(config, name) != settings_of(type(config))[name].default:
+            yield name

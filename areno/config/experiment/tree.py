@@ -33,35 +33,29 @@ class Override:
     delete: bool = False
 
 
-def read_yaml(path: str | Path, option: str = "--config") -> Tree:
+def read_yaml(path: str | Path) -> Tree:
     """Read a YAML file of nested settings; ``${...}`` stays as it is.
 
     Raises:
         UsageError: the file is missing or unreadable, is not YAML, gives a key twice, or is no mapping.
     """
     path = Path(path).expanduser()
+    where = f"--config {path}"
     if not path.is_file():
-        raise UsageError(f"{option} file does not exist: {path}; give a YAML file of settings")
+        raise UsageError(f"--config file does not exist: {path}; give a YAML file of settings")
     try:
-        return tree_of(path.read_text(encoding="utf-8"), f"{option} {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {path} cannot be read: {error}; give a YAML text file") from error
-
-
-def tree_of(text: str, where: str) -> Tree:
-    """Parse YAML text into nested dicts; see `read_yaml`."""
-    try:
-        loaded = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
-        tree = OmegaConf.to_container(loaded, resolve=False)
+        text = path.read_text(encoding="utf-8")
+        tree = OmegaConf.to_container(OmegaConf.create(text if text.strip() else "{}"), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: not valid YAML: {error.problem}; fix the file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where} cannot be read: {error}; give a YAML text file") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"{where}: not valid YAML: {error}; fix the file") from error
     if not isinstance(tree, dict) or (len(tree) == 1 and next(iter(tree.values())) is None and ":" not in text):
         raise UsageError(f"{where}: expected a mapping of settings; write lines like seed: 1")
-    wrong = [key for key in tree if not isinstance(key, str)]
-    if wrong:
+    if wrong := [key for key in tree if not isinstance(key, str)]:
         raise UsageError(f"{where}: key {wrong[0]!r} is not the name of a setting; quote it or remove it")
     return {str(key): value for key, value in tree.items()}
 
@@ -89,8 +83,7 @@ def _value(raw: str, key: str) -> Any:
     if raw.strip().startswith("{"):
         raw = re.sub(r"(?<=[\w\"']):(?=[^\s/:])", ": ", raw)  # {a:1} as Hydra writes it
     try:
-        node = OmegaConf.create(f"value: {raw}")
-        loaded = OmegaConf.to_container(node, resolve=False)
+        loaded = OmegaConf.to_container(OmegaConf.create(f"value: {raw}"), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         if raw.strip()[0] in "[{\"'":
             raise UsageError(f"{key}={raw}: the value is not valid YAML; check its brackets and quotes") from None
@@ -104,62 +97,42 @@ def apply_override(tree: Tree, override: Override) -> None:
     Raises:
         UsageError: the key to take out is not there, or a key on the way holds a single value.
     """
-    *way, last = override.path.split(".")
+    path = override.path
+    *way, last = path.split(".")
     node: Any = tree
-    for depth, key in enumerate(way):
-        done = ".".join(way[: depth + 1])
-        child = _child(node, key, override.path)
+    for depth, name in enumerate(way):
+        key = _key(node, name, path)
+        child = node.get(key) if isinstance(node, dict) else node[key]
         if child is None or child == "???":
-            child = {}
-            _assign(node, key, child, override.path)
+            child = node[key] = {}
         if not isinstance(child, dict | list):
+            done = ".".join(way[: depth + 1])
             raise UsageError(
-                f"{override.path}: {done} is {child!r}, so a key inside it cannot be set; give {done} as a mapping first"
+                f"{path}: {done} is {child!r}, so a key inside it cannot be set; give {done} as a mapping first"
             )
         node = child
-    if override.delete:
-        _delete(node, last, override.path)
-    else:
-        _assign(node, last, override.value, override.path)
-
-
-def _child(node: Any, key: str, path: str) -> Any:
-    return node[_index(node, key, path)] if isinstance(node, list) else node.get(key)
-
-
-def _assign(node: Any, key: str, value: Any, path: str) -> None:
-    if isinstance(node, list):
-        node[_index(node, key, path)] = value
-    else:
-        node[key] = value
-
-
-def _delete(node: Any, key: str, path: str) -> None:
-    if isinstance(node, list):
-        del node[_index(node, key, path)]
-    elif key in node:
-        del node[key]
-    else:
+    key = _key(node, last, path)
+    if not override.delete:
+        node[key] = override.value
+    elif isinstance(node, dict) and key not in node:
         raise UsageError(f"~{path}: the file does not set {path}, so there is nothing to take out; leave it out")
+    else:
+        del node[key]
 
 
-def _index(node: list[Any], key: str, path: str) -> int:
-    if not key.isdigit() or int(key) >= len(node):
-        raise UsageError(f"{path}: {key} is no item of a list of {len(node)}; count from 0, or give the whole list")
-    return int(key)
+def _key(node: Any, name: str, path: str) -> Any:
+    """One step of a path: a key of a dict, or the number of a list's item."""
+    if isinstance(node, dict):
+        return name
+    if not name.isdigit() or int(name) >= len(node):
+        raise UsageError(f"{path}: {name} is no item of a list of {len(node)}; count from 0, or give the whole list")
+    return int(name)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Give (dotted path, value) of everything in a tree, mappings before what is in them."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         yield path, value
         if isinstance(value, dict):
             yield from leaves(value, path + ".")
-
-
-def copied(tree: Any) -> Any:
-    """Copy nested dicts and lists."""
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    return [copied(value) for value in tree] if isinstance(tree, list) else tree

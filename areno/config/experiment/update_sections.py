@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from areno.config.experiment.settings import section, setting
+
+NO_OFFLOAD = (
+    "moving whole models to host memory is not supported; remove it, and use gradient_checkpointing, offload_activations or "
+    "optimizer.offload"
+)
+"""Why engines cannot be moved out of device memory."""
+
+_fp16 = partial(setting, no_effect="read by fp16 training only; bfloat16 and float32 have no loss scale")
+_BY_LAYER = "decoder layers are wrapped one by one; remove it"
 
 
 @dataclass
@@ -17,6 +27,9 @@ class OptimizerConfig:
         choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
         help="adam is AdamW with fp32 moments; adam_8bit keeps moments in 8 bits; adam_bf16 keeps them in bf16 with Kahan "
         "summation; sgd has none.",
+        refused_values={
+            "adam_bf16": "moments in bf16 are not supported; write type=adam, whose moments are in fp32",
+        },
     )
     lr: float = setting(0.001, above=0, help="Peak learning rate.")
     weight_decay: float = setting(0.01, minimum=0, help="Decoupled weight decay.")
@@ -32,10 +45,10 @@ class OptimizerConfig:
     warmup_steps_proportion: float = setting(
         0.001, minimum=0, maximum=1, help="Share of all steps in which the rate rises linearly from 0 to lr."
     )
-    initial_loss_scale: float = setting(float(2**32), above=0, help="First loss scale of fp16 training.")
-    min_loss_scale: float = setting(1.0, above=0, help="Least loss scale of fp16 training.")
-    loss_scale_window: float = setting(5.0, above=0, help="Steps without overflow before the fp16 loss scale grows.")
-    hysteresis: int = setting(2, minimum=1, help="Overflows before the fp16 loss scale shrinks.")
+    initial_loss_scale: float = _fp16(float(2**32), above=0, help="First loss scale of fp16 training.")
+    min_loss_scale: float = _fp16(1.0, above=0, help="Least loss scale of fp16 training.")
+    loss_scale_window: float = _fp16(5.0, above=0, help="Steps without overflow before the fp16 loss scale grows.")
+    hysteresis: int = _fp16(2, minimum=1, help="Overflows before the fp16 loss scale shrinks.")
     gradient_clipping: float = setting(1.0, above=0, help="Gradients are scaled down to at most this global norm.")
     offload: bool = setting(
         False, help="GPU only: keep optimizer states and summed gradients in host memory, and update there."
@@ -92,7 +105,9 @@ class FSDPWrapPolicy:
     """Which modules are sharded together."""
 
     transformer_layer_cls_to_wrap: list[str] | None = setting(
-        None, help="Class names of the layers; null takes the decoder layers that transformers names."
+        None,
+        help="Class names of the layers; null takes the decoder layers that transformers names.",
+        refused=_BY_LAYER,
     )
 
 
@@ -105,15 +120,26 @@ class FSDPEngineConfig:
         shown="true for fp32 AdamW on d2 or more, without t and LoRA",
         help="Shard weights and gradients across the d replicas (FSDP2); false shards the optimizer's state only (ZeRO-1).",
     )
-    wrap_policy: FSDPWrapPolicy | None = section(None, help="Which modules are sharded together.")
-    offload_params: bool = setting(False, help="Keep parameters in host memory between uses.")
+    wrap_policy: FSDPWrapPolicy | None = section(None, help="Which modules are sharded together.", refused=_BY_LAYER)
+    offload_params: bool = setting(False, help="Keep parameters in host memory between uses.", refused=NO_OFFLOAD)
     memory_efficient_load: bool = setting(
-        False, help="Read weights on rank 0 only and send them to the others, instead of once per rank."
+        False,
+        help="Read weights on rank 0 only and send them to the others, instead of once per rank.",
+        refused="each rank reads the weights itself; remove it",
     )
     per_layer_optim_step: bool = setting(
-        False, help="Keep optimizer state in host memory and step layer by layer on the GPU."
+        False,
+        help="Keep optimizer state in host memory and step layer by layer on the GPU.",
+        refused="states do not travel layer by layer; write optimizer.offload=true instead",
     )
     optim_step_prefetch_layers: int = setting(
-        1, minimum=0, help="Layers whose optimizer state is fetched ahead with per_layer_optim_step."
+        1,
+        minimum=0,
+        help="Layers whose optimizer state is fetched ahead with per_layer_optim_step.",
+        no_effect="read with per_layer_optim_step only",
     )
-    shard_vision_across_sp: bool = setting(False, help="Spread the images of a vision model over the context ranks.")
+    shard_vision_across_sp: bool = setting(
+        False,
+        help="Spread the images of a vision model over the context ranks.",
+        refused="vision models are not supported; remove it",
+    )

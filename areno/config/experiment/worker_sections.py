@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areno.config.experiment.settings import section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
 """Of the user's own: what is read back from a folder for all, such as /tmp, could have been written by anybody."""
+
+_NO_ETCD = "names for several machines are not supported; write cluster.name_resolve.type=nfs"
+_REMOTE_REWARD = (
+    "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME or reward.path=MODEL"
+)
+_names = partial(setting, no_effect="the processes of one machine need no name service")
+_worker = partial(setting, no_effect="areno starts its processes on this machine itself")
+_cluster = partial(setting, no_effect="read by Slurm and Ray only")
+_remote = partial(setting, refused=_REMOTE_REWARD)
 
 
 @dataclass
@@ -18,11 +28,12 @@ class NameResolveConfig:
     type: str = setting(
         "nfs",
         choices=("nfs", "memory", "etcd3", "ray"),
+        refused_values={"etcd3": _NO_ETCD, "ray": _NO_ETCD},
         help="nfs keeps one file per name; memory lives in one process.",
     )
-    nfs_record_root: str = setting("/tmp/areno/name_resolve", help="Folder of the files of nfs, seen by all workers.")
-    etcd3_addr: str = setting("localhost:2379", help="Address of an etcd server.")
-    ray_actor_name: str = setting("ray_kv_store", help="Name of the Ray actor that holds the names.")
+    nfs_record_root: str = _names("/tmp/areno/name_resolve", help="Folder of the files of nfs, seen by all workers.")
+    etcd3_addr: str = _names("localhost:2379", help="Address of an etcd server.")
+    ray_actor_name: str = _names("ray_kv_store", help="Name of the Ray actor that holds the names.")
 
 
 @dataclass
@@ -30,10 +41,15 @@ class ClusterSpecConfig:
     """The machines, and the folder that they share."""
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, help="Where workers publish their addresses.")
-    cluster_name: str = setting("local", help="Name of the cluster, written into the run's description.")
+    cluster_name: str = _names("local", help="Name of the cluster, written into the run's description.")
     fileroot: str = setting(DEFAULT_FILEROOT, help="Root of logs and checkpoints; every machine must see it.")
     n_nodes: int = setting(
-        1, minimum=1, documented=32, shown="this machine: 1 (cluster: 32)", help="Number of machines."
+        1,
+        minimum=1,
+        documented=32,
+        shown="this machine: 1 (cluster: 32)",
+        help="Number of machines.",
+        refused="several machines are not supported; write cluster.n_nodes=1",
     )
     n_gpus_per_node: int | None = setting(
         None,
@@ -49,14 +65,22 @@ class SchedulerConfig:
     """Who starts the worker processes."""
 
     type: str | None = setting(
-        None, choices=("local", "ray", "slurm"), help="local starts processes on this machine; null means local."
+        None,
+        choices=("local", "ray", "slurm"),
+        help="local starts processes on this machine; null means local.",
+        refused_values={
+            "ray": "Ray is not supported; write scheduler.type=local, which runs on this machine",
+            "slurm": "Slurm is not supported; write scheduler.type=local, which runs on this machine",
+        },
     )
-    endpoint: str = setting("http://localhost:8081", help="Address of an external scheduling service.")
-    deploy_mode: str = setting("separation", help="How an external service places rollout and training.")
-    functioncall_service_domain: str = setting("http://localhost:8080", help="Address of an external reward service.")
-    reward_functioncall_config: dict[str, Any] = setting({}, help="Settings of an external reward service.")
-    reward_model_path: str = setting("", help="Model of an external reward service.")
-    reward_model_service_url: str = setting("http://localhost:30000/classify", help="Address of its classifier.")
+    endpoint: str = _worker("http://localhost:8081", help="Address of an external scheduling service.")
+    deploy_mode: str = _worker("separation", help="How an external service places rollout and training.")
+    functioncall_service_domain: str = _remote("http://localhost:8080", help="Address of an external reward service.")
+    reward_functioncall_config: dict[str, Any] = setting(
+        {}, help="Settings of an external reward service.", refused=_REMOTE_REWARD
+    )
+    reward_model_path: str = _remote("", help="Model of an external reward service.")
+    reward_model_service_url: str = _remote("http://localhost:30000/classify", help="Address of its classifier.")
 
 
 @dataclass
@@ -69,20 +93,24 @@ class SchedulingSpec:
         shown="this machine's share (node: 8)",
         help="CPU cores: the threads that the worker computes with.",
     )
-    gpu: int = setting(0, minimum=0, help="GPUs of a pod.")
-    mem: int = setting(32, minimum=1, help="Memory in GB.")
-    port_count: int = setting(2, minimum=1, help="Ports that the worker may open.")
-    image: str = setting("", help="Container image.")
-    task_type: str = setting("worker", choices=("worker", "engine"), help="What the worker runs.")
+    gpu: int = _worker(0, minimum=0, help="GPUs of a pod.")
+    mem: int = _worker(32, minimum=1, help="Memory in GB.")
+    port_count: int = _worker(2, minimum=1, help="Ports that the worker may open.")
+    image: str = _cluster("", help="Container image.")
+    task_type: str = _worker("worker", choices=("worker", "engine"), help="What the worker runs.")
     env_vars: dict[str, Any] = setting({}, help="Environment variables of the worker.")
-    cmd: str | None = setting(None, help="Command to run instead of the worker's own.")
-    srun_additional_args: str = setting("--unbuffered --mpi=pmi2 -K --chdir $PWD", help="Further arguments of srun.")
-    additional_bash_cmds: list[str] | None = setting(None, help="Shell commands to run before the worker.")
-    container_type: str = setting("apptainer", choices=("apptainer", "none"), help="Container runtime under Slurm.")
-    mount: str = setting("/storage:/storage", help="Mounts of the container.")
-    nodelist: str | None = setting(None, help="Slurm nodes to use.")
-    exclude: str | None = setting(None, help="Slurm nodes not to use.")
-    ray_placement_strategy: str = setting(
+    cmd: str | None = _worker(None, help="Command to run instead of the worker's own.")
+    srun_additional_args: str = _cluster("--unbuffered --mpi=pmi2 -K --chdir $PWD", help="Further arguments of srun.")
+    additional_bash_cmds: list[str] | None = setting(
+        None,
+        help="Shell commands to run before the worker.",
+        no_effect="read by Slurm only; run these commands yourself, before the experiment",
+    )
+    container_type: str = _cluster("apptainer", choices=("apptainer", "none"), help="Container runtime under Slurm.")
+    mount: str = _cluster("/storage:/storage", help="Mounts of the container.")
+    nodelist: str | None = _cluster(None, help="Slurm nodes to use.")
+    exclude: str | None = _cluster(None, help="Slurm nodes not to use.")
+    ray_placement_strategy: str = _cluster(
         "shared", choices=("shared", "separate", "deferred"), help="How Ray groups the workers of a role."
     )
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.api.datasets import load_training_dataset
-from areno.config.experiment.idle_checks import LOADER
-from areno.config.experiment.run_sections import TrainDatasetConfig
+from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
 from areno.config.hooks import named_object
 from areno.engine.rollout.counter_rng import epoch_order
 from areno.errors import DataError, UsageError

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, cast
 
 from areno.config.experiment.engine_sections import DPOEngineConfig
 from areno.config.experiment.experiments import DPOConfig
-from areno.config.experiment.idle_checks import LOADER
 from areno.config.experiment.named_algorithm import named_algorithm
-from areno.config.experiment.run_sections import TrainDatasetConfig
+from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
 from areno.experiments.trainers.engines import micro_batching, rows_per_pass
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from areno.config.experiment.allocation import (
     AllocationMode,
-    AllocationType,
     AllocationValidationError,
     InvalidAllocationModeError,
     ModelAllocation,
@@ -18,6 +17,10 @@ from areno.config.experiment.allocation import (
 
 SIZES = st.integers(1, 6)
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True)
+
+
+def devices(mode: AllocationMode) -> int:
+    return sum(group[0].world_size for group in mode.components)
 
 
 @pytest.mark.parametrize(
@@ -46,33 +49,30 @@ def test_sizes_and_world_size(text, sizes, world):
 
 
 @pytest.mark.parametrize(
-    ("text", "world", "kind", "backends"),
+    ("text", "world", "backends"),
     [
-        ("sglang:d4+fsdp:d4", 8, AllocationType.DECOUPLED_TRAIN, {"rollout": "sglang:d4", "actor": "fsdp:d4"}),
+        ("sglang:d4+fsdp:d4", 8, {"rollout": "sglang:d4", "actor": "fsdp:d4"}),
         (
             "sglang[rollout]:d4|fsdp[actor]:d2t2",
             4,
-            AllocationType.COLOCATE,
             {"rollout": "sglang:d4", "actor": "fsdp:d2t2"},
         ),
         (
             "areno[rollout]:d2 + fsdp[actor]:d2|fsdp[critic]:d2 + fsdp[ref]:d1",
             5,
-            AllocationType.DECOUPLED_TRAIN,
             {"rollout": "areno:d2", "actor": "fsdp:d2", "critic": "fsdp:d2", "ref": "fsdp:d1"},
         ),
-        ("vllm:d2", 2, AllocationType.LLM_SERVER_ONLY, {"rollout": "vllm:d2"}),
+        ("vllm:d2", 2, {"rollout": "vllm:d2"}),
         (
             "sglang[rollout]:d16|megatron[actor]:(attn:d4p2t2|ffn:d2p2e4)",
             16,
-            AllocationType.COLOCATE,
             {"rollout": "sglang:d16", "actor": "megatron:(attn:d4p2t2|ffn:d2p2e4)"},
         ),
     ],
 )
-def test_several_engines(text, world, kind, backends):
+def test_several_engines(text, world, backends):
     mode = AllocationMode.from_str(text)
-    assert (mode.world_size, mode.type, mode.backends()) == (world, kind, backends)
+    assert (devices(mode), mode.backends()) == (world, backends)
     assert AllocationMode.from_str(str(mode)) == mode
 
 
@@ -189,7 +189,7 @@ def test_an_allocation_survives_its_text(allocation, space):
     assert again == allocation
     parallel = again.parallel
     assert again.world_size == parallel.data * parallel.tensor * parallel.pipeline * parallel.context
-    assert parallel.expert_data * parallel.expert * parallel.expert_tensor * parallel.pipeline == again.world_size
+    assert again.world_size % (parallel.expert * parallel.expert_tensor * parallel.pipeline) == 0
 
 
 @given(st.data())
@@ -198,7 +198,6 @@ def test_several_engines_survive_their_text(data):
     mode = AllocationMode(tuple((data.draw(allocations(name)),) for name in names))
     again = AllocationMode.from_str(str(mode))
     assert again == mode
-    assert again.world_size == sum(engine.world_size for engine in mode.engines)
 
 
 @given(SIZES, SIZES, SIZES, SIZES, st.permutations("dmp"))
@@ -206,4 +205,4 @@ def test_the_dotted_form_keeps_the_number_of_devices(generate, tensor, train, st
     sizes = {"d": generate, "m": tensor, "p": 1}
     other = {"d": train, "m": 1, "p": stages}
     text = "+".join("".join(f"{letter}{one[letter]}" for letter in order) for one in (sizes, other))
-    assert AllocationMode.from_str(f"sglang.{text}").world_size == generate * tensor + train * stages
+    assert devices(AllocationMode.from_str(f"sglang.{text}")) == generate * tensor + train * stages

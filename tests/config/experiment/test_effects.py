@@ -16,8 +16,7 @@ from areno.config.experiment import (
     SFTConfig,
     config_from,
 )
-from areno.config.experiment.effect_table import HARMLESS, REFUSED, REFUSED_VALUES
-from areno.config.experiment.effects import words_of
+from areno.config.experiment.foreign_sections import UNUSED_BACKEND
 from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk
@@ -133,7 +132,7 @@ def accepted_fields():
     return [
         pytest.param(cls, path, entry, id=f"{entry.owner}.{entry.name}")
         for cls, path, entry in one_path_per_field().values()
-        if not words_of(entry, REFUSED) and entry.info.choices != (entry.default,)
+        if not entry.info.refused and entry.info.choices != (entry.default,)
     ]
 
 
@@ -205,7 +204,7 @@ def disagreement(path, name):
 
 
 def test_every_refused_field_is_refused_in_the_words_of_the_table():
-    fields = [field for field in one_path_per_field().values() if words_of(field[2], REFUSED)]
+    fields = [field for field in one_path_per_field().values() if field[2].info.refused]
     assert len(fields) > 20
     assert {cls for cls, _, _ in fields} == {GRPOConfig}
     values = {path: other_value(path, entry) for _, path, entry in fields}
@@ -215,24 +214,18 @@ def test_every_refused_field_is_refused_in_the_words_of_the_table():
     problems = str(caught.value).splitlines()
     for _, path, entry in fields:
         section, _, name = path.rpartition(".")
-        said = [
-            line for line in problems if words_of(entry, REFUSED) in line and (f" {section}: " in line or not section)
-        ]
+        said = [line for line in problems if entry.info.refused in line and (f" {section}: " in line or not section)]
         assert any(re.search(rf"[ ,]{name}(=|,|:)", line) for line in said), path
 
 
 def test_every_harmless_field_is_accepted_and_listed_in_one_notice():
-    fields = [
-        field
-        for field in one_path_per_field().values()
-        if words_of(field[2], HARMLESS) and not words_of(field[2], REFUSED)
-    ]
+    fields = [field for field in one_path_per_field().values() if field[2].info.no_effect and not field[2].info.refused]
     assert len(fields) > 180
     values = {path: other_value(path, entry) for _, path, entry in fields}
     lines = notice(config_from(changed(SAMPLES[GRPOConfig], values), GRPOConfig)).splitlines()
     for _, path, entry in fields:
-        name = path.split(".")[-2 if f"{entry.owner}.*" in HARMLESS else -1]
-        assert any(name in line and line.endswith(words_of(entry, HARMLESS)) for line in lines), path
+        name = path.split(".")[-2 if entry.info.no_effect == UNUSED_BACKEND else -1]
+        assert any(name in line and line.endswith(entry.info.no_effect) for line in lines), path
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -240,14 +233,18 @@ def test_what_says_nothing_new_has_no_notice(cls):
     assert notice(config_from(yaml.safe_load(config_text(config_from(SAMPLES[cls], cls))), cls)) == ""
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in REFUSED_VALUES for value in REFUSED_VALUES[key]])
-def test_a_refused_value_is_refused_in_the_words_of_the_table(key, value):
-    cls, path, _ = one_path_per_field()[tuple(key.split("."))]
+@pytest.mark.parametrize(
+    ("cls", "path", "value", "words"),
+    [
+        (cls, path, value, words)
+        for cls, path, entry in one_path_per_field().values()
+        for value, words in entry.info.refused_values.items()
+    ],
+)
+def test_a_refused_value_is_refused_in_the_words_of_its_declaration(cls, path, value, words):
     with pytest.raises(UsageError) as caught:
         config_from(changed(SAMPLES[cls], {path: value}), cls)
-    assert f"{path.rpartition('.')[0]}: {path.rpartition('.')[2]}={value}: {REFUSED_VALUES[key][value]}" in str(
-        caught.value
-    )
+    assert f"{path.rpartition('.')[0]}: {path.rpartition('.')[2]}={value}: {words}" in str(caught.value)
 
 
 def owners():
@@ -258,21 +255,18 @@ def owners():
     return found
 
 
-def test_every_field_has_a_row_and_every_row_a_field():
+def test_every_field_is_refused_or_without_effect_or_shown_by_a_test():
     known = owners()
     for key, entry in known.items():
-        rows = [bool(words_of(entry, REFUSED)), bool(words_of(entry, HARMLESS)), key in EFFECTS]
-        sections = entry.shape in ("section", "sections")
-        assert sum(rows) == 1 or sections or (key in REFUSED and f"{entry.owner}.*" in HARMLESS), key
-    classes = {name.partition(".")[0] for name in known}
-    for key in (*EFFECTS, *REFUSED, *HARMLESS, *REFUSED_VALUES):
-        assert key in known or (key.endswith(".*") and key.removesuffix(".*") in classes), key
+        reasons = [bool(entry.info.refused), bool(entry.info.no_effect), key in EFFECTS]
+        backend = entry.info.refused and entry.info.no_effect == UNUSED_BACKEND
+        assert sum(reasons) == 1 or entry.is_section or backend, key
+    assert set(EFFECTS) <= set(known)
 
 
 def test_refused_values_are_choices():
-    known = owners()
-    for key, values in REFUSED_VALUES.items():
-        assert set(values) < set(known[key].info.choices)
+    for entry in owners().values():
+        assert not entry.info.refused_values or set(entry.info.refused_values) < set(entry.info.choices)
 
 
 def test_the_tests_that_show_effects_exist():
@@ -284,10 +278,11 @@ def test_the_tests_that_show_effects_exist():
 
 
 def test_words_of_refusal_say_what_to_do():
-    for key, words in {**REFUSED, **{f"{k}={v}": w for k, d in REFUSED_VALUES.items() for v, w in d.items()}}.items():
-        assert "; " in words, key
-        assert not words.endswith("."), key
-    assert not any(words.endswith(".") for words in HARMLESS.values())
+    for key, entry in owners().items():
+        for words in filter(None, (entry.info.refused, *entry.info.refused_values.values())):
+            assert "; " in words, key
+            assert not words.endswith("."), key
+        assert not entry.info.no_effect.endswith("."), key
 
 
 @pytest.mark.parametrize("cls", CLASSES)

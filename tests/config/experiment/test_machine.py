@@ -34,7 +34,7 @@ def test_what_is_open_becomes_what_the_machine_has():
         assert {config.actor.dtype, config.ref.dtype} == {dtype}
         assert {config.actor.attn_impl, config.ref.attn_impl} == {attention}
         assert config.actor.weight_update_mode == mode
-        assert f"actor.dtype = {dtype} ({machine.name})" in lines
+        assert f"actor.dtype = {dtype} ({'GPU' if machine.gpus else 'CPU'})" in lines
 
 
 def test_what_was_given_stays():
