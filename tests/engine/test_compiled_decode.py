@@ -20,9 +20,9 @@ from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.compiled import spec, switch
 from areno.engine.rollout.compiled.spec import StepSpec
+from areno.engine.rollout.decode import SharedPrefixes
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
-from areno.engine.rollout.rows import SharedPrefixes
 from areno.engine.rollout.sequence import Prefill
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,6 @@ from pathlib import Path
 import torch
 
 from areno.cache_folder import building_folder, cache_folder, planted_problem
-from areno.engine.kernels.processor import processor
 
 # Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
 _FAST = (
@@ -86,13 +87,34 @@ class KernelLibrary:
         return bool(self._loaded)
 
 
+def processor() -> str:
+    """Names what this processor can do, so that a cache folder shared between machines tells them apart."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {flags.group(1) if flags else ''}"
+
+
+def compiler_missing() -> str:
+    """Why nothing can be compiled on this machine; "" if it can."""
+    compiler = _compiler()
+    if shutil.which(compiler):
+        return ""
+    return f"there is no C++ compiler {compiler!r} here; install g++, or set CXX, for faster decoding"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
 def _commands(source: Path, compiled: Path, linked: Path) -> list[list[str]]:
     """Compile, and link."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     root = Path(torch.__file__).parent
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
     return [
-        [compiler, *_FAST, _TARGET, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
-        [compiler, "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
+        [_compiler(), *_FAST, _TARGET, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
+        [_compiler(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
     ]

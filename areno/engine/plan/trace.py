@@ -30,7 +30,7 @@ from areno.engine.parallel.peers import Layout, Peers
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.loop import IDLE_PREFILL
 from areno.engine.rollout.sampler import SamplingTable
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
@@ -324,9 +324,8 @@ class ShapeOf:
         return beside
 
     def _decode(self, cache: SlotCache, rows: int, longest: int) -> None:
-        padded = round_up(rows, ROW_STEP)
-        plan = DecodePlan.of(cache, torch.zeros(padded, dtype=torch.long), round_up(longest, COLUMN_STEP), rows)
-        hidden = self.model.body(torch.zeros(padded, dtype=torch.long), plan.position_ids, plan)
+        plan = DecodePlan.of(cache, [0] * rows, round_up(longest, COLUMN_STEP))
+        hidden = self.model.body(torch.zeros_like(plan.position_ids), plan.position_ids, plan)
         logits = self.model.logits(hidden[:rows])  # type: ignore[attr-defined]
         _sample(all_logits(logits, self.model.config.get_text_config().vocab_size))
 

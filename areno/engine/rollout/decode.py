@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,59 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.counter_rng import uniforms
 from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, SlotCache
-from areno.engine.rollout.rows import Rows
-from areno.engine.rollout.sampler import Draw
+from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import round_up
+from areno.engine.rollout.sequence import Prefill, Sequence
 from areno.engine.rollout.threads import ThreadRule
+
+
+class SharedPrefixes:
+    """For each row the first row that holds the same first columns, and how many these are.
+
+    A slot has its own copy of them, so samples come and go as they like; who reads may read any of the copies.
+
+    Args:
+        prefills: what filled the first columns of each row; None shares nothing.
+    """
+
+    def __init__(self, prefills: Seq[Prefill | None]) -> None:
+        first: dict[Prefill, int] = {}
+        self.leaders = [row if p is None else first.setdefault(p, row) for row, p in enumerate(prefills)]
+        self.lengths = [0 if p is None else p.length for p in prefills]
+        self._padded: tuple[Tensor, Tensor] | None = None
+
+    def padded(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Leaders and lengths [rows] int64, with rows of padding that share nothing behind the own ones."""
+        if self._padded is None or len(self._padded[0]) != rows:
+            more = range(len(self.leaders), rows)
+            self._padded = torch.tensor([*self.leaders, *more]), torch.tensor([*self.lengths, *(0 for _ in more)])
+        return self._padded
+
+
+class Rows:
+    """What a step has to know of the running samples beside their tokens; changes when some join or leave.
+
+    Attributes:
+        table: how each is sampled.
+        prefixes: what they share.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
+        self.table = sampling_table(sequences, device)
+        self.prefixes = SharedPrefixes([s.prefill for s in sequences])
+
+    def __len__(self) -> int:
+        return len(self.table.seeds)
+
+
+def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
+    """How some samples, a row each, are sampled."""
+    sampling, seeds, edits = (
+        [s.group.sampling for s in sequences],
+        [s.seed for s in sequences],
+        [s.edits for s in sequences],
+    )
+    return SamplingTable(sampling, seeds, device, edits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +93,6 @@ class DecodeBatch:
         return round_up(len(self.tokens), ROW_STEP)
 
 
-class Decoder(Protocol):
-    """Runs decode steps over a cache."""
-
-    def run(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its token, and sample the next."""
-        ...
-
-
 class EagerDecode:
     """Operation by operation, as PyTorch does it.
 
@@ -58,23 +100,23 @@ class EagerDecode:
         model: the policy.
         cache: its KV cache.
         threads: how many threads a call is worth.
+        plan: makes the attention plan of a step from cache, positions and columns.
     """
 
-    def __init__(self, model: CausalLM, cache: SlotCache, threads: ThreadRule) -> None:
+    def __init__(
+        self, model: CausalLM, cache: Any, threads: ThreadRule, plan: Callable[[Any, list[int], int], Any] | None = None
+    ) -> None:
         self.model, self.cache, self.threads = model, cache, threads
+        self._plan = plan or DecodePlan.of
 
     def run(self, batch: DecodeBatch) -> Draw:
-        """See :class:`Decoder`."""
+        """Feed every row its token, and sample the next."""
         live = len(batch.tokens)
-        padding = [0] * (batch.padded - live)
-        tokens, positions = (self._upload(values + padding) for values in (batch.tokens, batch.positions))
-        plan = DecodePlan.of(self.cache, positions, batch.columns, live)
+        plan = self._plan(self.cache, batch.positions, batch.columns)
+        tokens = torch.tensor(batch.tokens + [0] * (batch.padded - live), device=self.model.device)
         self.threads.apply(batch.padded)
-        hidden = self.model.body(tokens, positions, plan)
+        hidden = self.model.body(tokens, plan.position_ids, plan)
         return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
-
-    def _upload(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self.model.device)
 
 
 class CompiledDecode:
@@ -91,7 +133,7 @@ class CompiledDecode:
         self._columns = torch.arange(0)
 
     def run(self, batch: DecodeBatch) -> Draw:
-        """See :class:`Decoder`."""
+        """See :meth:`EagerDecode.run`."""
         live, rows, table = len(batch.tokens), batch.padded, batch.rows.table
         padding = rows - live
         if len(self._columns) < batch.columns:

@@ -23,39 +23,49 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 ROW_STEP = 8
 
 
-class KVTables:
-    """Keys and values by layer, [slots, heads, columns, size] each: all of a cache that a decode step touches.
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer caches per token: keys [heads, key_size] and values [heads, value_size]."""
 
-    Args:
-        keys: by layer index.
-        values: by layer index.
-    """
-
-    def __init__(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        self.keys, self.values = keys, values
-
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
-        self.keys[layer][slots, :, positions] = k
-        self.values[layer][slots, :, positions] = v
-
-    def read(self, layer: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Views [rows, heads, columns, size] of the first slots."""
-        return self.keys[layer][:rows, :, :columns], self.values[layer][:rows, :, :columns]
+    layer: int
+    heads: int
+    key_size: int
+    value_size: int
 
 
-class SlotCache(KVTables):
-    """Keys, values and recurrent states of the live sequences.
+class KVCache:
+    """Keys, values and recurrent states of the live sequences, in slots or in pages.
 
     Layers allocate on first use, because only the call knows how many heads of which size they cache.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__({}, {})
         self.device = torch.device(device)
         self.slots = 0
         self.columns = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.states = SlotStates(0)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is allocated."""
+        return [*self.keys.values(), *self.values.values(), *self.states.tensors()]
+
+    def make_finite(self) -> None:
+        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
+        for tensor in self.tensors():
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+class SlotCache(KVCache):
+    """Keys and values [slots, heads, columns, size] per layer."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
         self._leading: tuple[int, list[Tensor], list[Tensor]] | None = None
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -93,27 +103,19 @@ class SlotCache(KVTables):
         """Give all memory back."""
         self.__init__(self.device)  # type: ignore[misc]
 
-    def make_finite(self) -> None:
-        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
-        for tensor in [*self.keys.values(), *self.values.values(), *self.states.tensors()]:
-            tensor.nan_to_num_(0.0, 0.0, 0.0)
-
-    def nbytes(self) -> int:
-        """Bytes held, states included."""
-        tensors = [*self.keys.values(), *self.values.values(), *self.states.tensors()]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, heads, size] of tokens at ``positions`` [N] of ``slots`` [N]."""
         if layer not in self.keys:
             self.keys[layer] = k.new_zeros(self.slots, k.shape[1], self.columns, k.shape[2])
             self.values[layer] = v.new_zeros(self.slots, v.shape[1], self.columns, v.shape[2])
             self._leading = None
-        super().write(layer, slots, positions, k, v)
+        self.keys[layer][slots, :, positions] = k
+        self.values[layer][slots, :, positions] = v
 
-    def row(self, layer: int, slot: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Views [1, heads, columns, size] of one slot."""
-        return self.keys[layer][slot : slot + 1, :, :columns], self.values[layer][slot : slot + 1, :, :columns]
+    def read(self, layer: int, rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Views [rows, heads, columns, size] of the slots from ``first`` on."""
+        chosen = slice(first, first + rows)
+        return self.keys[layer][chosen, :, :columns], self.values[layer][chosen, :, :columns]
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
         """A copy of the first ``length`` columns of a slot: per layer keys and values [heads, length, size]."""
@@ -158,34 +160,49 @@ class PrefillPlan(PackedPlan):
     def __init__(self, cache: SlotCache, spans: Seq[Span]) -> None:
         super().__init__([span.length for span in spans], cache.device)
         self.cache, self.spans = cache, spans
+        self._continued = any(span.offset for span in spans)
+        self._piece_masks: dict[tuple[int, int, int | None], Tensor] = {}
+        if self._continued:
+            self.position_ids = self.position_ids + self._per_token([span.offset for span in spans])
+        self._place()
+        fresh = [slot for span in spans if not span.offset for slot in span.slots]
+        if fresh and cache.states.tensors():
+            cache.states.clear(torch.tensor(fresh, device=self.device))
+
+    def _per_token(self, values: list[int]) -> Tensor:
+        """One value per span -> one per token."""
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths)).to(self.device)
+
+    def _place(self) -> None:
+        """Find out where each token goes: to every slot of its span."""
         token, slot, position = [], [], []
-        for start, span in zip(self.starts, spans, strict=False):
+        for start, span in zip(self.starts, self.spans, strict=False):
             own = torch.arange(span.length)
             token.append((own + start).repeat(len(span.slots)))
             position.append((own + span.offset).repeat(len(span.slots)))
             slot.append(torch.tensor(span.slots).repeat_interleave(span.length))
-        self._token, self._slot, self._position = (torch.cat(x).to(cache.device) for x in (token, slot, position))
-        self._continued = any(span.offset for span in spans)
-        self._piece_masks: dict[tuple[int, int, int | None], Tensor] = {}
-        if self._continued:
-            offsets = torch.tensor([span.offset for span in spans]).repeat_interleave(torch.tensor(self.lengths))
-            self.position_ids = self.position_ids + offsets.to(cache.device)
-        fresh = [slot for span in spans if not span.offset for slot in span.slots]
-        if fresh:
-            cache.states.clear(torch.tensor(fresh, device=cache.device))
+        self._token, self._slot, self._position = (torch.cat(x).to(self.device) for x in (token, slot, position))
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.cache.write(layer, self._slot, self._position, k[self._token], v[self._token])
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write to the cache, then attend inside each context."""
-        self.cache.write(layer.layer, self._slot, self._position, k[self._token], v[self._token])
-        if not self._continued:
-            return super().attend(layer, q, k, v)
+        self._write(layer.layer, k, v)
+        return self._attend_cached(layer, q) if self._continued else super().attend(layer, q, k, v)
+
+    def _attend_cached(self, layer: LayerAttention, q: Tensor) -> Tensor:
+        spans = self.spans
+        contexts = [self.cache.read(layer.layer, 1, s.offset + s.length, first=s.slots[0]) for s in spans]
+        return self._attend_pieces(layer, q, contexts)
+
+    def _attend_pieces(self, layer: LayerAttention, q: Tensor, contexts: Seq[tuple[Tensor, Tensor]]) -> Tensor:
+        """``contexts``: keys and values [1, heads, tokens, size] of each span up to its end."""
         outputs = []
-        for start, span in zip(self.starts, self.spans, strict=False):
-            stop = span.offset + span.length
-            keys, values = self.cache.row(layer.layer, span.slots[0], stop)
-            own = q[start : start + span.length].transpose(0, 1)[None]
+        for span, own, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
             mask = self._piece_mask(span, layer.window, q)
-            outputs.append(scaled_dot_product(own, keys, values, layer, mask)[0].transpose(0, 1))
+            out = scaled_dot_product(own.transpose(0, 1)[None], keys, values, layer, mask)
+            outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _piece_mask(self, span: Span, window: int | None, like: Tensor) -> Tensor:
@@ -197,78 +214,81 @@ class PrefillPlan(PackedPlan):
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """One context at a time: a state that is kept must not see padding."""
         outputs = []
-        for start, span in zip(self.starts, self.spans, strict=False):
+        for span, piece in zip(self.spans, hidden.split(self.lengths), strict=True):
             states = self.cache.states.at(module, torch.tensor(span.slots[:1], device=self.device))
-            outputs.append(forward(hidden[None, start : start + span.length], cache_params=states)[0])
+            outputs.append(forward(piece[None], cache_params=states)[0])
         return torch.cat(outputs)
 
     def finish(self) -> None:
         """After the call: hand recurrent states on to the slots that share a context."""
         for span in self.spans:
-            if len(span.slots) > 1:
+            if len(span.slots) > 1 and self.cache.states.tensors():
                 self.cache.states.copy(span.slots[0], torch.tensor(span.slots[1:], device=self.device))
+
+
+def decode_mask(positions: Tensor, columns: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [N, columns] of new tokens at ``positions`` [N]: each sees the cached columns up to itself."""
+    own = positions[:, None]
+    hidden = columns[None, :] > own
+    if window is not None:
+        hidden |= columns[None, :] <= own - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 class DecodePlan:
     """One new token for each of the first slots, and some rows of padding.
 
     Args:
-        tables: hold their past.
+        cache: holds their past.
         positions: position of the new token of each row [rows]; any for padding.
         write_at: column that takes the new token [rows]: its position, or for padding the column that nobody reads.
         columns: indices 0, 1, ... of the cache columns to look at [columns]; they go beyond every position.
-        states: recurrent states and the rows of them [rows] that are this step's; None where no layer has any.
+        state_rows: rows of the recurrent states that are this step's [rows]; None where no layer has any.
     """
 
     def __init__(
         self,
-        tables: KVTables,
+        cache: SlotCache,
         positions: Tensor,
         write_at: Tensor,
         columns: Tensor,
-        states: tuple[SlotStates, Tensor] | None = None,
+        state_rows: Tensor | None = None,
     ) -> None:
-        self.tables, self.position_ids, self.states = tables, positions, states
+        self.cache, self.position_ids, self._state_rows = cache, positions, state_rows
         self._write_at, self._columns = write_at, columns
         self._rows = torch.arange(positions.shape[0], device=positions.device)
         self._masks: dict[int | None, Tensor] = {}
 
     @classmethod
-    def of(cls, cache: SlotCache, positions: Tensor, columns: int, live: int) -> DecodePlan:
-        """The plan of a step whose first ``live`` rows are no padding.
+    def of(cls, cache: SlotCache, positions: Seq[int], columns: int) -> DecodePlan:
+        """The plan of a step of the first slots, padded to a multiple of :data:`ROW_STEP`.
 
         Padding rows may lie over slots of samples that are being prefilled: they write where nobody reads.
         """
-        rows = torch.arange(len(positions), device=positions.device)
-        write_at = torch.where(rows < live, positions, cache.columns - 1)
+        live = len(positions)
+        at = torch.tensor([*positions, *[0] * (-live % ROW_STEP)], device=cache.device)
+        rows = torch.arange(len(at), device=cache.device)
+        write_at = torch.where(rows < live, at, cache.columns - 1)
         state_rows = torch.where(rows < live, rows, cache.slots + rows - live)
-        seen = torch.arange(columns, device=positions.device)
-        return cls(cache, positions, write_at, seen, (cache.states, state_rows))
+        return cls(cache, at, write_at, torch.arange(columns, device=cache.device), state_rows)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self._masks:
-            columns = self._columns[None, :]
-            hidden = columns > self.position_ids[:, None]
-            if window is not None:
-                hidden |= columns <= self.position_ids[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
+    def _mask(self, layer: LayerAttention, q: Tensor) -> Tensor:
+        if layer.window not in self._masks:
+            self._masks[layer.window] = decode_mask(self.position_ids, self._columns, layer.window, q.dtype)
+        return self._masks[layer.window]
 
     def write(self, layer: LayerAttention, k: Tensor, v: Tensor) -> None:
         """Append k, v [rows, heads, size] to the cache."""
-        self.tables.write(layer.layer, self._rows, self._write_at, k, v)
+        self.cache.write(layer.layer, self._rows, self._write_at, k, v)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows, heads, size] to the cache and attend over it."""
         self.write(layer, k, v)
         # Sizes are asked of shapes: len() would fix them in a traced step.
-        keys, values = self.tables.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
-        mask = self._mask(layer.window, q.dtype)
-        return scaled_dot_product(q[:, :, None], keys, values, layer, mask)[:, :, 0]
+        keys, values = self.cache.read(layer.layer, self._rows.shape[0], self._columns.shape[0])
+        return scaled_dot_product(q[:, :, None], keys, values, layer, self._mask(layer, q)[:, None, None])[:, :, 0]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """All rows in one step of the recurrence."""
-        assert self.states is not None
-        states, rows = self.states
-        return forward(hidden[:, None], cache_params=states.at(module, rows))[:, 0]
+        assert self._state_rows is not None
+        return forward(hidden[:, None], cache_params=self.cache.states.at(module, self._state_rows))[:, 0]

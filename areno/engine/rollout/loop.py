@@ -25,18 +25,16 @@ from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.native import release_workers
 from areno.engine.progress import PROGRESS
-from areno.engine.rollout.compiled.spec import LayerShape
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
-from areno.engine.rollout.decode import DecodeBatch
-from areno.engine.rollout.kv_cache import PrefillPlan, SlotCache, Span
+from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
+from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad, RolloutCounters
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
-from areno.engine.rollout.rows import Rows, name_prefills, sampling_table
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, News, Sequence, StopText, broken_grammars
+from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, StopText, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.types import Request, RolloutResult
@@ -65,6 +63,8 @@ class RolloutLoop:
         speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
+
+    prefill_plan: type[PrefillPlan] = PrefillPlan
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class RolloutLoop:
 
     def _run_prefill(self, spans: list[Span], tokens: list[int]) -> Tensor:
         """Hidden states after the last token of each span [spans, C]."""
-        plan = PrefillPlan(self.cache, spans)
+        plan = self.prefill_plan(self.cache, spans)
         self._threads.apply(len(tokens))
         hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
         plan.finish()
@@ -381,7 +381,10 @@ class RolloutLoop:
         """Sample for all members of each context from the hidden state [contexts, C] after it."""
         logits = self.model.logits(hidden)
         owner = [index for index, members in enumerate(shared) for _ in members]
-        name_prefills(shared)
+        for members in shared:
+            prefill = Prefill(members[0].length)
+            for member in members:
+                member.prefill = prefill
         members = [sequence for members in shared for sequence in members]
         self._rows = None
         draw = sampling_table(members, self.model.device).draw
@@ -403,7 +406,7 @@ class RolloutLoop:
     def _decode(self) -> None:
         running = self.scheduler.running
         if self._rows is None:
-            self._rows = Rows.of(running, self.model.device)
+            self._rows = Rows(running, self.model.device)
         lengths = [s.length for s in running]
         batch = DecodeBatch(
             tokens=[s.last_token for s in running],

@@ -9,8 +9,7 @@ import torch
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import probe_tolerance
 from areno.engine.model.packing import PackedPlan
-from areno.engine.rollout.compiled.spec import LayerShape
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.scheduler import COLUMN_STEP
 from areno.errors import UnsupportedModelError
 
@@ -46,10 +45,8 @@ def prove_decoding(model: CausalLM, name: str) -> CacheShape:
         prefill.finish()
     got = [model.logits(hidden[-1:])]
     for position in (7, 8):
-        rows = torch.zeros(ROW_STEP, dtype=torch.long, device=model.device)
-        rows[0] = position
-        plan = DecodePlan.of(cache, rows, COLUMN_STEP, live=1)
-        fed = torch.where(rows > 0, tokens[position], tokens[0])
+        plan = DecodePlan.of(cache, [position], COLUMN_STEP)
+        fed = torch.where(plan.position_ids > 0, tokens[position], tokens[0])
         got.append(model.logits(model.body(fed, plan.position_ids, plan)[:1]))
     gap = (torch.cat(got).float() - expected[6:]).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not gap <= probe_tolerance(model.dtype):

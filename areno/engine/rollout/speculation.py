@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.rollout.drafts import DraftIndex
-from areno.engine.rollout.kv_cache import SlotCache
+from areno.engine.rollout.kv_cache import DecodePlan, SlotCache
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Sequence
 
@@ -24,46 +24,33 @@ from areno.engine.rollout.sequence import Sequence
 CALL_TOKENS = 64
 
 
-class CheckPlan:
+class CheckPlan(DecodePlan):
     """Several new tokens for each of the first slots: the last one sampled, and the draft behind it.
 
     Args:
         cache: holds their past; no layer may keep another state.
         positions: of the first token of each row [rows].
-        lengths: tokens of each row [rows]; 0 for padding.
+        lengths: tokens of each row [rows].
         width: most tokens of a row W; tokens of the call are [rows * W], row by row.
         columns: cache columns to look at; beyond every position.
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor, lengths: Tensor, width: int, columns: int) -> None:
-        self.cache, self.width, self.columns = cache, width, columns
         offsets = torch.arange(width, device=positions.device)
-        grid = positions[:, None] + offsets
-        self.rows = len(positions)
-        self.position_ids = torch.where(offsets < lengths[:, None], grid, 0).flatten()
-        self._slots = torch.arange(self.rows, device=positions.device).repeat_interleave(width)
+        grid, inside = positions[:, None] + offsets, offsets < lengths[:, None]
         # Cells of padding write where nobody reads.
-        self._write_at = torch.where(offsets < lengths[:, None], grid, cache.columns - 1).flatten()
-        self._masks: dict[int | None, Tensor] = {}
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self._masks:
-            columns = torch.arange(self.columns, device=self.position_ids.device)
-            own = self.position_ids.view(self.rows, self.width, 1)
-            hidden = columns > own
-            if window is not None:
-                hidden |= columns <= own - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None]
-        return self._masks[window]
+        write_at = torch.where(inside, grid, cache.columns - 1).flatten()
+        seen = torch.arange(columns, device=positions.device)
+        super().__init__(cache, torch.where(inside, grid, 0).flatten(), write_at, seen)
+        self._rows, self._shape = self._rows // width, (len(positions), width)
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [rows * W, heads, size] to the cache and attend over it, each token up to itself."""
-        self.cache.write(layer.layer, self._slots, self._write_at, k, v)
-        keys, values = self.cache.read(layer.layer, self.rows, self.columns)
-        queries = q.view(self.rows, self.width, *q.shape[1:]).transpose(1, 2)
-        out = scaled_dot_product(queries, keys, values, layer, self._mask(layer.window, q.dtype))
-        return out.transpose(1, 2).flatten(0, 1)
+        self.write(layer, k, v)
+        keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
+        queries = q.unflatten(0, self._shape).transpose(1, 2)
+        mask = self._mask(layer, q).unflatten(0, self._shape)[:, None]
+        return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:

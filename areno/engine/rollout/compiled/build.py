@@ -22,8 +22,9 @@ from areno.cache_folder import building_folder
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
 from areno.engine.rollout.compiled.join import join_products
-from areno.engine.rollout.compiled.spec import KERNELS, LayerShape, StepSpec
+from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
+from areno.engine.rollout.kv_cache import LayerShape
 
 # Threads are chosen when the step runs. Weights and buffers stay where the engine has them, also the small ones that the
 # compiler would write into the code: here they hold nothing.
@@ -34,13 +35,6 @@ _OPTIONS = {
 }
 # Sizes to trace with; none of them is kept.
 _ROWS, _COLUMNS, _CACHED = 24, 80, 193
-
-
-def read_spec(path: Path) -> StepSpec:
-    """The spec that :func:`write_spec` wrote."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    layers = tuple(LayerShape(**layer) for layer in fields.pop("layers"))
-    return StepSpec(layers=layers, **fields)
 
 
 def build(spec: StepSpec, package: Path) -> None:
@@ -81,8 +75,8 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
 
 def _export(model: CausalLM, spec: StepSpec) -> ExportedProgram:
     loaded = all(kernel.loaded for kernel in KERNELS)
-    step = DecodeStep(model, [layer.layer for layer in spec.layers], kernels=loaded)
-    inputs = example_inputs(spec.sizes, model.dtype, model.vocab_size, _ROWS, _COLUMNS, _CACHED)
+    step = DecodeStep(model, spec.layers, kernels=loaded)
+    inputs = example_inputs(spec.layers, model.dtype, model.vocab_size, _ROWS, _COLUMNS, _CACHED)
     rows, columns, cached = Dim("rows", min=2), Dim("columns", min=8), Dim("cached", min=16)
     per_row: dict[int, Any] = {0: rows}
     table = [{0: rows, 2: cached} for _ in spec.layers]
@@ -108,7 +102,9 @@ def main() -> None:
     os.nice(19)
     torch.set_num_threads(1)
     try:
-        build(read_spec(Path(sys.argv[1])), Path(sys.argv[2]))
+        fields = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        layers = tuple(LayerShape(**layer) for layer in fields.pop("layers"))
+        build(StepSpec(layers=layers, **fields), Path(sys.argv[2]))
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         sys.exit(f"{type(error).__name__}: {text}")

@@ -32,8 +32,8 @@ class StepPackage:
     """
 
     def __init__(self, path: Path, model: CausalLM, spec: StepSpec) -> None:
-        self._step = DecodeStep(model, [layer.layer for layer in spec.layers])
-        self._spec = spec
+        self._step = DecodeStep(model, spec.layers)
+        self._layers = spec.layers
         if problem := planted_problem(path):
             raise EngineError(problem)
         try:
@@ -49,9 +49,7 @@ class StepPackage:
 
     def __call__(self, *inputs: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`DecodeStep.forward`."""
-        flat: list[Tensor] = []
-        for value in inputs:
-            flat += value if isinstance(value, list) else [value]
+        flat = [tensor for value in inputs for tensor in (value if isinstance(value, list) else [value])]
         logits, tokens, logprobs = self._loader.boxed_run(flat)
         return logits, tokens, logprobs
 
@@ -62,12 +60,9 @@ class StepPackage:
 
     def _bind(self) -> None:
         step = self._step
-        mine = {
-            **dict(step.named_parameters(remove_duplicate=False)),
-            **dict(step.named_buffers(remove_duplicate=False)),
-        }
+        named = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
         # A weight that has an adapter lies one level deeper than where the step was traced.
-        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in mine.items()}
+        mine = {name.replace(".base_layer.", "."): tensor for name, tensor in named}
         names = self._loader.get_constant_fqns()
         lacking = [name for name in names if name not in mine]
         if lacking:
@@ -91,5 +86,5 @@ class StepPackage:
     def _random_step(self, run: Any) -> list[Tensor]:
         """Logits, and the cache after the step."""
         model = self._step.model
-        inputs = example_inputs(self._spec.sizes, model.dtype, model.vocab_size, rows=16, columns=32, cached=65)
+        inputs = example_inputs(self._layers, model.dtype, model.vocab_size, rows=16, columns=32, cached=65)
         return [run(*inputs)[0], *inputs[-2], *inputs[-1]]

@@ -13,25 +13,16 @@ import transformers
 from areno import __version__
 from areno.cache_folder import cache_folder
 from areno.engine.kernels import decode_attention, plain_draw, row_product
-from areno.engine.kernels.processor import processor
+from areno.engine.kernels.library import processor
 from areno.engine.model import attention, causal_lm, linear, packed_model
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout import inverse_cdf, kv_cache
 from areno.engine.rollout.compiled import join, traced
+from areno.engine.rollout.kv_cache import LayerShape
 
 CACHE_KIND = "decode_steps"
 # Entries of a configuration that say where a model came from, not what it computes.
 _ORIGIN = ("_name_or_path", "transformers_version")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer caches per token: keys [heads, key_size] and values [heads, value_size]."""
-
-    layer: int
-    heads: int
-    key_size: int
-    value_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +54,6 @@ class StepSpec:
             dtype=str(model.dtype).removeprefix("torch."),
             layers=layers,
         )
-
-    @property
-    def sizes(self) -> list[tuple[int, int, int]]:
-        """Heads, key size and value size of each layer."""
-        return [(layer.heads, layer.key_size, layer.value_size) for layer in self.layers]
 
     def path(self) -> Path:
         """Where its package lies, or will lie."""

@@ -7,26 +7,26 @@ it is. Every step that was built is kept on disk, so the next run of the same mo
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Literal
 
 from areno.cache_folder import ScratchFolder
+from areno.engine.kernels.library import compiler_missing
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
-from areno.engine.rollout.compiled.spec import LayerShape, StepSpec
-from areno.engine.rollout.decode import CompiledDecode, DecodeBatch, Decoder, EagerDecode
-from areno.engine.rollout.kv_cache import SlotCache
+from areno.engine.rollout.compiled.spec import StepSpec
+from areno.engine.rollout.decode import CompiledDecode, DecodeBatch, EagerDecode
+from areno.engine.rollout.kv_cache import LayerShape, SlotCache
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.threads import ThreadRule
 from areno.errors import EngineError
@@ -64,9 +64,8 @@ class DecodeSwitch:
         self._builds = builds
         self.model, self.cache, self.layers, self.mode = model, cache, layers, mode
         self.threads = ThreadRule(model)
-        self.decoder: Decoder = EagerDecode(model, cache, self.threads)
+        self.decoder: EagerDecode | CompiledDecode = EagerDecode(model, cache, self.threads)
         self._undecided = mode == "auto"
-        self._spec: StepSpec | None = None
         self._build: _Build | None = None
         self._spent_s, self._generated, self._steps = 0.0, 0, 0
 
@@ -82,12 +81,9 @@ class DecodeSwitch:
             EngineError: it cannot be compiled; the message says why.
         """
         if self.mode == "compiled" and not self.compiled:
-            spec = self._named()
-            if not spec.path().exists():
-                failure = _Build(spec).wait()
-                if failure:
-                    raise EngineError(f"the decode step cannot be compiled: {failure}")
-            self._take_over(spec)
+            if not self._spec.path().exists() and (failure := _Build(self._spec).wait()):
+                raise EngineError(f"the decode step cannot be compiled: {failure}")
+            self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
         """One step.
@@ -118,37 +114,49 @@ class DecodeSwitch:
             self._build.stop()
             self._build = None
 
-    def _named(self) -> StepSpec:
-        if self._spec is None:
-            reason = self._obstacle()
-            if reason:
-                raise EngineError(reason)
-            self._spec = StepSpec.of(self.model, self.layers)
-        return self._spec
+    @cached_property
+    def _spec(self) -> StepSpec:
+        """What to compile.
 
-    def _obstacle(self) -> str:
-        """Why this step cannot be compiled here, as far as that is known without trying."""
-        if self.model.device.type != "cpu":
-            return "it runs on an accelerator"
+        Raises:
+            EngineError: it cannot be compiled here, as far as that is known without trying.
+        """
+        model = self.model
+        if model.device.type != "cpu":
+            raise EngineError("it runs on an accelerator")
         if not self.layers:
-            return f"{type(self.model.module).__name__} keeps states beside keys and values"
-        if not type(self.model.module).__module__.startswith("transformers."):
-            return "the checkpoint ships code of its own"
-        if self.model.adapter is not None and not self.model.adapter.merges:
-            return "the adapter runs beside the weights"
-        return ""
+            raise EngineError(f"{type(model.module).__name__} keeps states beside keys and values")
+        if not type(model.module).__module__.startswith("transformers."):
+            raise EngineError("the checkpoint ships code of its own")
+        if model.adapter is not None and not model.adapter.merges:
+            raise EngineError("the adapter runs beside the weights")
+        return StepSpec.of(model, self.layers)
 
     def _look(self, remaining: Callable[[], int]) -> None:
+        """Take the compiled step over if it is there, else have it built where that pays."""
         try:
-            spec = self._named()
             if self._build is not None:
-                self._look_at_build(spec)
-            elif spec.path().exists():
-                self._take_over(spec)
+                self._look_at_build(self._build)
+            elif self._spec.path().exists():
+                self._take_over()
             elif self._builds and self._pays(remaining):
-                self._begin(spec)
+                if reason := compiler_missing():
+                    raise EngineError(reason)
+                logger.info("compiling the decode step beside the run, for %s", self._spec.path().name)
+                self._build = _Build(self._spec)
         except EngineError as error:
-            self._stay_eager(str(error))
+            self.close()
+            self._undecided = False
+            logger.info("decoding stays eager: %s", error)
+
+    def _look_at_build(self, build: _Build) -> None:
+        failure = build.outcome()
+        if failure is None:
+            return
+        self.close()
+        if failure:
+            raise EngineError(failure)
+        self._take_over()
 
     def _pays(self, remaining: Callable[[], int]) -> bool:
         """Whether what is queued, or as much as has been decoded so far, saves more than building costs."""
@@ -157,33 +165,11 @@ class DecodeSwitch:
         ahead = remaining() * self._spent_s / self._generated
         return SAVED * max(ahead, self._spent_s) > BUILD_BASE_S + BUILD_LAYER_S * len(self.layers)
 
-    def _begin(self, spec: StepSpec) -> None:
-        reason = _compiler_missing()
-        if reason:
-            raise EngineError(reason)
-        logger.info("compiling the decode step beside the run, for %s", spec.path().name)
-        self._build = _Build(spec)
-
-    def _look_at_build(self, spec: StepSpec) -> None:
-        assert self._build is not None
-        failure = self._build.outcome()
-        if failure is None:
-            return
-        self.close()
-        if failure:
-            raise EngineError(failure)
-        self._take_over(spec)
-
-    def _take_over(self, spec: StepSpec) -> None:
+    def _take_over(self) -> None:
         began = time.perf_counter()
-        package = StepPackage(spec.path(), self.model, spec)
+        package = StepPackage(self._spec.path(), self.model, self._spec)
         self.decoder, self._undecided = CompiledDecode(package, self.cache, self.threads), False
         logger.info("the decode step is compiled from here on (loaded in %.2f s)", time.perf_counter() - began)
-
-    def _stay_eager(self, reason: str) -> None:
-        self.close()
-        self._undecided = False
-        logger.info("decoding stays eager: %s", reason)
 
 
 class _Build:
@@ -203,7 +189,8 @@ class _Build:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
         )
-        atexit.register(_stop_at_exit, weakref.ref(self))
+        # Ends the process if it runs, and removes its files; at exit at the latest.
+        self.stop = weakref.finalize(self, _end, self._process, self._errors, self._folder)
 
     def outcome(self) -> str | None:
         """None while it runs, "" when the package is there, else the reason why not."""
@@ -224,24 +211,10 @@ class _Build:
         assert outcome is not None
         return outcome
 
-    def stop(self) -> None:
-        """End the process if it runs, and remove its files."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
-        self._folder.cleanup()
 
-
-def _stop_at_exit(build: weakref.ref[_Build]) -> None:
-    left = build()
-    if left is not None:
-        left.stop()
-
-
-def _compiler_missing() -> str:
-    """Why nothing can be compiled on this machine; "" if it can."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler):
-        return ""
-    return f"there is no C++ compiler {compiler!r} here; install g++, or set CXX, for faster decoding"
+def _end(process: subprocess.Popen[bytes], errors: IO[bytes], folder: ScratchFolder) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    errors.close()
+    folder.cleanup()

@@ -6,6 +6,7 @@ Everything that changes between steps is an argument, so one trace serves every 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,14 @@ from areno.engine.model.attention import LayerAttention
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.token_logprobs import scale_logits
 from areno.engine.rollout import inverse_cdf
-from areno.engine.rollout.kv_cache import DecodePlan, KVTables
+from areno.engine.rollout.kv_cache import DecodePlan, LayerShape, SlotCache
 
 
 class KernelPlan(DecodePlan):
-    """The plan of a step whose attention reads no more than each context.
+    """The plan of a step whose attention reads no more than each context; ``prefixes``: see :func:`decode_attention`."""
 
-    Args:
-        prefixes: see :func:`decode_attention`; further ones are those of :class:`DecodePlan`.
-    """
-
-    def __init__(
-        self, tables: KVTables, positions: Tensor, write_at: Tensor, columns: Tensor, prefixes: tuple[Tensor, Tensor]
-    ) -> None:
-        super().__init__(tables, positions, write_at, columns)
+    def __init__(self, *args: Any, prefixes: tuple[Tensor, Tensor]) -> None:
+        super().__init__(*args)
         self._prefixes = prefixes
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,7 +32,7 @@ class KernelPlan(DecodePlan):
         if not takes(layer, q):
             return super().attend(layer, q, k, v)
         self.write(layer, k, v)
-        keys, values = self.tables.keys[layer.layer], self.tables.values[layer.layer]
+        keys, values = self.cache.keys[layer.layer], self.cache.values[layer.layer]
         return decode_attention(layer, q, keys, values, self.position_ids, self._prefixes)
 
 
@@ -46,14 +41,14 @@ class DecodeStep(nn.Module):
 
     Args:
         model: its weights are the module's parameters.
-        layers: indices of the layers that cache, in the order of ``keys`` and ``values``.
+        layers: what is cached, in the order of ``keys`` and ``values``.
         kernels: attend and sample with :mod:`areno.engine.kernels` where they can.
     """
 
-    def __init__(self, model: CausalLM, layers: Seq[int], *, kernels: bool = False) -> None:
+    def __init__(self, model: CausalLM, layers: Seq[LayerShape], *, kernels: bool = False) -> None:
         super().__init__()
         self.module = model.module
-        self.model, self.layers = model, list(layers)
+        self.model, self.layers = model, [layer.layer for layer in layers]
         self._kernels = kernels
 
     def forward(
@@ -88,12 +83,10 @@ class DecodeStep(nn.Module):
         Returns:
             Logits [B, V], chosen tokens [B], and their log-probs under the scaled policy [B].
         """
-        tables = KVTables(dict(zip(self.layers, keys, strict=True)), dict(zip(self.layers, values, strict=True)))
-        plan = (
-            KernelPlan(tables, positions, write_at, columns, (leaders, shared))
-            if self._kernels
-            else DecodePlan(tables, positions, write_at, columns)
-        )
+        cache = SlotCache()
+        cache.keys, cache.values = (dict(zip(self.layers, tables, strict=True)) for tables in (keys, values))
+        step = (cache, positions, write_at, columns)
+        plan = KernelPlan(*step, prefixes=(leaders, shared)) if self._kernels else DecodePlan(*step)
         logits = self.model.logits(self.model.body(tokens, positions, plan))
         if self._kernels and logits.dtype == torch.float32:
             size = inverse_cdf.block_size(logits.shape[1])
@@ -131,12 +124,12 @@ def _most_likely(table: Tensor, largest: Tensor) -> Tensor:
 
 
 def example_inputs(
-    layers: Seq[tuple[int, int, int]], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
+    layers: Seq[LayerShape], dtype: torch.dtype, vocab: int, rows: int, columns: int, cached: int
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Random arguments of a step, to trace with and to compare by.
 
     Args:
-        layers: heads, key size and value size of each caching layer.
+        layers: what is cached.
         dtype: of the cache.
         vocab: token ids lie below it.
         rows: batch size B.
@@ -159,6 +152,6 @@ def example_inputs(
         torch.ones(rows),
         torch.arange(rows) % 2 == 1,
         torch.rand(rows, dtype=torch.float64, generator=random),
-        [table(heads, size) for heads, size, _ in layers],
-        [table(heads, size) for heads, _, size in layers],
+        [table(layer.heads, layer.key_size) for layer in layers],
+        [table(layer.heads, layer.value_size) for layer in layers],
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.model.varlen import torch_varlen
+from areno.engine.rollout.kv_cache import decode_mask
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,18 @@ class Backend:
     plain_only: bool = False
 
 
+def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
+    """Copies [rows, heads, columns, size] of the contexts whose pages a block table names."""
+    return pool[table[:, : -(-columns // pool.shape[1])]].flatten(1, 2)[:, :columns].transpose(1, 2)
+
+
 def gather_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
     """Copy each context together, then PyTorch's attention: runs everywhere."""
-    pages = table[:, : -(-columns // keys.shape[1])]
-    k, v = (pool[pages].flatten(1, 2)[:, :columns].transpose(1, 2) for pool in (keys, values))
-    at = positions.clamp(min=0)[:, None]  # a row of padding sees one column: a row that sees none has no softmax
-    column = torch.arange(columns, device=q.device)[None, :]
-    hidden = column > at
-    if layer.window is not None:
-        hidden |= column <= at - layer.window
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    k, v = (gathered(pool, table, columns) for pool in (keys, values))
+    at = positions.clamp(min=0)  # a row of padding sees one column: a row that sees none has no softmax
+    mask = decode_mask(at, torch.arange(columns, device=q.device), layer.window, q.dtype)
     return scaled_dot_product(q[:, :, None], k, v, layer, mask[:, None, None])[:, :, 0]
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areno.engine.model.recurrent import SlotStates
-from areno.engine.rollout.kv_cache import ROW_STEP
+from areno.engine.rollout.kv_cache import ROW_STEP, KVCache
 from areno.engine.rollout.paged.pages import PAGE_SIZE, SPARE_PAGE, PageAllocator
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
 from areno.errors import EngineError
@@ -30,10 +29,8 @@ class PageSnapshot:
     allocator: PageAllocator
 
 
-class PagedCache:
+class PagedCache(KVCache):
     """Keys and values [pages, page_size, heads, size] per layer, and the recurrent states of each row.
-
-    Layers allocate on first use, because only the call knows how many heads of which size they cache.
 
     Args:
         pages: size of the pool; see :func:`~areno.engine.rollout.paged.pages.pages_for`.
@@ -56,18 +53,13 @@ class PagedCache:
         rows: int = 0,
         columns: int = 0,
     ) -> None:
-        self.device = torch.device(device)
+        super().__init__(device)
         self._first = rows, columns
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
-        self.slots = 0
-        self.columns = 0
-        self.states = SlotStates(0)
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
         self.epoch = 0
         self._rows: list[list[int]] = []
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
         self._changed: dict[int, int] = {}  # cells of the flat table that the device does not know yet
         self._copies: dict[int, int] = {}  # target page -> source page
 
@@ -105,23 +97,6 @@ class PagedCache:
         self._first = self._first[0], columns
         self.allocator = PageAllocator(pages)
         self.release()
-
-    def make_finite(self) -> None:
-        """Zeros in place of what is not finite: masking a column leaves the product of 0 and NaN, which is NaN."""
-        for tensor in [*self._keys.values(), *self._values.values(), *self.states.tensors()]:
-            tensor.nan_to_num_(0.0, 0.0, 0.0)
-
-    def nbytes(self) -> int:
-        """Bytes held: the whole pool, states and block table."""
-        tensors = [*self._keys.values(), *self._values.values(), *self.states.tensors(), self.table]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def bytes_per_token(self) -> int:
-        """What a cached token costs in the layers used so far, recurrent states spread over a column step."""
-        pools = [*self._keys.values(), *self._values.values()]
-        cells = self.allocator.pages * self.page_size
-        states = sum(t[0].numel() * t.element_size() for t in self.states.tensors())
-        return sum(t.numel() * t.element_size() for t in pools) // cells + -(-states // COLUMN_STEP)
 
     # -- rows and pages --------------------------------------------------------------------------------------------
 
@@ -209,7 +184,7 @@ class PagedCache:
         if self._copies:
             pairs = torch.tensor([list(self._copies), list(self._copies.values())])
             pairs = pairs.to(self.device, non_blocking=True)
-            for pool in (*self._keys.values(), *self._values.values()):
+            for pool in (*self.keys.values(), *self.values.values()):
                 pool[pairs[0]] = pool[pairs[1]]
             self._copies.clear()
         if self._changed:
@@ -229,24 +204,16 @@ class PagedCache:
 
     def write(self, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, heads, size] in ``cells`` [N] of the flat pool."""
-        keys, values = self._pool(self._keys, layer, k), self._pool(self._values, layer, v)
+        keys, values = self._pool(self.keys, layer, k), self._pool(self.values, layer, v)
         keys.flatten(0, 1).index_copy_(0, cells, k)
         values.flatten(0, 1).index_copy_(0, cells, v)
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [pages, page_size, heads, size] of a layer that has been written to."""
-        return self._keys[layer], self._values[layer]
-
-    def read(self, layer: int, pages: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Copies [rows, heads, columns, size] of the contexts behind ``pages`` [rows, width]."""
-        return self._gather(self._keys[layer], pages, columns), self._gather(self._values[layer], pages, columns)
+        return self.keys[layer], self.values[layer]
 
     def _pool(self, pools: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
         if layer not in pools:
             pools[layer] = like.new_zeros(self.allocator.pages, self.page_size, *like.shape[1:])
             self.epoch += 1
         return pools[layer]
-
-    def _gather(self, pool: Tensor, pages: Tensor, columns: int) -> Tensor:
-        whole = pool[pages[:, : -(-columns // self.page_size)]]
-        return whole.flatten(1, 2)[:, :columns].transpose(1, 2)

@@ -5,47 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.rollout.decode import DecodeBatch
+from areno.engine.rollout.decode import EagerDecode
 from areno.engine.rollout.filters import Filters
-from areno.engine.rollout.kv_cache import ROW_STEP, Span
+from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.graphs import DeviceDecode
 from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
 from areno.engine.rollout.paged.pipeline import DecodePipeline, Token
-from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan, open_cells
+from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
 from areno.engine.rollout.sequence import Group, Sequence
-from areno.engine.rollout.threads import ThreadRule
-
-
-class PagedEagerDecode:
-    """A step whose sampling the host takes part in; see :class:`~areno.engine.rollout.decode.EagerDecode`.
-
-    Args:
-        model: the policy.
-        cache: its pages.
-        threads: how many threads a call is worth.
-    """
-
-    def __init__(self, model: CausalLM, cache: PagedCache, threads: ThreadRule) -> None:
-        self.model, self.cache, self.threads = model, cache, threads
-
-    def run(self, batch: DecodeBatch) -> Draw:
-        """Feed every row its token, and sample the next."""
-        live = len(batch.tokens)
-        padding = batch.padded - live
-        open_cells(self.cache, batch.positions)
-        tokens = torch.tensor(batch.tokens + [0] * padding, device=self.model.device)
-        positions = torch.tensor(batch.positions + [-1] * padding, device=self.model.device)
-        plan = PagedDecodePlan(self.cache, positions, batch.columns)
-        self.threads.apply(batch.padded)
-        hidden = self.model.body(tokens, plan.position_ids, plan)
-        return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
 
 
 class PagedRolloutLoop(RolloutLoop):
@@ -62,6 +35,7 @@ class PagedRolloutLoop(RolloutLoop):
     """
 
     cache: PagedCache  # type: ignore[assignment]
+    prefill_plan = PagedPrefillPlan
 
     def __init__(
         self,
@@ -86,7 +60,7 @@ class PagedRolloutLoop(RolloutLoop):
         pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
         columns = self._columns(budget_tokens)
         self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=columns)
-        self.decode.decoder = PagedEagerDecode(model, self.cache, self._threads)
+        self.decode.decoder = EagerDecode(model, self.cache, self._threads, PagedDecodePlan.of)
         self._eager = eager_decode
         self._make_rows(max_running)
 
@@ -132,14 +106,6 @@ class PagedRolloutLoop(RolloutLoop):
     def _leave(self, done: list[Sequence]) -> None:
         super()._leave(done)
         self.cache.keep(self.scheduler.held())
-
-    def _run_prefill(self, spans: list[Span], tokens: list[int]) -> Tensor:
-        plan = PagedPrefillPlan(self.cache, spans)
-        self._threads.apply(len(tokens))
-        hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
-        plan.finish()
-        self.counters.prefilled += len(tokens)
-        return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _step(self) -> None:
         running = list(self.scheduler.running)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from areno.engine.rollout.paged.backends import gathered
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.plans import open_cells
 from areno.engine.rollout.scheduler import Move
@@ -37,7 +38,7 @@ class Pair:
 
     def check(self) -> None:
         self.cache.publish()
-        keys, values = self.cache.read(0, self.cache.table, self.cache.columns)
+        keys, values = (gathered(pool, self.cache.table, self.cache.columns) for pool in self.cache.pool(0))
         for row, expected in enumerate(self.rows):
             assert keys[row, 0, : len(expected), 0].tolist() == expected
             assert values[row, 0, : len(expected), 0].tolist() == [-x for x in expected]

@@ -7,8 +7,9 @@ import torch
 
 from areno.engine.model.loading import prepare
 from areno.engine.rollout.kv_cache import DecodePlan, PrefillPlan, SlotCache, Span
+from areno.engine.rollout.paged.backends import gathered
 from areno.engine.rollout.paged.cache import PagedCache
-from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan, open_cells
+from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from tests.support.tiny import VOCAB, tiny_module
 
 # Full attention, windows, soft-capping, windows and full, sinks, recurrent states.
@@ -34,11 +35,8 @@ def run(model, cache, paged):
     lengths = [24, 24, 13, 3, 3, 3]
     for step in range(12):
         positions = [length + step for length in lengths]
-        padded = torch.tensor([*positions, 0, 0])
         fed = torch.cat([tokens[:, step], torch.zeros(2, dtype=torch.long)])
-        if paged:
-            open_cells(cache, positions)
-        plan = (PagedDecodePlan if paged else DecodePlan.of)(cache, padded, 48, 6)
+        plan = (PagedDecodePlan if paged else DecodePlan).of(cache, positions, 48)
         out.append(model.body(fed, plan.position_ids, plan)[:6])
     return torch.cat(out)
 
@@ -61,11 +59,10 @@ def test_a_row_of_padding_changes_nobody(monkeypatch):
         cache.reserve(8, 64)
         plan = PagedPrefillPlan(cache, [Span([slot], 5) for slot in range(8)])
         model.body(torch.arange(40), plan.position_ids, plan)
-        before = [cache.read(0, cache.table[row : row + 1], 5)[0].clone() for row in range(8)]
-        open_cells(cache, [5, 5, 5])
-        plan = PagedDecodePlan(cache, torch.tensor([5, 5, 5, 0, 0, 0, 0, 0]), 16, 3)
+        before = [gathered(cache.pool(0)[0], cache.table[row : row + 1], 5).clone() for row in range(8)]
+        plan = PagedDecodePlan.of(cache, [5, 5, 5], 16)
         model.body(torch.arange(8), plan.position_ids, plan)
-        after = [cache.read(0, cache.table[row : row + 1], 5)[0] for row in range(8)]
+        after = [gathered(cache.pool(0)[0], cache.table[row : row + 1], 5) for row in range(8)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -82,13 +79,3 @@ def test_a_prompt_in_pieces_goes_on_in_its_own_pages_and_an_old_row_begins_anew(
     PagedPrefillPlan(cache, [Span([1], 5)])
     assert len(cache.pages_of(1)) == 1
     assert cache.pages_of(1) != first[:1]
-
-
-def test_the_price_of_a_token_counts_every_layer():
-    model = prepare(tiny_module("llama"), "llama")
-    cache = PagedCache(20)
-    with torch.inference_mode():
-        cache.reserve(1, 64)
-        plan = PagedPrefillPlan(cache, [Span([0], 4)])
-        model.body(torch.arange(4), plan.position_ids, plan)
-    assert cache.bytes_per_token() == 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, fp32
