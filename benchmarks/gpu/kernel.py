@@ -30,6 +30,9 @@ from areno.engine.rollout.paged import backends
 # Rounding of the inputs is the same on both sides; what is left is that of the weights and of the result.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
+# Keys per step of a program's loop, and steps whose loads are in flight.
+CANDIDATES = tuple(itertools.product((64, 128), (3, 5)))
+
 
 def exact(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """Attention of each row in float64; 0 for a row without a context."""
@@ -101,7 +104,7 @@ def check_kernel(args: argparse.Namespace, checks: Checks) -> None:
 
 def measure(args: argparse.Namespace, checks: Checks, report: Report) -> None:
     """Time and bandwidth of the kernel's launches and of the alternatives, 16 query and 8 key heads of 128; tiny: 4 and 2."""
-    from areno.engine.rollout.paged.kernel import CANDIDATES, decode_attention
+    from areno.engine.rollout.paged.kernel import decode_attention
 
     layer, dtype = LayerAttention(0, 128**-0.5), torch.float32 if args.tiny else torch.bfloat16
     shapes = ((2, 40), (1, 100)) if args.tiny else ((32, 2048), (1, 8192), (256, 1024), (64, 512), (8, 32_768))
@@ -112,10 +115,10 @@ def measure(args: argparse.Namespace, checks: Checks, report: Report) -> None:
         size = 2 * rows * length * heads[1] * 128 * dtype.itemsize
         expected = backends.gather_attention(layer, q, keys, values, table, own.long() - 1, length).float()
         ways = {
-            f"triton keys {c.keys} stages {c.stages}": lambda c=c, a=(layer, q, keys, values, table, own), n=length: (
-                decode_attention(*a, columns=n, launch=c)
+            f"triton keys {b} stages {s}": lambda b=b, s=s, a=(layer, q, keys, values, table, own), n=length: (
+                decode_attention(*a, columns=n, block=b, stages=s)
             )
-            for c in CANDIDATES
+            for b, s in CANDIDATES
         }
         for backend in (backends._VARLEN, backends.GATHER):
             arguments = (layer, q, keys, values, table, own.long() - 1, length)

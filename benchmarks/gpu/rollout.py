@@ -80,7 +80,7 @@ def one_way(
             read = bytes_read(model, asked, loop.cache.bytes_per_token())
             entry |= {"share_of_ceiling": round(read / rate / took, 3), "peak_gib": peak_gib(args.device)}
         report.add("passes", entry)
-        missing = (turn + 1) * tokens - loop.counters.generated
+        missing = (turn + 1) * tokens - loop.counters.generated_total
         checks.below(f"{name}, pass {turn}: tokens that are missing", abs(missing), 0)
     if not eager:
         checks.replayed(name, loop)

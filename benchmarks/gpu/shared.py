@@ -97,7 +97,7 @@ class Checks:
 
 def step_counts(loop: Any) -> tuple[int, int]:
     """Decode steps and replays of a rollout loop so far."""
-    return loop.counters.decode_steps, loop.counters.replayed_steps
+    return loop.counters.decode_steps_total, loop.counters.replayed_steps_total
 
 
 def run_stage(name: str, stage: Callable[[argparse.Namespace, Checks, Report], None]) -> None:

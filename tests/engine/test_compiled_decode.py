@@ -160,7 +160,7 @@ def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, built, m
     alone, busy = make_loop(model), make_loop(model, running=14, budget=10 * 128)
     expected = [answers(alone, [Request(r.prompt_tokens, r.sampling, [seed])]) for r in requests for seed in r.seeds]
     futures = busy.submit(requests)
-    while busy.counters.generated < 300:
+    while busy.counters.generated_total < 300:
         time.sleep(0.001)
     with busy.weights_changing(1):
         pass  # to the same ones, but everything is prefilled again, with what it has said

@@ -77,7 +77,7 @@ def test_preemption_changes_no_output(make_loop):
 def test_a_group_prefills_its_prompt_once(make_loop):
     loop = make_loop()
     run(loop, list(range(10, 50)), seeds=range(16), max_new_tokens=2)
-    assert loop.counters.prefilled == 40
+    assert loop.counters.prefilled_total == 40
 
 
 def test_the_cache_follows_use_and_not_the_worst_case(make_loop):
@@ -137,7 +137,7 @@ def test_consecutive_sessions_each_get_their_tokens(make_loop):
 def test_cancelling_answers_with_what_there_is(make_loop):
     loop = make_loop(budget=10**6)
     future = loop.submit([Request([5], SamplingParams(max_new_tokens=100_000), [0])])[0]
-    while not loop.counters.generated:
+    while not loop.counters.generated_total:
         pass
     loop.cancel_all()
     sequence = future.result(timeout=10).sequences[0]

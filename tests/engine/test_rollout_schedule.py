@@ -82,9 +82,9 @@ def test_a_random_schedule_changes_no_sample(make_loop, family, monkeypatch):
     assert got == expected
     assert busy.scheduler.preemptions > 0
     if family == "qwen3_5":
-        assert busy.counters.reused == 0  # a recurrent state belongs to one length only
+        assert busy.counters.reused_total == 0  # a recurrent state belongs to one length only
     else:
-        assert busy.counters.reused > 0
+        assert busy.counters.reused_total > 0
 
 
 def test_a_long_prompt_does_not_stall_those_who_speak(make_loop, monkeypatch):
@@ -95,11 +95,11 @@ def test_a_long_prompt_does_not_stall_those_who_speak(make_loop, monkeypatch):
     first = loop.submit([talker])[0]
     while len(heard) < 5:
         time.sleep(0.001)
-    before = loop.counters.decode_steps
+    before = loop.counters.decode_steps_total
     long = [random.Random(0).randrange(VOCAB) for _ in range(32 * 20)]
     late = loop.submit([Request(long, SamplingParams(max_new_tokens=1), [1])])[0]
     late.result(timeout=60)
-    assert loop.counters.decode_steps - before >= 19  # twenty pieces, one decode step after each
+    assert loop.counters.decode_steps_total - before >= 19  # twenty pieces, one decode step after each
     loop.cancel(first)
 
 
@@ -111,9 +111,9 @@ def test_a_conversation_reuses_what_was_computed_and_says_the_same(make_loop):
         said, alone = answers(loop, [request])[0], answers(fresh, [request])[0]
         assert said == alone
         context = [*context, *said[0][0], 1, 2, 3]
-    computed, reused = loop.counters.prefilled, loop.counters.reused
-    assert computed + reused == fresh.counters.prefilled
-    assert reused > 0.7 * fresh.counters.prefilled
+    computed, reused = loop.counters.prefilled_total, loop.counters.reused_total
+    assert computed + reused == fresh.counters.prefilled_total
+    assert reused > 0.7 * fresh.counters.prefilled_total
 
 
 def test_the_prefix_store_keeps_its_budget_and_drops_the_oldest(make_loop):
@@ -122,9 +122,9 @@ def test_the_prefix_store_keeps_its_budget_and_drops_the_oldest(make_loop):
         answers(loop, [Request([start * 3 + i % 3 for i in range(64)], SamplingParams(max_new_tokens=4), [0])])
         assert loop.prefixes.tokens <= 200
     answers(loop, [Request([15 + i % 3 for i in range(64)], SamplingParams(max_new_tokens=4), [0])])
-    assert loop.counters.reused == 48  # whole blocks of 16, and at least one token is computed
+    assert loop.counters.reused_total == 48  # whole blocks of 16, and at least one token is computed
     answers(loop, [Request([i % 3 for i in range(64)], SamplingParams(max_new_tokens=4), [0])])
-    assert loop.counters.reused == 48
+    assert loop.counters.reused_total == 48
 
 
 def test_what_was_stored_under_other_weights_is_not_found():
@@ -159,7 +159,7 @@ def test_weights_that_change_in_the_middle_stamp_each_token_and_reuse_nothing_ol
     with loop.weights_changing(version=4), torch.no_grad():
         for (_, mine), theirs in zip(loop.model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
-    reused_before = loop.counters.reused
+    reused_before = loop.counters.reused_total
     for request, future in zip(requests, futures, strict=True):
         sequence = future.result(timeout=60).sequences[0]
         first_new = sequence.versions.index(4)
@@ -176,9 +176,9 @@ def test_weights_that_change_in_the_middle_stamp_each_token_and_reuse_nothing_ol
             assert sequence.resp_logprobs[i] == pytest.approx(
                 float(logp[start - 1 + i, sequence.resp_tokens[i]]), abs=1e-5
             )
-    assert loop.counters.reused == reused_before
+    assert loop.counters.reused_total == reused_before
     answers(loop, [Request(requests[0].prompt_tokens, SamplingParams(max_new_tokens=2), [0])])
-    assert loop.counters.reused > reused_before  # stored under the new weights by now
+    assert loop.counters.reused_total > reused_before  # stored under the new weights by now
 
 
 def test_cancelling_one_request_frees_its_slots_and_leaves_the_others(make_loop):
@@ -187,7 +187,7 @@ def test_cancelling_one_request_frees_its_slots_and_leaves_the_others(make_loop)
     alone = answers(make_loop(), [keep])[0]
     endless = [Request([7, i], SamplingParams(max_new_tokens=100_000), [0, 1]) for i in range(5)]
     futures = loop.submit([*endless[:3], keep, *endless[3:]])
-    while not loop.counters.generated:
+    while not loop.counters.generated_total:
         time.sleep(0.001)
     for future in [*futures[:3], *futures[4:]]:
         loop.cancel(future)
@@ -198,7 +198,7 @@ def test_cancelling_one_request_frees_its_slots_and_leaves_the_others(make_loop)
     loop.wait_idle()
     load = loop.load()
     assert (load.running, load.waiting, load.kv_tokens_used) == (0, 0, 0)
-    assert load.generated_total == loop.counters.generated > 60
+    assert load.generated_total == loop.counters.generated_total > 60
 
 
 def test_a_listener_hears_every_token_of_every_sample_with_its_alternatives(make_loop):

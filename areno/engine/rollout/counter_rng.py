@@ -1,39 +1,60 @@
-"""Random numbers by counter: a function of their keys, with no state to save. NumPy only."""
+"""Random numbers by counter: a function of their keys, with no state to save.
+
+The arithmetic is that of int64, which wraps around like that of unsigned numbers; only the right shift has to be made
+logical by a mask. So it is the same for NumPy arrays and for tensors, whose values it does not read: a graph can capture it.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Ints = TypeVar("Ints", np.ndarray, "Tensor")
+
+_GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_LOW_64 = 2**64 - 1
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Ints) -> Ints:
     """The splitmix64 finaliser (Steele et al. 2014): a bijection on 64 bits that passes for random."""
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Ints, bits: int) -> Ints:
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def random_bits(seeds: Ints, counters: Ints) -> Ints:
+    """53 bits per pair of seed (see :func:`as_int64`) and counter, all int64 [N]; equal pairs give equal bits."""
+    return _shifted(_mix(_mix(seeds + _GOLDEN) + _GOLDEN * (counters + 1)), 11)
 
 
 def uniforms(seeds: Seq[int], counters: Seq[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64, one per pair of seed and counter; equal pairs give equal numbers."""
-    with np.errstate(over="ignore"):
-        key = _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
-        bits = _mix(key + _GOLDEN * (np.asarray(counters, dtype=np.uint64) + np.uint64(1)))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """Numbers in [0, 1), float64, one per pair of seed and counter."""
+    keys = np.array([seed & _LOW_64 for seed in seeds], dtype=np.uint64).view(np.int64)
+    return random_bits(keys, np.asarray(counters, dtype=np.int64)) * 2.0**-53
+
+
+def as_int64(number: int) -> int:
+    """The number whose 64 bits are the lowest ones of ``number``."""
+    low = number & _LOW_64
+    return low - 2**64 if low >= 2**63 else low
 
 
 def derive_seed(*parts: int) -> int:
     """A 63-bit seed from several numbers, for example (run seed, step, prompt, sample)."""
-    state = np.zeros(1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in parts:
-            state = _mix(state + _GOLDEN + np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return int(state[0] >> np.uint64(1))
+    state = np.zeros(1, dtype=np.int64)
+    for part in parts:
+        state = _mix(state + _GOLDEN + as_int64(part))
+    return int(_shifted(state, 1)[0])
 
 
 def epoch_order(n: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]:

@@ -41,16 +41,15 @@ class LogitEdits:
         self._params = params
         self._prompt = list(prompt)
         self._stop_ids, self._length = sorted(stop_ids), 0
-        self._counts: Tensor | None = None
-        self._seen: Tensor | None = None
-        self._bias: Tensor | None = None
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # how often a token was sampled; seen at all; its bias
 
     def push(self, token: int) -> None:
         """A token was sampled."""
         self._length += 1
-        if self._counts is not None and self._seen is not None:
-            self._counts[token] += 1
-            self._seen[token] = True
+        if self._state is not None:
+            counts, seen, _ = self._state
+            counts[token] += 1
+            seen[token] = True
         self.forced = False
         if self.constraint is not None and self.error is None:
             try:
@@ -93,22 +92,20 @@ class LogitEdits:
 
     def _penalised(self, logits: Tensor) -> Tensor:
         params = self._params
-        if self._bias is None:
-            self._start(logits)
-        assert self._counts is not None
-        assert self._seen is not None
-        assert self._bias is not None
+        if self._state is None:
+            self._state = self._start(logits)
+        counts, seen, bias = self._state
         if params.repetition_penalty != 1.0:
             factor = params.repetition_penalty
-            logits = torch.where(self._seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
-        penalty = params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
-        return logits - penalty + self._bias
+            logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        return logits - penalty + bias
 
-    def _start(self, logits: Tensor) -> None:
-        self._counts = torch.zeros_like(logits)
-        self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        self._seen[torch.tensor(self._prompt, device=logits.device)] = True
-        self._bias = torch.zeros_like(logits)
+    def _start(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        counts, bias = torch.zeros_like(logits), torch.zeros_like(logits)
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        seen[torch.tensor(self._prompt, device=logits.device)] = True
         if biases := self._params.logit_bias:
             places = torch.tensor([int(token) for token in biases], device=logits.device)
-            self._bias[places] = torch.tensor(list(biases.values()), device=logits.device, dtype=logits.dtype)
+            bias[places] = torch.tensor(list(biases.values()), device=logits.device, dtype=logits.dtype)
+        return counts, seen, bias

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -28,7 +29,7 @@ from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
 from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
-from areno.engine.rollout.load import EngineLoad, RolloutCounters
+from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
@@ -84,7 +85,7 @@ class RolloutLoop:
         self.model = model
         self.eos_ids = eos_ids
         self.version = 0
-        self.counters = RolloutCounters()
+        self.counters = EngineLoad()
         self.scheduler = Scheduler(budget_tokens, max_running)
         self.cache = SlotCache(model.device)
         self.prefixes = PrefixStore(prefix_tokens)
@@ -135,7 +136,15 @@ class RolloutLoop:
     def load(self) -> EngineLoad:
         """What the loop is busy with, now."""
         with self._wake:
-            return EngineLoad.of(self.scheduler, self.counters, sum(len(group.members) for group in self._incoming))
+            scheduler = self.scheduler
+            return replace(
+                self.counters,
+                waiting=len(scheduler.waiting) + sum(len(group.members) for group in self._incoming),
+                running=scheduler.held(),
+                kv_tokens_used=scheduler.cells(),
+                kv_tokens=scheduler.budget_tokens,
+                preemptions_total=scheduler.preemptions,
+            )
 
     @contextmanager
     def weights_changing(self, version: int) -> Iterator[None]:
@@ -333,48 +342,46 @@ class RolloutLoop:
     def _prefill(self, shared: list[list[Sequence]]) -> None:
         """Prefill whole contexts, less what the prefix store has, and sample the first token of each sample."""
         self._reserve()
-        spans = []
-        for members in shared:
-            context, slots = members[0].context, [s.slot for s in members]
-            offset = self._reuse(context, slots)
-            spans.append(Span(slots, len(context) - offset, offset))
-        tokens = [t for m, span in zip(shared, spans, strict=True) for t in m[0].context[span.offset :]]
-        self._first_tokens(shared, self._run_prefill(spans, tokens))
+        cached = [self._reuse(members) for members in shared]
+        self._first_tokens(shared, self._run_prefill(shared, cached))
 
     def _continue_entering(self, tokens: int) -> None:
         """Prefill the next piece of the entering context; with its last piece the samples begin to run."""
         entering = self.scheduler.entering
         assert entering is not None
-        context, slots = entering.members[0].context, [s.slot for s in entering.members]
+        length = entering.members[0].length
         self._reserve()
-        if not entering.done:
-            entering.done = self._reuse(context, slots)
-        stop = min(entering.done + tokens, len(context))
-        piece = Span(slots, stop - entering.done, entering.done)
-        hidden = self._run_prefill([piece], context[entering.done : stop])
-        entering.done = stop
-        if stop == len(context):
+        start = entering.done or self._reuse(entering.members)
+        entering.done = min(start + tokens, length)
+        hidden = self._run_prefill([entering.members], [start], entering.done)
+        if entering.done == length:
             self._first_tokens([self.scheduler.entered()], hidden)
 
     def _reserve(self) -> None:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
 
-    def _reuse(self, context: list[int], slots: list[int]) -> int:
+    def _reuse(self, members: list[Sequence]) -> int:
         """Copy what the prefix store has of a context into its slots; returns how many tokens that is."""
-        hit = self.prefixes.find(context, self.version)
+        hit = self.prefixes.find(members[0].context, self.version)
         if hit is None:
             return 0
-        self.cache.restore(hit.snapshot, slots, hit.length)
-        self.counters.reused += hit.length
+        self.cache.restore(hit.snapshot, [s.slot for s in members], hit.length)
+        self.counters.reused_total += hit.length
         return hit.length
 
-    def _run_prefill(self, spans: list[Span], tokens: list[int]) -> Tensor:
-        """Hidden states after the last token of each span [spans, C]."""
+    def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
+        """Hidden states [contexts, C] after contexts of which so many tokens are cached, or after their first ``stop``."""
+        pieces = [members[0].context[start:stop] for members, start in zip(shared, cached, strict=True)]
+        spans = [
+            Span([s.slot for s in members], len(piece), start)
+            for members, piece, start in zip(shared, pieces, cached, strict=True)
+        ]
+        tokens = [token for piece in pieces for token in piece]
         plan = self.prefill_plan(self.cache, spans)
         self._threads.apply(len(tokens))
         hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
         plan.finish()
-        self.counters.prefilled += len(tokens)
+        self.counters.prefilled_total += len(tokens)
         return hidden.index_select(0, self._upload(plan.starts[1:]) - 1)
 
     def _first_tokens(self, shared: list[list[Sequence]], hidden: Tensor) -> None:
@@ -397,7 +404,7 @@ class RolloutLoop:
         drafts = draft(running, self.speculate, self.scheduler.columns()) if self.speculate else []
         if self._progress is not None:
             self._progress.step(len(running))
-        self.counters.decode_steps += 1
+        self.counters.decode_steps_total += 1
         if any(drafts):
             self._check(drafts)
         else:
@@ -428,8 +435,8 @@ class RolloutLoop:
         draw = sampling_table(members, self.model.device).draw(logits, check.counters)
         self._rows = None
         standing = check.standing(draw.tokens.tolist())
-        self.counters.drafted += sum(len(d) for d in drafts)
-        self.counters.agreed += sum(map(len, standing)) - len(running)
+        self.counters.drafted_total += sum(len(d) for d in drafts)
+        self.counters.agreed_total += sum(map(len, standing)) - len(running)
         for rows in zip_longest(*standing):
             kept = [row for row in rows if row is not None and members[row].finish is None]
             if kept:
@@ -457,7 +464,7 @@ class RolloutLoop:
                 )
             elif sequence.push(token, logprob, cut, self.version, top):
                 done.append(sequence)
-        self.counters.generated += len(tokens)
+        self.counters.generated_total += len(tokens)
         self._leave(done)
         for group, error in (refused | broken_grammars(sequences)).items():  # the others go on
             if self._open.pop(group.future, None) is not None:
@@ -493,7 +500,7 @@ class RolloutLoop:
         group = sequence.group
         group.unfinished -= 1
         if group.unfinished == 0 and self._open.pop(group.future, None) is not None:
-            group.future.set_result(group.result())
+            group.future.set_result(RolloutResult([member.answer() for member in group.members]))
 
 
 def _close_at_exit(loop: weakref.ref[RolloutLoop]) -> None:

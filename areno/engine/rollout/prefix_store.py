@@ -34,7 +34,6 @@ class PrefixStore:
     def __init__(self, budget_tokens: int) -> None:
         self.budget_tokens = budget_tokens
         self.tokens = 0
-        self.hits = 0
         self._version: int | None = None
         self._entries: OrderedDict[int, tuple[tuple[int, ...], Snapshot]] = OrderedDict()
         self._index: dict[int, int] = {}
@@ -55,7 +54,6 @@ class PrefixStore:
         if tokens[:matched] != tuple(context[:matched]):
             return None  # two beginnings with one hash
         self._entries.move_to_end(best)
-        self.hits += 1
         return Hit(snapshot, matched)
 
     def covers(self, context: Sequence[int], version: int) -> bool:

@@ -101,7 +101,7 @@ class Scheduler:
                 if not shared:
                     self._enter()
                 break
-            self._take_slot(self.waiting.popleft(), self.running)
+            self._take_slot(self.running)
             if joins:
                 shared[-1].append(head)
             else:
@@ -118,9 +118,11 @@ class Scheduler:
             held = self.held()
             if held and (held == self.max_running or (held + 1) * columns > self.budget_tokens):
                 break
-            self._take_slot(self.waiting.popleft(), self.entering.members)
+            self._take_slot(self.entering.members)
 
-    def _take_slot(self, sequence: Sequence, members: list[Sequence]) -> None:
+    def _take_slot(self, members: list[Sequence]) -> None:
+        """The head of the queue joins the running or the entering samples."""
+        sequence = self.waiting.popleft()
         sequence.slot = self.held()
         members.append(sequence)
 
@@ -156,7 +158,8 @@ class Scheduler:
         for sequence in sorted(finished, key=lambda s: -s.slot):
             hole, sequence.slot = sequence.slot, -1
             if hole >= before:
-                self._leave_entering(sequence)
+                assert self.entering is not None
+                self.entering.members.remove(sequence)
                 continue
             last = self.running.pop()
             if last is not sequence:
@@ -165,20 +168,16 @@ class Scheduler:
                 self.running[hole] = last
         return moves + self._follow()
 
-    def _leave_entering(self, sequence: Sequence) -> None:
-        assert self.entering is not None
-        self.entering.members.remove(sequence)
-        if not self.entering.members:
-            self.entering = None
-
     def _follow(self) -> list[Move]:
         """Move entering samples up to the end of the running ones."""
         moves: list[Move] = []
-        for index, member in enumerate(self.entering.members if self.entering else []):
-            target = len(self.running) + index
-            if member.slot != target:
-                moves.append(Move(member.slot, target, self.entering.done if self.entering else 0))
-                member.slot = target
+        if self.entering is not None:
+            for target, member in enumerate(self.entering.members, len(self.running)):
+                if member.slot != target:
+                    moves.append(Move(member.slot, target, self.entering.done))
+                    member.slot = target
+            if not self.entering.members:
+                self.entering = None
         return moves
 
 

@@ -41,18 +41,10 @@ class Group:
     unfinished: int = 0
     cancelled: bool = False
 
-    def result(self) -> RolloutResult:
-        """Answers of all members, in order."""
-        return RolloutResult([member.answer() for member in self.members])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
-    """One prefill of a context; samples that name the same one hold the same first columns.
-
-    Attributes:
-        length: tokens of it.
-    """
+    """One prefill of a context of ``length`` tokens; samples that name the same one hold the same first columns."""
 
     length: int
 

@@ -98,6 +98,10 @@ class PagedCache(KVCache):
         self.allocator = PageAllocator(pages)
         self.release()
 
+    def nbytes(self) -> int:
+        """Bytes held: the whole pool, states and block table."""
+        return super().nbytes() + self.table.numel() * self.table.element_size()
+
     # -- rows and pages --------------------------------------------------------------------------------------------
 
     def pages_of(self, row: int) -> list[int]:

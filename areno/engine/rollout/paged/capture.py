@@ -17,7 +17,7 @@ class CaptureError(EngineError):
     """A program cannot be captured; the message says why."""
 
 
-class GraphSet:
+class GraphSet(dict[int, torch.cuda.CUDAGraph]):
     """Captured graphs by batch size.
 
     Args:
@@ -25,23 +25,14 @@ class GraphSet:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: Any = None
 
-    def __contains__(self, size: int) -> bool:
-        return size in self._graphs
-
-    def __getitem__(self, size: int) -> torch.cuda.CUDAGraph:
-        return self._graphs[size]
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def clear(self) -> None:
         """Drop all graphs, and their pool: older PyTorch aborts a capture into a pool that no graph uses any more."""
-        self._graphs.clear()
+        super().clear()
         self._pool = None
 
     def capture(self, size: int, program: Callable[[], None]) -> None:
@@ -53,7 +44,7 @@ class GraphSet:
         """
         main = torch.cuda.current_stream(self._device)
         try:
-            self._graphs[size] = self._record(main, program)
+            self[size] = self._record(main, program)
         except Exception as error:  # Triton's errors have no common base class
             # torch.cuda.graph stays on the capture stream when ending the capture fails. Work there would not be ordered
             # with the weight updates on the main stream.

@@ -18,11 +18,11 @@ from torch import Tensor
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.traced import plain_draw
+from areno.engine.rollout.counter_rng import as_int64, random_bits
 from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import CaptureError, GraphSet, why_not_captured
-from areno.engine.rollout.paged.device_rng import as_int64, uniforms
 from areno.engine.rollout.paged.plans import PagedDecodePlan, open_cells
 from areno.engine.rollout.scheduler import round_up
 from areno.errors import EngineError
@@ -161,7 +161,7 @@ class DeviceDecode:
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], step[_GIVEN])
         plan = PagedDecodePlan(self.cache, step[_POSITION], columns)
         logits = self.model.logits(self.model.body(tokens, plan.position_ids, plan))
-        u = uniforms(step[_SEED], step[_COUNTER])
+        u = random_bits(step[_SEED], step[_COUNTER]).double() * 2.0**-53
         tokens, logprobs = plain_draw(logits, self._temperatures[:size], self._greedy[:size], u)
         self._last[:size] = tokens
         self._output[0, :size] = tokens

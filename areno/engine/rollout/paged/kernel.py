@@ -10,7 +10,6 @@ Importing this module needs Triton; :mod:`~areno.engine.rollout.paged.backends` 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-untyped,import-not-found]
@@ -24,30 +23,8 @@ LEAST_TILE = 16
 MOST_PARTS = 16
 # Fewer keys than this are not worth a part of their own.
 LEAST_KEYS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a program walks through its keys.
-
-    Attributes:
-        keys: per step of its loop.
-        stages: steps whose loads are in flight at once; the page lookup takes some, so three leave keys and values one.
-    """
-
-    keys: int
-    stages: int
-
-
-# Largest head size, fewest columns, and what to launch there; the first entry that fits is taken. `benchmarks/gpu.sh OUT
-# kernel` times all candidates; as long as nobody has, the table holds Triton's own number of stages.
-CANDIDATES = tuple(Launch(keys, stages) for keys in (64, 128) for stages in (3, 5))
-LAUNCHES = ((128, 0, Launch(64, 3)), (1 << 30, 0, Launch(32, 3)))
-
-
-def choose_launch(size: int, columns: int, table: tuple[tuple[int, int, Launch], ...] = LAUNCHES) -> Launch:
-    """The launch for heads of ``size`` features and contexts of at most ``columns`` tokens."""
-    return next(launch for most, least, launch in table if size <= most and columns >= least)
+# Steps of a program's loop whose loads are in flight at once; the page lookup takes some, so three leave keys and values one.
+STAGES = 3
 
 
 @triton.jit
@@ -193,7 +170,8 @@ def decode_attention(
     *,
     columns: int,
     parts: int | None = None,
-    launch: Launch | None = None,
+    block: int | None = None,
+    stages: int = STAGES,
 ) -> Tensor:
     """Attention of one query per row over its pages.
 
@@ -205,7 +183,8 @@ def decode_attention(
         lengths: tokens of each context [rows], int32; 0 for a row of padding, whose output is 0.
         columns: most tokens of a context; only decides into how many parts contexts are split.
         parts: that number, a power of two; None chooses it.
-        launch: None takes that of :data:`LAUNCHES`.
+        block: keys per step of a program's loop; None takes 64, and 32 for heads of more than 128 features.
+        stages: see :data:`STAGES`.
 
     Returns:
         [rows, H, Dv] in the dtype of ``q``.
@@ -214,7 +193,6 @@ def decode_attention(
     key_heads, v_size = values.shape[2:]
     if parts is None:
         parts = choose_parts(rows * key_heads, min(columns, layer.window or columns), _processors(q.device))
-    launch = launch or choose_launch(size, columns)
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q.new_empty(rows, heads, v_size)
     part = stat = out
@@ -237,10 +215,10 @@ def decode_attention(
         CAPPED=layer.softcap is not None,
         SINKS=layer.sinks is not None,
         BLOCK_G=max(triton.next_power_of_2(heads // key_heads), LEAST_TILE),
-        BLOCK_N=launch.keys,
+        BLOCK_N=block or (64 if size <= 128 else 32),
         BLOCK_K=max(triton.next_power_of_2(size), LEAST_TILE),
         BLOCK_V=block_v,
-        num_stages=launch.stages,
+        num_stages=stages,
     )
     if parts > 1:
         _join[(rows, heads)](

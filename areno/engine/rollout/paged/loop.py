@@ -14,7 +14,7 @@ from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.graphs import DeviceDecode
 from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
-from areno.engine.rollout.paged.pipeline import DecodePipeline, Token
+from areno.engine.rollout.paged.pipeline import DecodePipeline, Landed
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import COLUMN_STEP, round_up
@@ -117,8 +117,8 @@ class PagedRolloutLoop(RolloutLoop):
         launches, replays = device.launches, device.replays
         tokens = self._pipeline.advance(running, self.version)
         if device.launches > launches:
-            self.counters.decode_steps += 1
-            self.counters.replayed_steps += device.replays - replays
+            self.counters.decode_steps_total += 1
+            self.counters.replayed_steps_total += device.replays - replays
             if self._progress is not None:
                 self._progress.step(len(running), cuda_graph=device.replays > replays)
         self._push(tokens)
@@ -129,11 +129,10 @@ class PagedRolloutLoop(RolloutLoop):
         if self.scheduler.running:
             super()._step()
 
-    def _push(self, tokens: list[Token]) -> None:
-        if tokens:
-            ids = torch.tensor([token.token for token in tokens])
-            logprobs = torch.tensor([token.logprob for token in tokens], dtype=torch.float64)
-            self._take([token.sequence for token in tokens], Draw(ids, logprobs, None))
+    def _push(self, landed: list[Landed]) -> None:
+        if landed:
+            sequences, tokens, logprobs = zip(*landed, strict=True)
+            self._take(list(sequences), Draw(torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64), None))
 
 
 def _is_plain(group: Group) -> bool:

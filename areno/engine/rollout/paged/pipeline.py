@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from areno.engine.rollout.paged.graphs import PAUSED, DeviceDecode, StepResult, StepRow
 from areno.engine.rollout.sequence import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A sampled token that its sample is waiting for."""
-
-    sequence: Sequence
-    token: int
-    logprob: float
+# A sample with the token and the log-prob that it is waiting for.
+Landed = tuple[Sequence, int, float]
 
 
 @dataclass(slots=True)
@@ -43,13 +37,12 @@ class DecodePipeline:
         self.device = device
         self._flight: _Flight | None = None
 
-    def advance(self, running: Seq[Sequence], version: int = 0) -> list[Token]:
+    def advance(self, running: Seq[Sequence], version: int = 0) -> list[Landed]:
         """Launch the next step for the samples of the first rows, then return the tokens of the step before it."""
-        before = self._flight
-        self._flight = self._launch(running, version)
+        before, self._flight = self._flight, self._launch(running, version)
         return _landed(before, running)
 
-    def drain(self, running: Seq[Sequence]) -> list[Token]:
+    def drain(self, running: Seq[Sequence]) -> list[Landed]:
         """Launch nothing; return the tokens of the step in flight, which somebody needs before the next one."""
         before, self._flight = self._flight, None
         return _landed(before, running)
@@ -86,14 +79,14 @@ class DecodePipeline:
         return row if flight.indices[row] == len(sequence.output) else -1
 
 
-def _landed(flight: _Flight | None, running: Seq[Sequence]) -> list[Token]:
+def _landed(flight: _Flight | None, running: Seq[Sequence]) -> list[Landed]:
     if flight is None:
         return []
     tokens, logprobs = flight.result.read()
     here = set(running)
     rows = zip(flight.rows, flight.indices, tokens, logprobs, strict=True)
     return [
-        Token(sequence, token, logprob)
+        (sequence, token, logprob)
         for sequence, index, token, logprob in rows
         if sequence in here and index == len(sequence.output)
     ]

@@ -9,9 +9,14 @@ import torch
 
 from areno.engine.rollout import counter_rng
 from areno.engine.rollout.compiled.traced import plain_draw
-from areno.engine.rollout.paged.device_rng import as_int64, uniforms
+from areno.engine.rollout.counter_rng import as_int64, random_bits
 from areno.engine.rollout.sampler import SamplingTable
 from areno.types import SamplingParams
+
+
+def uniforms(seeds, counters):
+    """As a decode step on the device makes them."""
+    return random_bits(seeds, counters).double() * 2.0**-53
 
 
 def test_the_generator_equals_the_one_of_the_host_bit_for_bit():

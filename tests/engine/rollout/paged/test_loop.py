@@ -123,7 +123,7 @@ def test_plain_steps_are_all_replayed_from_graphs_that_are_captured_once(family,
         got = outcome(loop, requests)
         epoch, graphs = loop.cache.epoch, len(loop.device_decode._graphs)
         assert outcome(loop, requests)[0] == got[0] == expected[0]
-    assert loop.counters.replayed_steps == loop.counters.decode_steps == cuda.replays > 50
+    assert loop.counters.replayed_steps_total == loop.counters.decode_steps_total == cuda.replays > 50
     assert (loop.cache.epoch, list(cuda.pools.values())) == (epoch, [graphs])
     assert {"cuda_graph=True" in r.message for r in caplog.records if "decode progress" in r.message} == {True}
 
@@ -138,7 +138,7 @@ def test_after_new_weights_at_new_addresses_steps_are_captured_anew(open_capture
         parameter.data = parameter.data.clone()
     loop.weights_changed(1)
     assert outcome(loop, requests)[0] == first
-    assert loop.counters.replayed_steps == loop.counters.decode_steps
+    assert loop.counters.replayed_steps_total == loop.counters.decode_steps_total
     assert cuda.pools[0] == 0 < cuda.pools[1]
 
 
@@ -146,7 +146,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_its_pages(open_loop):
     loop = open_loop(model_of())
     futures = loop.submit([Request([5] * 160, SamplingParams(max_new_tokens=40, ignore_eos=True), list(range(12)))])
     futures[0].result(timeout=60)
-    assert loop.counters.prefilled == 160
+    assert loop.counters.prefilled_total == 160
     free = loop.cache.allocator._free
     touched = loop.cache.allocator.pages - 1 - len([page for page in free if not loop.cache.pool(0)[0][page].any()])
     assert touched <= 10 + 12 * 3, "ten pages of prompt once, and three of its own for each sample"
@@ -160,7 +160,7 @@ def test_a_prefix_is_reused_by_reference(open_loop):
     loop = open_loop(model, prefix_tokens=640)
     outcome(loop, [Request(prompt, sampling, [0])])
     assert outcome(loop, [Request([*prompt, 4, 4], sampling, [0])])[0] == expected[0]
-    assert loop.counters.reused == 48
+    assert loop.counters.reused_total == 48
 
 
 def test_the_surplus_token_of_an_ended_sample_is_dropped(open_loop):
@@ -171,7 +171,7 @@ def test_the_surplus_token_of_an_ended_sample_is_dropped(open_loop):
     samples = outcome(loop, mixed_requests(4))[0]
     assert samples == outcome(open_loop(model, RolloutLoop, eos_ids=frozenset([eos])), mixed_requests(4))[0]
     assert any(reason == "stop" for _, reason in samples)
-    assert loop.counters.generated == sum(len(tokens) for tokens, _ in samples)
+    assert loop.counters.generated_total == sum(len(tokens) for tokens, _ in samples)
 
 
 def test_a_sample_that_ends_by_length_takes_part_in_no_surplus_step(open_loop):
@@ -201,7 +201,7 @@ def test_new_weights_in_the_middle_stamp_every_token_and_use_no_old_page(open_lo
 
 def wait_for_tokens(loop, future, count):
     """Until so many have been generated; a loop that has died answers the future instead."""
-    while loop.counters.generated < count and not future.done():
+    while loop.counters.generated_total < count and not future.done():
         time.sleep(0.001)
 
 
