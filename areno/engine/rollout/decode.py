@@ -17,7 +17,6 @@ from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Prefill, Sequence
-from areno.engine.rollout.threads import ThreadRule
 
 
 class SharedPrefixes:
@@ -99,22 +98,17 @@ class EagerDecode:
     Args:
         model: the policy.
         cache: its KV cache.
-        threads: how many threads a call is worth.
         plan: makes the attention plan of a step from cache, positions and columns.
     """
 
-    def __init__(
-        self, model: CausalLM, cache: Any, threads: ThreadRule, plan: Callable[[Any, list[int], int], Any] | None = None
-    ) -> None:
-        self.model, self.cache, self.threads = model, cache, threads
-        self._plan = plan or DecodePlan.of
+    def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
+        self.model, self.cache, self._plan = model, cache, plan
 
     def run(self, batch: DecodeBatch) -> Draw:
         """Feed every row its token, and sample the next."""
         live = len(batch.tokens)
         plan = self._plan(self.cache, batch.positions, batch.columns)
         tokens = torch.tensor(batch.tokens + [0] * (batch.padded - live), device=self.model.device)
-        self.threads.apply(batch.padded)
         hidden = self.model.body(tokens, plan.position_ids, plan)
         return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
 
@@ -125,11 +119,10 @@ class CompiledDecode:
     Args:
         package: the step.
         cache: its KV cache.
-        threads: how many threads a call is worth.
     """
 
-    def __init__(self, package: StepPackage, cache: SlotCache, threads: ThreadRule) -> None:
-        self.package, self.cache, self.threads = package, cache, threads
+    def __init__(self, package: StepPackage, cache: SlotCache) -> None:
+        self.package, self.cache = package, cache
         self._columns = torch.arange(0)
 
     def run(self, batch: DecodeBatch) -> Draw:
@@ -140,7 +133,6 @@ class CompiledDecode:
             self._columns = torch.arange(2 * batch.columns)
         u = torch.zeros(rows, dtype=torch.float64)
         u[:live] = torch.from_numpy(uniforms(table.seeds, batch.counters))
-        self.threads.apply(rows)
         logits, tokens, logprobs = self.package(
             torch.tensor(batch.tokens + [0] * padding),
             torch.tensor(batch.positions + [0] * padding),

@@ -35,17 +35,16 @@ from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Move, Scheduler, round_up
-from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, StopText, broken_grammars
+from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
+from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
 # Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
 READ_STEP = 16
 # Prompt tokens of one prefill call: while nothing is decoded, and beside that, where short calls cost a GPU as much as long.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
-
-StopTextFactory = Callable[[list[str], bool], StopText]
 
 
 class RolloutLoop:
@@ -72,7 +71,7 @@ class RolloutLoop:
         model: CausalLM,
         *,
         eos_ids: frozenset[int],
-        make_stop_text: StopTextFactory,
+        make_stop_text: Callable[[list[str], bool], StopChecker],
         budget_tokens: int,
         max_running: int,
         progress: DecodeProgress | None = None,
@@ -429,7 +428,7 @@ class RolloutLoop:
         running = list(self.scheduler.running)
         check = Check(self.cache, running, drafts, READ_STEP)
         self._threads.apply(len(check.tokens))
-        hidden = self.model.body(self._upload(check.tokens), check.plan.position_ids, check.plan)
+        hidden = self.model.body(self._upload(check.tokens), check.position_ids, check)
         members = check.members
         logits = self.model.logits(hidden[self._upload(check.cells)])
         draw = sampling_table(members, self.model.device).draw(logits, check.counters)

@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from areno.engine.rollout.drafts import DraftIndex
 from areno.engine.rollout.logit_edits import LogitEdits
 from areno.errors import EngineError
+from areno.text.stop import StopChecker
 from areno.types import FinishReason, GeneratedToken, RolloutResult, RolloutSequence, SamplingParams
 
 Listener = Callable[[int, GeneratedToken], None]
-
-
-class StopText(Protocol):
-    """Watches the decoded text of one sample for stop strings."""
-
-    def push(self, token_id: int) -> bool:
-        """Add a token; True as soon as a stop string is in the text."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """Decoded text, cut before the stop string."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +43,7 @@ class Sequence:
     group: Group
     seed: int
     index: int = 0
-    stop_text: StopText | None = None
+    stop_text: StopChecker | None = None
     edits: LogitEdits | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

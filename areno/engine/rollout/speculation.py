@@ -24,35 +24,6 @@ from areno.engine.rollout.sequence import Sequence
 CALL_TOKENS = 64
 
 
-class CheckPlan(DecodePlan):
-    """Several new tokens for each of the first slots: the last one sampled, and the draft behind it.
-
-    Args:
-        cache: holds their past; no layer may keep another state.
-        positions: of the first token of each row [rows].
-        lengths: tokens of each row [rows].
-        width: most tokens of a row W; tokens of the call are [rows * W], row by row.
-        columns: cache columns to look at; beyond every position.
-    """
-
-    def __init__(self, cache: SlotCache, positions: Tensor, lengths: Tensor, width: int, columns: int) -> None:
-        offsets = torch.arange(width, device=positions.device)
-        grid, inside = positions[:, None] + offsets, offsets < lengths[:, None]
-        # Cells of padding write where nobody reads.
-        write_at = torch.where(inside, grid, cache.columns - 1).flatten()
-        seen = torch.arange(columns, device=positions.device)
-        super().__init__(cache, torch.where(inside, grid, 0).flatten(), write_at, seen)
-        self._rows, self._shape = self._rows // width, (len(positions), width)
-
-    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [rows * W, heads, size] to the cache and attend over it, each token up to itself."""
-        self.write(layer, k, v)
-        keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
-        queries = q.unflatten(0, self._shape).transpose(1, 2)
-        mask = self._mask(layer, q).unflatten(0, self._shape)[:, None]
-        return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
-
-
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
     """A draft for each sequence, empty where there is none.
 
@@ -76,18 +47,19 @@ def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
     return drafts
 
 
-class Check:
-    """One checking call: all tokens that are fed, and which results of it stand.
+class Check(DecodePlan):
+    """One checking call: what each of the first slots is fed, how that attends, and which results of it stand.
+
+    Each row is fed the last token sampled and the draft behind it, padded to the width W of the longest.
 
     Args:
-        cache: the KV cache; the sequences are in its first slots.
+        cache: the KV cache; the sequences are in its first slots, and no layer keeps another state.
         sequences: what is running.
         drafts: one for each, empty for none.
         read_step: attention looks at a multiple of so many columns.
 
     Attributes:
         tokens: ids to feed, padding included [rows * W].
-        plan: how they attend.
         cells: which of those tokens somebody samples behind.
         members: whose each cell is.
         counters: index of the token that each cell samples.
@@ -95,18 +67,31 @@ class Check:
 
     def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]], read_step: int) -> None:
         self._drafts = drafts
-        width = 1 + max(map(len, drafts))
         fed = [[s.last_token, *own] for s, own in zip(sequences, drafts, strict=True)]
+        width = max(map(len, fed))
+        self._shape = len(fed), width
         self.tokens = [token for own in fed for token in own + [0] * (width - len(own))]
-        self.cells = [row * width + place for row, own in enumerate(fed) for place in range(len(own))]
-        self.members = [s for s, own in zip(sequences, fed, strict=True) for _ in own]
-        self.counters = [
-            len(s.output) + place for s, own in zip(sequences, fed, strict=True) for place in range(len(own))
-        ]
+        places = [(row, place) for row, own in enumerate(fed) for place in range(len(own))]
+        self.cells = [row * width + place for row, place in places]
+        self.members = [sequences[row] for row, _ in places]
+        self.counters = [len(sequences[row].output) + place for row, place in places]
+        lengths = torch.tensor([len(own) for own in fed], device=cache.device)[:, None]
+        offsets = torch.arange(width, device=cache.device)
+        grid = torch.tensor([s.length - 1 for s in sequences], device=cache.device)[:, None] + offsets
+        # Cells of padding write where nobody reads.
+        write_at = torch.where(offsets < lengths, grid, cache.columns - 1).flatten()
         longest = max(s.length + len(own) for s, own in zip(sequences, drafts, strict=True))
-        positions = torch.tensor([s.length - 1 for s in sequences], device=cache.device)
-        lengths = torch.tensor([len(own) for own in fed], device=cache.device)
-        self.plan = CheckPlan(cache, positions, lengths, width, round_up(longest, read_step))
+        columns = torch.arange(round_up(longest, read_step), device=cache.device)
+        super().__init__(cache, torch.where(offsets < lengths, grid, 0).flatten(), write_at, columns)
+        self._rows = self._rows // width
+
+    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k, v [rows * W, heads, size] to the cache and attend over it, each token up to itself."""
+        self.write(layer, k, v)
+        keys, values = self.cache.read(layer.layer, self._shape[0], len(self._columns))
+        queries = q.unflatten(0, self._shape).transpose(1, 2)
+        mask = self._mask(layer, q).unflatten(0, self._shape)[:, None]
+        return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def standing(self, sampled: Seq[int]) -> list[list[int]]:
         """For each sequence the cells whose tokens count: up to and with the first that differs from its draft.

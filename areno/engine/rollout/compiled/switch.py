@@ -64,7 +64,7 @@ class DecodeSwitch:
         self._builds = builds
         self.model, self.cache, self.layers, self.mode = model, cache, layers, mode
         self.threads = ThreadRule(model)
-        self.decoder: EagerDecode | CompiledDecode = EagerDecode(model, cache, self.threads)
+        self.decoder: EagerDecode | CompiledDecode = EagerDecode(model, cache)
         self._undecided = mode == "auto"
         self._build: _Build | None = None
         self._spent_s, self._generated, self._steps = 0.0, 0, 0
@@ -92,16 +92,17 @@ class DecodeSwitch:
             batch: what to decode.
             remaining: tokens that the queue may still ask for; called now and then.
         """
-        if self._undecided:
-            if self._steps % _LOOK_EVERY == 0:
-                self._look(remaining)
-            self._steps += 1
-            began = time.perf_counter()
-            draw = self.decoder.run(batch)
-            self._spent_s += time.perf_counter() - began
-            self._generated += len(batch.tokens)
-            return draw
-        return self.decoder.run(batch)
+        self.threads.apply(batch.padded)
+        if not self._undecided:
+            return self.decoder.run(batch)
+        if self._steps % _LOOK_EVERY == 0:
+            self._look(remaining)
+        self._steps += 1
+        began = time.perf_counter()
+        draw = self.decoder.run(batch)
+        self._spent_s += time.perf_counter() - began
+        self._generated += len(batch.tokens)
+        return draw
 
     def refresh(self) -> None:
         """To be called before the first step after the weights may have changed places."""
@@ -168,7 +169,7 @@ class DecodeSwitch:
     def _take_over(self) -> None:
         began = time.perf_counter()
         package = StepPackage(self._spec.path(), self.model, self._spec)
-        self.decoder, self._undecided = CompiledDecode(package, self.cache, self.threads), False
+        self.decoder, self._undecided = CompiledDecode(package, self.cache), False
         logger.info("the decode step is compiled from here on (loaded in %.2f s)", time.perf_counter() - began)
 
 

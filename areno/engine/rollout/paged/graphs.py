@@ -108,8 +108,7 @@ class DeviceDecode:
         self._output = torch.zeros(2, rows, dtype=torch.float64, device=device)
         self._params: list[SamplingParams] = []
         self._graphs = GraphSet(device)
-        self._captured_at: tuple[int, int] | None = None
-        self._addresses = 0
+        self._epoch = self._version = self._addresses = -1
 
     def release(self) -> None:
         """Give the memory of all graphs back."""
@@ -181,28 +180,25 @@ class DeviceDecode:
     def _graph(self, size: int, version: int) -> torch.cuda.CUDAGraph | None:
         if not self._captures:
             return None
-        captured_at = (self.cache.epoch, version)
-        if captured_at != self._captured_at:
-            self._forget_moved(captured_at)
+        if (self.cache.epoch, version) != (self._epoch, self._version):
+            # Graphs hold addresses: drop them when the cache or the weights have new ones.
+            addresses = hash(tuple(p.data_ptr() for p in self.model.module.parameters()))
+            if self.cache.epoch != self._epoch or addresses != self._addresses:
+                self._graphs.clear()
+            self._epoch, self._version, self._addresses = self.cache.epoch, version, addresses
         for wanted in (self._buckets[-1], size):  # the largest first, see GraphSet.capture
             if wanted not in self._graphs and not self._capture(wanted):
                 return None
         return self._graphs[size]
-
-    def _forget_moved(self, captured_at: tuple[int, int]) -> None:
-        """Graphs hold addresses: drop them when the cache or the weights have new ones."""
-        addresses = hash(tuple(p.data_ptr() for p in self.model.module.parameters()))
-        cache_moved = self._captured_at is None or self._captured_at[0] != captured_at[0]
-        if cache_moved or addresses != self._addresses:
-            self._graphs.clear()
-        self._captured_at, self._addresses = captured_at, addresses
 
     def _capture(self, size: int) -> bool:
         """Record the program for a batch size over rows of padding; where that fails, decoding stays eager from now on."""
         kept = self._step.clone(), self._last.clone()
         self._step[:, _POSITION] = -1
         try:
-            if reason := self._why_eager():
+            if not self._backend().fixed_shape:
+                raise CaptureError("attention is computed by no kernel that takes block tables")
+            if reason := why_not_captured(self.model.config, self.model.dtype):
                 raise CaptureError(reason)
             self._graphs.capture(size, lambda: self._program(size, self.cache.columns))
         except CaptureError as error:
@@ -213,14 +209,8 @@ class DeviceDecode:
         finally:
             self._step.copy_(kept[0])
             self._last.copy_(kept[1])
-        assert self._captured_at is not None
-        self._captured_at = (self.cache.epoch, self._captured_at[1])  # a capture may have made a layer's pool
+        self._epoch = self.cache.epoch  # a capture may have made a layer's pool
         return True
-
-    def _why_eager(self) -> str | None:
-        if not self._backend().fixed_shape:
-            return "attention is computed by no kernel that takes block tables"
-        return why_not_captured(self.model.config, self.model.dtype)
 
     def _backend(self) -> Backend:
         if self.model.config._attn_implementation == IMPLEMENTATIONS["native"]:

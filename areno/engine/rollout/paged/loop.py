@@ -60,7 +60,7 @@ class PagedRolloutLoop(RolloutLoop):
         pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
         columns = self._columns(budget_tokens)
         self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=columns)
-        self.decode.decoder = EagerDecode(model, self.cache, self._threads, PagedDecodePlan.of)
+        self.decode.decoder = EagerDecode(model, self.cache, PagedDecodePlan.of)
         self._eager = eager_decode
         self._make_rows(max_running)
 
