@@ -10,7 +10,6 @@ from torch import nn
 
 from areno.engine.kernels import row_product
 from areno.engine.model.linear import OneDnnLinear
-from areno.engine.rollout.compiled.join import join_products
 from tests.support.threads import torch_threads
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
@@ -49,55 +48,15 @@ def test_a_row_depends_on_itself_alone(threads):
             assert torch.equal(row_product.row_product(x[first:last], weight), whole[first:last])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_several_products_at_once_are_the_same_bit_for_bit(threads):
-    x = torch.randn(70, 64)
-    weights = [torch.randn(outputs, 64) for outputs in (130, 5, 700)]
-    apart = [row_product.row_product(x, weight) for weight in weights]
-    with torch_threads(threads):
-        for count, products in row_product.OF_SEVERAL.items():
-            together = products(x, *weights[:count])
-            assert len(together) == count
-            assert all(map(torch.equal, together, apart))
-
-
 @pytest.mark.parametrize("outputs", [16_384, 16_390])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_results_too_large_for_caches_are_those_of_small_pieces(outputs, threads):
-    x, weight, other = torch.randn(70, 24), torch.randn(outputs, 24), torch.randn(40, 24)
+    x, weight = torch.randn(70, 24), torch.randn(outputs, 24)
     assert 70 * outputs * x.element_size() > 4 << 20  # past the caches, where rows are whole lines
     pieces = torch.cat([row_product.row_product(x, part) for part in weight.split(1000)], dim=1)
     with torch_threads(threads):
         assert torch.equal(row_product.row_product(x, weight), pieces)
-        assert torch.equal(row_product.OF_SEVERAL[2](x, other, weight)[1], pieces)
     torch.testing.assert_close(pieces, x @ weight.T)
-
-
-class Attention(nn.Module):
-    """Three products of one input, two of another, and one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(32, outputs, bias=outputs == 16) for outputs in (32, 16, 16))
-        self.gate, self.up, self.down = nn.Linear(32, 40), nn.Linear(32, 40), nn.Linear(40, 32)
-
-    def forward(self, x):
-        x = x + self.q(x) * self.k(x).repeat(1, 1, 2) * self.v(x).repeat(1, 1, 2)
-        return x + self.down(self.gate(x) * self.up(x))
-
-
-def test_products_of_one_input_are_joined_in_a_traced_step():
-    module, x = Attention().requires_grad_(False), torch.randn(5, 2, 32)
-    expected = module(x)
-    for layer in module.children():
-        layer.__class__ = OneDnnLinear
-    traced = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
-    apart = traced.module()(x)
-    join_products(traced.graph_module)
-    names = [node.target.__name__ for node in traced.graph.nodes if "row_product" in str(node.target)]
-    assert names == ["row_product_3.default", "row_product_2.default", "row_product.default"]
-    assert torch.equal(traced.module()(x), apart)
-    torch.testing.assert_close(apart, expected)
 
 
 def test_what_is_not_finite_stays_in_its_row():

@@ -10,10 +10,8 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
-#include <tuple>
 #include <vector>
 
 #include "share_out.h"
@@ -203,13 +201,11 @@ void by_vectors(int64_t rows, F f) {
   }
 }
 
-// One matrix of weights, and what it makes of the rows.
+// A matrix of weights, and what it makes of the rows.
 struct Product {
   Matrix<const float> weight;
   int64_t outputs;
   Output out;
-
-  int64_t units() const { return (outputs + LANES - 1) / LANES; }
 };
 
 // The units [begin, end) of a product, for all tiles.
@@ -225,8 +221,8 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
   if (product.out.past) flush();
 }
 
-// The rows are turned around once for all products, whose units lie one behind the other: threads get equal parts of them.
-void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const std::vector<Product>& products) {
+// The rows are turned around once; threads get equal parts of the outputs, LANES of which are a unit.
+void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Product& product) {
   static thread_local std::vector<float> room;
   const int64_t count = (m + ROWS - 1) / ROWS;
   room.resize(count * ROWS * size + LANES);
@@ -240,55 +236,23 @@ void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const std::v
         steps.turn_to({x.row(t * ROWS), x.stride}, tiles[t].rows, size, turned + t * ROWS * size);
       });
   });
-  int64_t units = 0;
-  for (const Product& product : products) units += product.units();
-  share_out::run(units, CHUNK / LANES, 1, [&](int64_t begin, int64_t end) {
-    int64_t before = 0;
-    for (const Product& product : products) {
-      const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, product.units());
-      if (first < last) run(product, first, last, size, tiles);
-      before += product.units();
-    }
-  });
+  share_out::run((product.outputs + LANES - 1) / LANES, CHUNK / LANES, 1,
+                 [&](int64_t begin, int64_t end) { run(product, begin, end, size, tiles); });
 }
 
-template <std::size_t N>
-std::array<Tensor, N> multiply(const Tensor& rows, const std::array<Tensor, N>& weights) {
-  const int64_t m = rows.size(0), size = rows.size(1);
-  std::array<Tensor, N> results;
-  std::vector<Product> products;
-  for (std::size_t i = 0; i < N; ++i) {
-    const Tensor& weight = weights[i];
-    STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
-                    "row_product: features must be contiguous, and equally many");
-    const int64_t n = weight.size(0);
-    results[i] = torch::stable::new_empty(rows, {m, n});
-    float* const out = static_cast<float*>(results[i].data_ptr());
-    const bool whole_lines = n % LANES == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
-    const bool past = whole_lines && m * n * static_cast<int64_t>(sizeof(float)) >= LARGE;
-    products.push_back(
-        {{static_cast<const float*>(weight.data_ptr()), weight.stride(0)}, n, {{out, n}, past}});
-  }
-  run_all({static_cast<const float*>(rows.data_ptr()), rows.stride(0)}, m, size, products);
-  return results;
-}
-
-Tensor row_product(Tensor rows, Tensor weight) { return multiply<1>(rows, {weight})[0]; }
-
-std::tuple<Tensor, Tensor> row_product_2(Tensor rows, Tensor first, Tensor second) {
-  const auto out = multiply<2>(rows, {first, second});
-  return {out[0], out[1]};
-}
-
-std::tuple<Tensor, Tensor, Tensor> row_product_3(Tensor rows, Tensor first, Tensor second, Tensor third) {
-  const auto out = multiply<3>(rows, {first, second, third});
-  return {out[0], out[1], out[2]};
+Tensor row_product(Tensor rows, Tensor weight) {
+  const int64_t m = rows.size(0), size = rows.size(1), n = weight.size(0);
+  STD_TORCH_CHECK(rows.stride(1) == 1 && weight.stride(1) == 1 && weight.size(1) == size,
+                  "row_product: features must be contiguous, and equally many");
+  Tensor result = torch::stable::new_empty(rows, {m, n});
+  float* const out = static_cast<float*>(result.data_ptr());
+  const bool whole_lines = n % LANES == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
+  const bool past = whole_lines && m * n * static_cast<int64_t>(sizeof(float)) >= LARGE;
+  run_all({static_cast<const float*>(rows.data_ptr()), rows.stride(0)}, m, size,
+          {{static_cast<const float*>(weight.data_ptr()), weight.stride(0)}, n, {{out, n}, past}});
+  return result;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) {
-  m.impl("row_product", TORCH_BOX(&row_product));
-  m.impl("row_product_2", TORCH_BOX(&row_product_2));
-  m.impl("row_product_3", TORCH_BOX(&row_product_3));
-}
+STABLE_TORCH_LIBRARY_IMPL(areno, CPU, m) { m.impl("row_product", TORCH_BOX(&row_product)); }

@@ -12,25 +12,12 @@ from torch import Tensor
 
 from areno.engine.kernels.library import KernelLibrary
 
-KERNEL = KernelLibrary(
-    "row_product",
-    "row_product(Tensor rows, Tensor weight) -> Tensor",
-    "row_product_2(Tensor rows, Tensor first, Tensor second) -> (Tensor, Tensor)",
-    "row_product_3(Tensor rows, Tensor first, Tensor second, Tensor third) -> (Tensor, Tensor, Tensor)",
-)
+KERNEL = KernelLibrary("row_product", "row_product(Tensor rows, Tensor weight) -> Tensor")
 
 
+@torch.library.register_fake("areno::row_product", lib=KERNEL.declared)
 def _shape(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
-
-
-def _shapes(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_shape(rows, weight) for weight in weights)
-
-
-torch.library.register_fake("areno::row_product", _shape, lib=KERNEL.declared)
-torch.library.register_fake("areno::row_product_2", _shapes, lib=KERNEL.declared)
-torch.library.register_fake("areno::row_product_3", _shapes, lib=KERNEL.declared)
 
 
 def row_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -40,7 +27,3 @@ def row_product(rows: Tensor, weight: Tensor) -> Tensor:
         [N, O].
     """
     return torch.ops.areno.row_product(rows, weight)
-
-
-# Several products of the same rows in one go, bit for bit, by how many weights they take.
-OF_SEVERAL = {2: torch.ops.areno.row_product_2, 3: torch.ops.areno.row_product_3}

@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areno.cache_folder import building_folder
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.linear import use_onednn
-from areno.engine.rollout.compiled.join import join_products
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.engine.rollout.kv_cache import LayerShape
@@ -49,7 +48,6 @@ def build(spec: StepSpec, package: Path) -> None:
     with building_folder(package) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         program = _export(_empty_model(spec, folder), spec)
-        join_products(program.graph_module)
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(folder / package.name),

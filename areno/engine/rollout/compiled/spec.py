@@ -17,7 +17,7 @@ from areno.engine.kernels.library import processor
 from areno.engine.model import attention, causal_lm, linear, packed_model
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout import inverse_cdf, kv_cache
-from areno.engine.rollout.compiled import join, traced
+from areno.engine.rollout.compiled import traced
 from areno.engine.rollout.kv_cache import LayerShape
 
 CACHE_KIND = "decode_steps"
@@ -68,4 +68,4 @@ class StepSpec:
 # Our kernels; a step takes all of them, or where one cannot be built PyTorch's operators.
 _KERNEL_MODULES = (decode_attention, row_product, plain_draw)
 KERNELS = tuple(module.KERNEL for module in _KERNEL_MODULES)
-_TRACED_SOURCES = (traced, join, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)
+_TRACED_SOURCES = (traced, kv_cache, inverse_cdf, attention, causal_lm, linear, packed_model, *_KERNEL_MODULES)

@@ -28,13 +28,6 @@ STAGES = 3
 
 
 @triton.jit
-def _finish(out_ptr: tl.tensor, offsets: tl.tensor, inside: tl.tensor, total: tl.tensor, acc: tl.tensor) -> None:
-    # A row of padding has no key at all.
-    scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    tl.store(out_ptr + offsets, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _attend(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -120,7 +113,9 @@ def _attend(
             shrink = tl.exp(top - highest)
             total = total * shrink + tl.exp(sink - highest)
             acc = acc * shrink[:, None]
-        _finish(out_ptr, (row * HEADS + heads)[:, None] * V_SIZE + value[None, :], wanted, total, acc)
+        scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)  # a row of padding has no key at all
+        at = (row * HEADS + heads)[:, None] * V_SIZE + value[None, :]
+        tl.store(out_ptr + at, (acc * scale[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
     else:
         at = (row * HEADS + heads) * PARTS + part
         tl.store(part_ptr + at[:, None] * V_SIZE + value[None, :], acc, mask=wanted)

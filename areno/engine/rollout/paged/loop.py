@@ -13,7 +13,7 @@ from areno.engine.rollout.kv_cache import ROW_STEP
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.graphs import DeviceDecode
-from areno.engine.rollout.paged.pages import PAGE_SIZE, pages_for
+from areno.engine.rollout.paged.pages import pages_for
 from areno.engine.rollout.paged.pipeline import DecodePipeline, Landed
 from areno.engine.rollout.paged.plans import PagedDecodePlan, PagedPrefillPlan
 from areno.engine.rollout.sampler import Draw
@@ -30,7 +30,6 @@ class PagedRolloutLoop(RolloutLoop):
         max_running: most sequences decoded at once.
         prefix_tokens: tokens of finished contexts to keep.
         eager_decode: never capture a CUDA graph.
-        page_size: tokens per page.
         rest: as for :class:`~areno.engine.rollout.loop.RolloutLoop`; drafts and compiled steps are for slots.
     """
 
@@ -45,7 +44,6 @@ class PagedRolloutLoop(RolloutLoop):
         max_running: int,
         prefix_tokens: int = 0,
         eager_decode: bool = False,
-        page_size: int = PAGE_SIZE,
         **rest: Any,
     ) -> None:
         super().__init__(
@@ -57,9 +55,9 @@ class PagedRolloutLoop(RolloutLoop):
             speculate=0,
             **rest,
         )
-        pages = pages_for(budget_tokens, prefix_tokens, max_running, page_size)
+        pages = pages_for(budget_tokens, prefix_tokens, max_running)
         columns = self._columns(budget_tokens)
-        self.cache = PagedCache(pages, model.device, page_size, rows=max_running, columns=columns)
+        self.cache = PagedCache(pages, model.device, rows=max_running, columns=columns)
         self.decode.decoder = EagerDecode(model, self.cache, PagedDecodePlan.of)
         self._eager = eager_decode
         self._make_rows(max_running)
@@ -73,7 +71,7 @@ class PagedRolloutLoop(RolloutLoop):
         prefix_tokens = self.prefixes.budget_tokens * budget_tokens // self.scheduler.budget_tokens
         self.drop_cache()
         self.prefixes.budget_tokens = prefix_tokens
-        pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows, self.cache.page_size)
+        pages = pages_for(budget_tokens, prefix_tokens, self.device_decode.max_rows)
         self.cache.resize(pages, self._columns(budget_tokens))
         super().resize(budget_tokens)
 
