@@ -22,10 +22,8 @@ from areno.engine.rollout.sequence import Prefill, Sequence
 class SharedPrefixes:
     """For each row the first row that holds the same first columns, and how many these are.
 
-    A slot has its own copy of them, so samples come and go as they like; who reads may read any of the copies.
-
-    Args:
-        prefills: what filled the first columns of each row; None shares nothing.
+    A slot has its own copy of them, so samples come and go as they like; who reads may read any of the copies. Rows that one
+    prefill has filled share its columns; None shares nothing.
     """
 
     def __init__(self, prefills: Seq[Prefill | None]) -> None:
@@ -43,19 +41,11 @@ class SharedPrefixes:
 
 
 class Rows:
-    """What a step has to know of the running samples beside their tokens; changes when some join or leave.
-
-    Attributes:
-        table: how each is sampled.
-        prefixes: what they share.
-    """
+    """How the running samples are sampled, and what they share; it changes when some join or leave, not per token."""
 
     def __init__(self, sequences: Seq[Sequence], device: torch.device) -> None:
         self.table = sampling_table(sequences, device)
         self.prefixes = SharedPrefixes([s.prefill for s in sequences])
-
-    def __len__(self) -> int:
-        return len(self.table.seeds)
 
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
@@ -70,14 +60,10 @@ def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTa
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The next token of the sequences in the first slots.
+    """The next token of the sequences in the first slots: what each is fed, and where.
 
-    Attributes:
-        tokens: what each is fed.
-        positions: its position.
-        counters: index of the token to come, see :mod:`counter_rng`.
-        columns: cache columns that hold all of them; a multiple of what attention reads.
-        rows: how each is sampled, and what they share.
+    ``counters`` are the indices of the tokens to come, see :mod:`counter_rng`; ``columns`` of the cache, a multiple of what
+    attention reads, hold all contexts.
     """
 
     tokens: list[int]
@@ -93,13 +79,7 @@ class DecodeBatch:
 
 
 class EagerDecode:
-    """Operation by operation, as PyTorch does it.
-
-    Args:
-        model: the policy.
-        cache: its KV cache.
-        plan: makes the attention plan of a step from cache, positions and columns.
-    """
+    """Operation by operation, as PyTorch does it; ``plan`` attends, made from cache, positions and columns."""
 
     def __init__(self, model: CausalLM, cache: Any, plan: Callable[[Any, list[int], int], Any] = DecodePlan.of) -> None:
         self.model, self.cache, self._plan = model, cache, plan
@@ -114,12 +94,7 @@ class EagerDecode:
 
 
 class CompiledDecode:
-    """Through compiled code; what it does not sample itself is sampled from its logits.
-
-    Args:
-        package: the step.
-        cache: its KV cache.
-    """
+    """Through compiled code; what it does not sample itself is sampled from its logits."""
 
     def __init__(self, package: StepPackage, cache: SlotCache) -> None:
         self.package, self.cache = package, cache

@@ -18,9 +18,7 @@ class DraftIndex:
     def propose(self, context: Seq[int], most: int) -> list[int]:
         """What followed the last tokens of a context the last time, at most ``most`` tokens.
 
-        Args:
-            context: the text so far; each call gets the text of the call before and what came since.
-            most: length of the draft at most.
+        Each call gets the text of the call before and what came since.
         """
         for token in context[len(self._tokens) :]:
             # The run that ends here is entered when the next token comes: it must not find itself.

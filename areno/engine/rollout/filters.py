@@ -18,12 +18,7 @@ FIRST_CANDIDATES = 256
 
 
 class Filters:
-    """Filters of some rows of a batch.
-
-    Args:
-        params: parameters of those rows.
-        device: where the weights are.
-    """
+    """Filters of some rows of a batch, with one entry of ``params`` each."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
         self._top_k = [p.top_k for p in params]

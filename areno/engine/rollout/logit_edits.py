@@ -14,14 +14,9 @@ from areno.types import SamplingParams, TokenConstraint
 class LogitEdits:
     """State of one sample.
 
-    A grammar is somebody else's code: when it fails, ``error`` says so, and the loop answers that request with it instead
-    of dying with everybody's.
-
-    Args:
-        params: penalties and biases.
-        prompt: its token ids; they count for the repetition penalty.
-        constraint: grammar of this sample.
-        stop_ids: tokens that end it, which it must not say before its least length.
+    A grammar (``constraint``) is somebody else's code: when it fails, ``error`` says so, and the loop answers that request
+    with it instead of dying with everybody's. The prompt's tokens count for the repetition penalty; ``stop_ids`` are
+    forbidden before the least length.
 
     Attributes:
         forced: the grammar left no choice but the text of the last token that was sampled.

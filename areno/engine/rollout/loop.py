@@ -100,7 +100,8 @@ class RolloutLoop:
         self._pause = Pause(self._wake)
         self._closing = False
         self._failure: BaseException | None = None
-        self._busy = self._cancel = self._cancellations = False
+        self._busy = self._cancel = False
+        self._cancelled: list[Group] = []
         self._thread: threading.Thread | None = None
         release_workers()  # that loading the model has started
 
@@ -128,8 +129,7 @@ class RolloutLoop:
         with self._wake:
             group = self._open.get(future)
             if group is not None:
-                group.cancelled = True
-                self._cancellations = True
+                self._cancelled.append(group)
                 self._wake.notify()
 
     def load(self) -> EngineLoad:
@@ -276,9 +276,9 @@ class RolloutLoop:
 
     def _news(self) -> News:
         """What other threads have asked for since the last turn."""
-        cancelled = [group for group in self._open.values() if group.cancelled] if self._cancellations else []
+        cancelled = [group for group in self._cancelled if group.future in self._open]
         news = News(self._incoming, self._cancel, cancelled, self._pause.due)
-        self._incoming, self._cancel, self._cancellations = [], False, False
+        self._incoming, self._cancel, self._cancelled = [], False, []
         return news
 
     def _apply(self, news: News) -> None:
@@ -308,9 +308,9 @@ class RolloutLoop:
             self._step()
 
     def _make_room(self) -> None:
-        moves = self.scheduler.make_room()
-        self.cache.move(moves)
-        if moves or len(self.scheduler.running) != len(self._rows or ()):
+        running = len(self.scheduler.running)
+        self.cache.move(self.scheduler.make_room())
+        if len(self.scheduler.running) != running:
             self._rows = None
 
     def _prefill_some(self) -> None:

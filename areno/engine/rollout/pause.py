@@ -11,10 +11,7 @@ class Pause:
     """One at a time asks for a pause; the loop takes it before its next turn.
 
     A loop that goes in step with others first agrees with them before which turn that is. So there are three states: a
-    pause is wanted, it is agreed, and the loop rests.
-
-    Args:
-        wake: the loop's condition; it guards all states.
+    pause is wanted, it is agreed, and the loop rests. The loop's condition ``wake`` guards them.
     """
 
     def __init__(self, wake: threading.Condition) -> None:
@@ -31,11 +28,7 @@ class Pause:
 
     @contextmanager
     def held(self, stands: Callable[[], bool]) -> Iterator[None]:
-        """Run the block while the loop rests.
-
-        Args:
-            stands: whether the loop takes no turns anyway.
-        """
+        """Run the block while the loop rests, or while ``stands`` says that it takes no turns anyway."""
         with self._turns:
             with self._wake:
                 self.wanted = True

@@ -59,11 +59,7 @@ class Draw:
 class SamplingTable:
     """Parameters of the rows of a batch as tensors; rebuilt when rows join or leave, not per token.
 
-    Args:
-        params: one entry per row.
-        seeds: one seed per row.
-        device: where the logits will be.
-        edits: penalties and grammars per row, None for rows without.
+    ``edits`` are penalties and grammars, None for rows without.
     """
 
     def __init__(

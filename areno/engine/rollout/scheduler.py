@@ -33,9 +33,7 @@ class Move:
 class Entering:
     """Samples whose shared context is being prefilled piece by piece; they hold the slots behind the running ones.
 
-    Attributes:
-        members: samples of one context.
-        done: tokens of the context that are cached.
+    ``done`` tokens of the context are cached.
     """
 
     members: list[Sequence]

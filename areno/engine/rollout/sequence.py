@@ -26,7 +26,6 @@ class Group:
     listener: Listener | None = None
     members: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
-    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +110,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has been asked of a loop between two turns.
-
-    Attributes:
-        arrived: new requests.
-        cancel_all: abort everything.
-        cancelled: requests to abort.
-        pause: rest before the next turn, until the weights have changed.
-    """
+    """What has been asked of a loop between two turns; ``pause``: rest before the next one, until the weights have changed."""
 
     arrived: list[Group]
     cancel_all: bool = False

@@ -25,13 +25,7 @@ CALL_TOKENS = 64
 
 
 def draft(sequences: Seq[Sequence], most: int, columns: int) -> list[list[int]]:
-    """A draft for each sequence, empty where there is none.
-
-    Args:
-        sequences: what is running.
-        most: tokens of a draft at most.
-        columns: cache columns that are paid for; drafts do not go beyond.
-    """
+    """A draft of at most ``most`` tokens for each sequence, within the cache columns that are paid for; empty for none."""
     most = min(most, CALL_TOKENS // max(len(sequences), 1) - 1)
     drafts: list[list[int]] = []
     for sequence in sequences:
@@ -94,11 +88,7 @@ class Check(DecodePlan):
         return scaled_dot_product(queries, keys, values, layer, mask).transpose(1, 2).flatten(0, 1)
 
     def standing(self, sampled: Seq[int]) -> list[list[int]]:
-        """For each sequence the cells whose tokens count: up to and with the first that differs from its draft.
-
-        Args:
-            sampled: the token of each cell.
-        """
+        """For each sequence the cells whose sampled tokens count: up to and with the first that differs from its draft."""
         result, start = [], 0
         for own in self._drafts:
             count = 1

@@ -18,11 +18,7 @@ PARALLEL_FLOP = 1e6
 
 
 class ThreadRule:
-    """Sets torch's threads for the calling thread before each call; does nothing on an accelerator.
-
-    Args:
-        model: decides how large its matrix products are.
-    """
+    """Sets torch's threads for the calling thread before each call; does nothing on an accelerator."""
 
     def __init__(self, model: CausalLM) -> None:
         # Trained or not, but without the small matrices of an adapter.

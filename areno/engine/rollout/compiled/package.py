@@ -19,12 +19,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class StepPackage:
-    """Loads a package, lends it the weights, and compares it with the step it was made from.
+    """Loads what :mod:`build` made, lends it a model's weights, and compares it with the step it was made from.
 
-    Args:
-        path: what :mod:`build` made.
-        model: whose weights it takes; they are shared, not copied, so training needs to tell it nothing.
-        spec: what it was made for.
+    The weights are shared, not copied, so training needs to tell it nothing.
 
     Raises:
         EngineError: it cannot be loaded, lacks weights, or computes something else than the model; or another user may have

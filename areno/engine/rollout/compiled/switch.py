@@ -46,8 +46,7 @@ class DecodeSwitch:
     """Runs decode steps, and changes how when that pays.
 
     Args:
-        model: the policy.
-        cache: its KV cache.
+        model, cache: the policy and its KV cache.
         layers: what each layer caches; empty where some layers keep another state.
         mode: ``eager`` never compiles; ``compiled`` waits for the build in :meth:`prepare`.
         builds: with ``auto``, build the step where it is missing; else only take it once another process has.
@@ -86,12 +85,7 @@ class DecodeSwitch:
             self._take_over()
 
     def run(self, batch: DecodeBatch, remaining: Callable[[], int]) -> Draw:
-        """One step.
-
-        Args:
-            batch: what to decode.
-            remaining: tokens that the queue may still ask for; called now and then.
-        """
+        """One step; ``remaining`` counts the tokens that the queue may still ask for, now and then."""
         self.threads.apply(batch.padded)
         if not self._undecided:
             return self.decoder.run(batch)
@@ -174,11 +168,7 @@ class DecodeSwitch:
 
 
 class _Build:
-    """The building process.
-
-    Args:
-        spec: what to build.
-    """
+    """The building process."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._folder = ScratchFolder("build")

@@ -128,13 +128,7 @@ def example_inputs(
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Random arguments of a step, to trace with and to compare by.
 
-    Args:
-        layers: what is cached.
-        dtype: of the cache.
-        vocab: token ids lie below it.
-        rows: batch size B.
-        columns: columns to look at L.
-        cached: columns of the caches, more than L.
+    B is ``rows``, L is ``columns``; the caches have more columns, ``cached``.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -7,7 +7,6 @@ version numbers: on its first use a device runs each candidate on a small case a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,8 +110,6 @@ def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Ba
 
 def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, page_size: int) -> str | None:
     """Run a small case; None where the result is right, else what is wrong with it."""
-    if backend is _TRITON and importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     generator = torch.Generator().manual_seed(0)
     rows, width = 3, 5
     positions = torch.tensor([3, width * page_size - 1, 2 * page_size], device=device)

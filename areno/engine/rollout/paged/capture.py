@@ -18,11 +18,7 @@ class CaptureError(EngineError):
 
 
 class GraphSet(dict[int, torch.cuda.CUDAGraph]):
-    """Captured graphs by batch size.
-
-    Args:
-        device: where the program runs.
-    """
+    """Captured graphs by batch size."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -84,12 +80,7 @@ def _no_syncs() -> Iterator[None]:
 
 
 def why_not_captured(config: Any, dtype: torch.dtype) -> str | None:
-    """What keeps the steps of a model out of CUDA graphs, as far as its configuration shows it.
-
-    Args:
-        config: of the ``transformers`` model.
-        dtype: that it computes in.
-    """
+    """What keeps the steps of a model out of CUDA graphs, as far as its configuration shows it."""
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if experts > 1 and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")

@@ -81,13 +81,7 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DeviceDecode:
-    """Launches decode steps.
-
-    Args:
-        model: the policy.
-        cache: its pages.
-        max_rows: most rows of a step.
-        eager: never capture (``--eager-decode``).
+    """Launches decode steps of at most ``max_rows`` rows; ``eager`` never captures (``--eager-decode``).
 
     Attributes:
         launches: steps so far.
@@ -117,9 +111,7 @@ class DeviceDecode:
     def launch(self, rows: Seq[StepRow], version: int = 0) -> StepResult:
         """Start a step over the first rows of the block table; returns before its result is there.
 
-        Args:
-            rows: one entry per row.
-            version: of the weights; where it changed, it is checked whether they were allocated anew.
+        Where ``version`` of the weights has changed, it is checked whether they were allocated anew.
         """
         size = self._bucket(len(rows))
         self.cache.reserve(self.max_rows if self._captures else size, max(row.position for row in rows) + 1)

@@ -24,13 +24,8 @@ from areno.engine.rollout.sequence import Group, Sequence
 class PagedRolloutLoop(RolloutLoop):
     """Decode steps overlap with the host wherever rows are drawn without filters, edits or top log-probs.
 
-    Args:
-        model: the policy.
-        budget_tokens: KV tokens that may be in use at once.
-        max_running: most sequences decoded at once.
-        prefix_tokens: tokens of finished contexts to keep.
-        eager_decode: never capture a CUDA graph.
-        rest: as for :class:`~areno.engine.rollout.loop.RolloutLoop`; drafts and compiled steps are for slots.
+    ``eager_decode`` never captures a CUDA graph; the other arguments are those of
+    :class:`~areno.engine.rollout.loop.RolloutLoop`, whose drafts and compiled steps are for slots.
     """
 
     cache: PagedCache  # type: ignore[assignment]

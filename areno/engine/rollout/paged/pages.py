@@ -30,11 +30,7 @@ def pages_for(budget_tokens: int, prefix_tokens: int, max_running: int, page_siz
 
 
 class PageAllocator:
-    """Free list and reference counts.
-
-    Args:
-        pages: how many there are, the spare one included.
-    """
+    """Free list and reference counts of ``pages`` pages, the spare one included."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages

@@ -27,11 +27,7 @@ class _Flight:
 
 
 class DecodePipeline:
-    """At most one step in flight.
-
-    Args:
-        device: runs the steps.
-    """
+    """At most one step in flight."""
 
     def __init__(self, device: DeviceDecode) -> None:
         self.device = device
