@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
 from areno.engine.rollout.counter_rng import uniforms
-from areno.engine.rollout.kv_cache import ROW_STEP, DecodePlan, SlotCache
+from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.sampler import Draw, SamplingTable
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Prefill, Sequence
@@ -58,7 +57,6 @@ def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTa
     return SamplingTable(sampling, seeds, device, edits)
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeBatch:
     """The next token of the sequences in the first slots: what each is fed, and where.
 
@@ -66,16 +64,14 @@ class DecodeBatch:
     attention reads, hold all contexts.
     """
 
-    tokens: list[int]
-    positions: list[int]
-    counters: Seq[int]
-    columns: int
-    rows: Rows
-
-    @property
-    def padded(self) -> int:
-        """Rows of the call, padding included; the cache must have as many slots."""
-        return round_up(len(self.tokens), ROW_STEP)
+    def __init__(self, sequences: Seq[Sequence], rows: Rows) -> None:
+        lengths = [s.length for s in sequences]
+        self.tokens = [s.last_token for s in sequences]
+        self.positions = [length - 1 for length in lengths]
+        self.counters = [len(s.output) for s in sequences]
+        self.columns = round_up(max(lengths), READ_STEP)
+        self.rows = rows
+        self.padded = round_up(len(lengths), ROW_STEP)  # with padding; the cache must have as many slots
 
 
 class EagerDecode:

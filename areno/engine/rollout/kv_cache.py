@@ -21,6 +21,8 @@ Snapshot = dict[int, tuple[Tensor, Tensor]]
 
 # Matrix products round differently at some small row counts; multiples of eight do not depend on the batch around a row.
 ROW_STEP = 8
+# Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
+READ_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,13 @@ from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
 from areno.engine.rollout.sampler import Draw
-from areno.engine.rollout.scheduler import Move, Scheduler, round_up
+from areno.engine.rollout.scheduler import Scheduler
 from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
 from areno.types import Request, RolloutResult
 
-# Attention reads whole multiples of this: finer wastes less, and eight is what keeps kernels independent of the length.
-READ_STEP = 16
 # Prompt tokens of one prefill call: while nothing is decoded, and beside that, where short calls cost a GPU as much as long.
 IDLE_PREFILL, BUSY_PREFILL, BUSY_PREFILL_CUDA = 8192, 512, 8192
 
@@ -58,8 +56,7 @@ class RolloutLoop:
         max_running: most sequences decoded at once.
         progress: writes the ``rollout decode progress`` lines.
         layers: what each layer of the model caches; without it decoding is always eager.
-        decode_mode: whether decoding may be compiled, and
-        builds: whether this process may do that, see :class:`DecodeSwitch`.
+        decode_mode, builds: whether decoding may be compiled, and by this process, see :class:`DecodeSwitch`.
         speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
     """
@@ -330,8 +327,6 @@ class RolloutLoop:
 
     def _abort(self, sequences: list[Sequence]) -> None:
         gone = set(sequences)
-        if not gone:
-            return
         self.scheduler.waiting = deque(s for s in self.scheduler.waiting if s not in gone)
         queued = [s for s in sequences if s.slot < 0]
         self._leave([s for s in sequences if s.slot >= 0])
@@ -370,12 +365,12 @@ class RolloutLoop:
 
     def _run_prefill(self, shared: list[list[Sequence]], cached: list[int], stop: int | None = None) -> Tensor:
         """Hidden states [contexts, C] after contexts of which so many tokens are cached, or after their first ``stop``."""
-        pieces = [members[0].context[start:stop] for members, start in zip(shared, cached, strict=True)]
-        spans = [
-            Span([s.slot for s in members], len(piece), start)
-            for members, piece, start in zip(shared, pieces, cached, strict=True)
-        ]
-        tokens = [token for piece in pieces for token in piece]
+        tokens: list[int] = []
+        spans: list[Span] = []
+        for members, start in zip(shared, cached, strict=True):
+            piece = members[0].context[start:stop]
+            tokens += piece
+            spans.append(Span([s.slot for s in members], len(piece), start))
         plan = self.prefill_plan(self.cache, spans)
         self._threads.apply(len(tokens))
         hidden = self.model.body(self._upload(tokens), plan.position_ids, plan)
@@ -413,33 +408,24 @@ class RolloutLoop:
         running = self.scheduler.running
         if self._rows is None:
             self._rows = Rows(running, self.model.device)
-        lengths = [s.length for s in running]
-        batch = DecodeBatch(
-            tokens=[s.last_token for s in running],
-            positions=[length - 1 for length in lengths],
-            counters=[len(s.output) for s in running],
-            columns=round_up(max(lengths), READ_STEP),
-            rows=self._rows,
-        )
-        self._take(list(running), self.decode.run(batch, self._remaining))
+        self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self._remaining))
 
     def _check(self, drafts: list[list[int]]) -> None:
         """Sample behind every token of the drafts, and keep what agrees with them."""
         running = list(self.scheduler.running)
-        check = Check(self.cache, running, drafts, READ_STEP)
+        check = Check(self.cache, running, drafts)
         self._threads.apply(len(check.tokens))
         hidden = self.model.body(self._upload(check.tokens), check.position_ids, check)
-        members = check.members
         logits = self.model.logits(hidden[self._upload(check.cells)])
-        draw = sampling_table(members, self.model.device).draw(logits, check.counters)
+        draw = sampling_table(check.members, self.model.device).draw(logits, check.counters)
         self._rows = None
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
         self.counters.agreed_total += sum(map(len, standing)) - len(running)
         for rows in zip_longest(*standing):
-            kept = [row for row in rows if row is not None and members[row].finish is None]
+            kept = [row for row in rows if row is not None and check.members[row].finish is None]
             if kept:
-                self._take([members[row] for row in kept], draw.rows(kept))
+                self._take([check.members[row] for row in kept], draw.rows(kept))
 
     def _remaining(self) -> int:
         """Tokens that everything queued or running may still ask for."""
@@ -478,8 +464,7 @@ class RolloutLoop:
             return
         for sequence in done:
             self._remember(sequence)
-        moves: list[Move] = self.scheduler.remove(done)
-        self.cache.move(moves)
+        self.cache.move(self.scheduler.remove(done))
         self._rows = None
         for sequence in done:
             self._finish(sequence)
@@ -487,10 +472,10 @@ class RolloutLoop:
     def _remember(self, sequence: Sequence) -> None:
         """Keep the cache of a finished sequence for requests that begin like it; its last token was never fed."""
         entering = self.scheduler.entering
-        if not self.prefixes.budget_tokens or self.cache.states.tensors():
-            return  # a recurrent state belongs to one length only
-        if entering is not None and sequence in entering.members:
+        if not self.prefixes.budget_tokens or (entering is not None and sequence in entering.members):
             return
+        if self.cache.states.tensors():
+            return  # a recurrent state belongs to one length only
         context = sequence.context[:-1]
         if not self.prefixes.covers(context, self.version):
             self.prefixes.add(context, self.cache.snapshot(sequence.slot, len(context)), self.version)

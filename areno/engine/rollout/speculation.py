@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.rollout.drafts import DraftIndex
-from areno.engine.rollout.kv_cache import DecodePlan, SlotCache
+from areno.engine.rollout.kv_cache import READ_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.scheduler import round_up
 from areno.engine.rollout.sequence import Sequence
 
@@ -50,7 +50,6 @@ class Check(DecodePlan):
         cache: the KV cache; the sequences are in its first slots, and no layer keeps another state.
         sequences: what is running.
         drafts: one for each, empty for none.
-        read_step: attention looks at a multiple of so many columns.
 
     Attributes:
         tokens: ids to feed, padding included [rows * W].
@@ -59,7 +58,7 @@ class Check(DecodePlan):
         counters: index of the token that each cell samples.
     """
 
-    def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]], read_step: int) -> None:
+    def __init__(self, cache: SlotCache, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
         self._drafts = drafts
         fed = [[s.last_token, *own] for s, own in zip(sequences, drafts, strict=True)]
         width = max(map(len, fed))
@@ -75,7 +74,7 @@ class Check(DecodePlan):
         # Cells of padding write where nobody reads.
         write_at = torch.where(offsets < lengths, grid, cache.columns - 1).flatten()
         longest = max(s.length + len(own) for s, own in zip(sequences, drafts, strict=True))
-        columns = torch.arange(round_up(longest, read_step), device=cache.device)
+        columns = torch.arange(round_up(longest, READ_STEP), device=cache.device)
         super().__init__(cache, torch.where(offsets < lengths, grid, 0).flatten(), write_at, columns)
         self._rows = self._rows // width
 

@@ -19,7 +19,7 @@ from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.traced import plain_draw
 from areno.engine.rollout.counter_rng import as_int64, random_bits
-from areno.engine.rollout.kv_cache import ROW_STEP
+from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP
 from areno.engine.rollout.paged.backends import GATHER, Backend, best_backend
 from areno.engine.rollout.paged.cache import PagedCache
 from areno.engine.rollout.paged.capture import CaptureError, GraphSet, why_not_captured
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Columns of the step buffer.
 _SOURCE, _GIVEN, _POSITION, _COUNTER, _SEED = range(5)
-_READ_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class DeviceDecode:
         self.launches += 1
         graph = self._graph(size, version)
         if graph is None:
-            columns = round_up(max(row.position for row in rows) + 1, _READ_STEP)
+            columns = round_up(max(row.position for row in rows) + 1, READ_STEP)
             self._program(size, min(columns, self.cache.columns))
         else:
             graph.replay()
