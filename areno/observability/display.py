@@ -41,12 +41,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._pace = _Pace()
-        self._total = 0
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self._total
+        self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0) -> None:
         """Begin.
@@ -54,7 +49,7 @@ class Progress:
         Args:
             done_steps: of those, steps that an earlier part of a resumed run has done.
         """
-        self._total = total_steps
+        self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 
     def phase(self, name: str) -> None:
@@ -68,7 +63,7 @@ class Progress:
         self._pace.step_done(step)
         shown = [("reward", "reward_mean"), ("loss", "loss")]
         values = "".join(f" {label}={stats[key]:.6f}" for label, key in shown if key in stats)
-        line = (step + 1, self._total, values, self._pace.describe(self._total))
+        line = (step + 1, self.total_steps, values, self._pace.describe(self.total_steps))
         _log.info("step %d/%d%s %s", *line, extra={BESIDE_DISPLAY: True})
 
     def evaluated(self, text: str) -> None:
@@ -163,7 +158,7 @@ class LiveProgress(Progress):
             live, self._live = self._live, None
         if live is None:
             return
-        self.phase("finished" if self._pace.done >= self._total else "stopped")
+        self.phase("finished" if self._pace.done >= self.total_steps else "stopped")
         route_console(None)
         atexit.unregister(self.stop)
         # Where the terminal is gone there is no cursor to give back, and the run must not end for it.
@@ -188,9 +183,9 @@ class LiveProgress(Progress):
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 1))
         done = self._pace.done
-        share = f"{100 * done / self._total:3.0f} %" if self._total else ""
-        bar = ProgressBar(total=max(self._total, 1), completed=done, width=24, complete_style="cyan")
-        row.add_row(Text(f"step {done}/{self._total}", "bold"), bar, share, self._pace.describe(self._total))
+        share = f"{100 * done / self.total_steps:3.0f} %" if self.total_steps else ""
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=done, width=24, complete_style="cyan")
+        row.add_row(Text(f"step {done}/{self.total_steps}", "bold"), bar, share, self._pace.describe(self.total_steps))
         return row
 
     def _phase_line(self) -> RenderableType:

@@ -16,6 +16,7 @@ import heapq
 import inspect
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -32,12 +33,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areno.errors import ArenoError
-from areno.observability.torch_trace import profiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIRST_LANE = 1_000_000_000
 """Tracks of asyncio tasks; above every thread id of the operating system."""
+
+_MARKER = "areno: profile begins"
+"""Recorded while our clock is read; it says how far the profiler's time, which has a beginning of its own, is from ours."""
 
 
 class Category(StrEnum):
@@ -251,3 +254,44 @@ def wrapped(
             return function(*args, **kwargs)
 
     return synchronous  # type: ignore[return-value]
+
+
+@contextmanager
+def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
+    """Profile the block with torch, on the CPU and where there is one on the GPU.
+
+    Args:
+        events: gets the profiler's complete and instant events when the block has ended, with names of their tracks.
+        now_us: the trace's clock, in microseconds.
+        pid: of this process; all events get it, and tracks below 0.
+    """
+    from torch import profiler
+
+    with profiler.profile() as profile:
+        marked = now_us()
+        with profiler.record_function(_MARKER):
+            pass
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "torch.json")
+        profile.export_chrome_trace(str(path))
+        events.extend(_moved(json.loads(path.read_text())["traceEvents"], marked, pid))
+
+
+def _moved(found: list[dict[str, Any]], marked: float, pid: int) -> Iterator[dict[str, Any]]:
+    """The profiler's events with our times and track numbers, after one metadata event for each track."""
+    begin = next((event["ts"] for event in found if event.get("name") == _MARKER), None)
+    if begin is None:
+        return
+    tracks: dict[tuple[Any, Any], int] = {}
+    for event in found:
+        if event.get("ph") not in ("X", "i") or event["name"] == _MARKER:
+            continue
+        place = (event.get("pid"), event.get("tid"))
+        if place not in tracks:
+            tracks[place] = -len(tracks) - 1
+            name = {"name": f"torch profiler {place[1]}"}
+            yield {"name": "thread_name", "ph": "M", "ts": 0, "pid": pid, "tid": tracks[place], "args": name}
+        kept: dict[str, Any] = {key: event[key] for key in ("name", "ph", "cat", "args", "s") if key in event}
+        span = {"dur": max(1.0, float(event.get("dur", 0)))} if event["ph"] == "X" else {"s": "t"}
+        yield {"cat": "instr", **kept, **span, "ts": event["ts"] - begin + marked, "pid": pid, "tid": tracks[place]}

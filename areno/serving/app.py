@@ -24,7 +24,7 @@ from areno.serving.recording import sampling_defaults
 from areno.serving.respond import respond, respond_at_once
 from areno.serving.responses import ResponsesAnswer, ResponsesRequest
 from areno.serving.schemas import ChatRequest, CompletionRequest, GenerationBody, RewardRequest
-from areno.serving.service import ServedModel, Service, State
+from areno.serving.service import ServedModel, Service
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -62,12 +62,13 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def health() -> JSONResponse:
         """Requests are taken; 503 while the model is loaded, while the server shuts down, and once its engine has failed."""
         state = service.state
-        return JSONResponse({"status": {"ready": "ok", "failed": service.failure}.get(state, state)}, _status(state))
+        shown = {"ready": "ok", "failed": service.failure}.get(state, state)
+        return JSONResponse({"status": shown}, 200 if state == "ready" else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """The same as ``/health``, with the name of the state."""
-        return JSONResponse({"status": service.state}, _status(service.state))
+        return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @app.get("/live")
     async def live() -> JSONResponse:
@@ -90,10 +91,6 @@ def _add_status(app: FastAPI, service: Service) -> None:
         """The model, by its name."""
         service.check_model(name)
         return _model(service)
-
-
-def _status(state: State) -> int:
-    return 200 if state == "ready" else 503
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class ChatAnswer(SampledAnswer):
         ends = message.sample.finish is not None
         if ends:
             pieces += message.reader.finish()
-            self._metrics.malformed_tool_calls.inc(message.reader.malformed)
+            self._metrics.malformed_tool_calls.inc(message.reader.calls.malformed)
         deltas = [message.add(piece) for piece in pieces]
         if ends:
             self._record(message)

@@ -177,14 +177,9 @@ class MessageReader:
     """Splits the text of one message into reasoning, content and calls while it comes in."""
 
     _reasoning: ReasoningStream
-    _calls: StreamingParser
+    calls: StreamingParser
     _parallel: bool
     _called: bool = field(default=False, init=False)
-
-    @property
-    def malformed(self) -> int:
-        """Calls that could not be read and stayed text."""
-        return self._calls.malformed
 
     def push(self, text: str) -> list[Piece]:
         """Add text; returns what became certain."""
@@ -192,12 +187,12 @@ class MessageReader:
 
     def finish(self) -> list[Piece]:
         """The rest at the end of the message."""
-        return self._read(self._reasoning.finish()) + self._kept(self._calls.finish())
+        return self._read(self._reasoning.finish()) + self._kept(self.calls.finish())
 
     def _read(self, pieces: Sequence[ReasoningDelta | ContentDelta]) -> list[Piece]:
         found: list[Piece] = []
         for piece in pieces:
-            found += [piece] if isinstance(piece, ReasoningDelta) else self._kept(self._calls.push(piece.text))
+            found += [piece] if isinstance(piece, ReasoningDelta) else self._kept(self.calls.push(piece.text))
         return found
 
     def _kept(self, pieces: Sequence[ContentDelta | ToolCallDelta]) -> list[Piece]:

@@ -36,11 +36,6 @@ class Job:
         False  # the prompt leaves no room for an answer, which is therefore empty and ends by ``length``
     )
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(request.prompt_tokens) for request in self.requests)
-
     def prompt_of(self, sample: int) -> list[int]:
         """Prompt tokens of a sample."""
         return self.requests[sample // self.body.samples].prompt_tokens

@@ -92,16 +92,12 @@ class ServerThread:
         self.service = service
         self._socket = listen(host, port)
         self.url = address_of(self._socket)
+        self.base_url = f"{self.url}/v1"  # as OpenAI clients take it
         self._server = _Server(service)
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: _run(self._serve()), name="areno-serving", daemon=True)
         self._thread.start()
         self._started.wait()
-
-    @property
-    def base_url(self) -> str:
-        """What OpenAI clients take as ``base_url``."""
-        return f"{self.url}/v1"
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()

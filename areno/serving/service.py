@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+import functools
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,7 +20,6 @@ from areno.errors import EngineError
 from areno.serving.errors import ApiError, bad_field
 from areno.serving.formats import Formats
 from areno.serving.generation import Generation
-from areno.serving.heap import seldom_collections
 from areno.serving.metrics import ServingMetrics
 from areno.serving.recording import Recorder
 from areno.serving.text import TokenTexts
@@ -35,6 +37,10 @@ _PREPARING_THREADS = 4
 PREPARE_TIMEOUT_S = 60.0
 # Beyond this, no text fits: a token of running text has about four characters. Encoding it would take long all the same.
 _CHARS_PER_TOKEN, _LEAST_CHARS = 16, 2**16
+
+_SELDOM = (50_000, 20, 20)  # thresholds of the garbage collector
+_collector_lock = threading.Lock()
+_usual: list[tuple[int, int, int]] = []  # thresholds before each server that runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +232,31 @@ async def first_done(work: Coroutine[Any, Any, Result], other: Coroutine[Any, An
         for task in (main, side):
             task.cancel()
         await asyncio.gather(main, side, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def seldom_collections() -> Iterator[None]:
+    """Let the collector look seldom, and no longer at what existed before: modules, model, tokenizer.
+
+    A server makes many small objects that are no garbage yet; going through them, and through a million others in each
+    full collection, was a fifth of its time. Afterwards it looks as often as before: training must not keep dead tensors.
+    """
+    _keep_heap_out_of_collections()
+    with _collector_lock:
+        _usual.append(gc.get_threshold())
+        if gc.get_threshold()[0]:  # 0 is how a program turns collections off
+            gc.set_threshold(*_SELDOM)
+    try:
+        yield
+    finally:
+        with _collector_lock:
+            before = _usual.pop()
+            if not _usual and gc.get_threshold() == _SELDOM:
+                gc.set_threshold(*before)
+
+
+@functools.cache
+def _keep_heap_out_of_collections() -> None:
+    """Once per process: a second time would keep what has become garbage since."""
+    gc.collect()
+    gc.freeze()

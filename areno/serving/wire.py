@@ -65,7 +65,7 @@ class SampledAnswer:
 
     def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
         self.id, self.created, self.model = uuid.uuid4().hex, int(time.time()), model
-        self.prompt_tokens = job.prompt_tokens
+        self.prompt_tokens = sum(len(request.prompt_tokens) for request in job.requests)
         self._job, self._texts = job, texts
         self._head = {"id": f"{self.prefix}-{self.id}", "created": self.created, "model": model}
         count = len(job.requests) * job.body.samples

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class CheckpointFolder:
         remedy: str = "free some space, use --keep-checkpoints, or choose another --save-path",
     ) -> None:
         self.root = Path(root)
+        self.best = self.root / _BEST  # where the checkpoint with the best evaluation lies
         self.keep = keep
         self.sound_until: int | None = None
         self._remedy = remedy
@@ -61,11 +62,6 @@ class CheckpointFolder:
     def path(self, step: int) -> Path:
         """Where the checkpoint after ``step`` completed steps lies."""
         return self.root / f"step_{step:06d}"
-
-    @property
-    def best(self) -> Path:
-        """Where the checkpoint with the best evaluation lies."""
-        return self.root / _BEST
 
     def steps(self) -> list[int]:
         """Completed-step numbers of all complete checkpoints, ascending."""
@@ -192,17 +188,13 @@ class CheckpointFolder:
             yield folder
         self.prune()
 
-    @contextmanager
-    def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
+    def writing_best(self, needed_bytes: int, *, copy_of: Path | None = None) -> AbstractContextManager[Path]:
         """:meth:`writing` for the best checkpoint, which replaces the one before and is never counted among the newest."""
-        with self._writing(self.best, needed_bytes, copy_of) as folder:
-            yield folder
+        return self._writing(self.best, needed_bytes, copy_of)
 
-    @contextmanager
-    def writing_named(self, name: str, needed_bytes: int) -> Iterator[Path]:
+    def writing_named(self, name: str, needed_bytes: int) -> AbstractContextManager[Path]:
         """:meth:`writing` for a model under any other name, never counted among the checkpoints, and without a manifest."""
-        with self._writing(self.root / name, needed_bytes, None, has_state=False) as folder:
-            yield folder
+        return self._writing(self.root / name, needed_bytes, None, has_state=False)
 
     def remove(self, step: int) -> None:
         """Delete the checkpoint of a step; a kill leaves it whole or hidden."""

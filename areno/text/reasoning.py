@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt, template_source
@@ -27,16 +27,6 @@ class ReasoningDelta:
 
 
 ReasoningOrContent = ReasoningDelta | ContentDelta
-
-
-class ReasoningStream(Protocol):
-    """One message that arrives in pieces."""
-
-    def push(self, text_piece: str) -> list[ReasoningOrContent]:
-        """Add text; returns what became certain with it."""
-
-    def finish(self) -> list[ReasoningOrContent]:
-        """The rest at the end of the message; reasoning that was cut off stays reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +82,10 @@ class _MarkerStream:
     def __post_init__(self) -> None:
         self.where = "start" if self.parser.opener else "content"
 
-    def push(self, text_piece: str) -> list[ReasoningOrContent]:
-        return self._walk(text_piece, final=False)
-
     def finish(self) -> list[ReasoningOrContent]:
-        return self._walk("", final=True)
+        return self.push("", final=True)  # reasoning that was cut off stays reasoning
 
-    def _walk(self, text_piece: str, final: bool) -> list[ReasoningOrContent]:
+    def push(self, text_piece: str, final: bool = False) -> list[ReasoningOrContent]:
         self._source.append(text_piece)
         text = self._source.text
         out: list[ReasoningOrContent] = []
@@ -227,6 +214,9 @@ class _HarmonyStream:
         if text:
             out.append(ReasoningDelta(text) if self._channel == "analysis" else ContentDelta(text))
 
+
+ReasoningStream = _MarkerStream | _HarmonyStream
+"""One message that arrives in pieces: ``push`` returns what became certain with a piece, ``finish`` the rest."""
 
 _PARSERS = {
     parser.name: parser

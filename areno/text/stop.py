@@ -30,11 +30,7 @@ class StopChecker:
         self._tail = ""  # the last characters, in which a stop string may have begun
         self._length = 0
         self._cut: int | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has appeared."""
-        return self._cut is not None
+        self.stopped = False  # a stop string has appeared
 
     def push(self, token_id: int) -> bool:
         """Add one token; True once a stop string is in the text. Tokens pushed after that change nothing."""
@@ -47,7 +43,7 @@ class StopChecker:
         self._length += len(new)
         hits = [hit for text in self._stop if (hit := searched.find(text)) >= 0]
         if hits:
-            self._cut = self._length - len(searched) + min(hits)
+            self._cut, self.stopped = self._length - len(searched) + min(hits), True
         else:
             self._tail = searched[max(len(searched) - self._overlap, 0) :]
         return self.stopped

@@ -6,14 +6,14 @@ import gc
 
 import pytest
 
-from areno.serving import heap
-from areno.serving.heap import seldom_collections
+from areno.serving import service
+from areno.serving.service import seldom_collections
 
 
 @pytest.fixture(autouse=True)
 def thresholds(monkeypatch):
     """The usual ones, and no server: those of other tests may run in this process."""
-    monkeypatch.setattr(heap, "_usual", [])
+    monkeypatch.setattr(service, "_usual", [])
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
