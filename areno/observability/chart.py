@@ -61,7 +61,8 @@ def text_chart(
     canvas = _draw(rows, height, glyphs)
     labels = [_label(low + (high - low) * (height - 1 - i) / (height - 1)) for i in range(height)]
     if low == high:
-        labels = [_label(low) if i == _top_index(rows, height) else "" for i in range(height)]
+        middle = height - 1 - next(row for row in rows if row is not None)
+        labels = [_label(low) if i == middle else "" for i in range(height)]
     margin = max(map(len, labels))
     body = [
         f"{label:>{margin}} {glyphs.axis}{''.join(line).rstrip()}" for label, line in zip(labels, canvas, strict=True)
@@ -115,10 +116,6 @@ def _columns(values: Sequence[float], width: int) -> list[float | None]:
 def _level(value: float, low: float, high: float, levels: int) -> int:
     """Row of ``value``, 0 at the bottom; a constant series lies in the middle."""
     return round((value - low) / (high - low) * (levels - 1)) if high > low else levels // 2
-
-
-def _top_index(rows: Sequence[int | None], height: int) -> int:
-    return height - 1 - next(row for row in rows if row is not None)
 
 
 def _draw(rows: Sequence[int | None], height: int, glyphs: _Glyphs) -> list[list[str]]:

@@ -98,11 +98,8 @@ def row_records(
     for row in rows:
         begin = row.prompt_mask.index(False) if False in row.prompt_mask else len(row.tokens)
         trained = row.trainable()[begin:]
-        metadata = {
-            "prompt_index": prompts[row.group],
-            "sample_index": counts[row.group],
-            "finish_reason": "length" if row.truncated else "stop",
-        }
+        metadata: dict[str, Any] = {"prompt_index": prompts[row.group], "sample_index": counts[row.group]}
+        metadata["finish_reason"] = "length" if row.truncated else "stop"
         counts[row.group] += 1
         records.append(
             RewardRecord(

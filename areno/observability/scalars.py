@@ -56,14 +56,9 @@ def _number(value: Any) -> float | None:
     """``value`` as a Python number; None for anything that is no scalar."""
     if isinstance(value, int | float):
         return value
-    if hasattr(value, "item") and _elements(value) == 1:
+    if hasattr(value, "item") and (value.numel() if hasattr(value, "numel") else value.size) == 1:
         return _number(value.item())
     return None
-
-
-def _elements(value: Any) -> int:
-    """Number of elements of an array (``size``) or a tensor (``numel``)."""
-    return int(value.numel()) if hasattr(value, "numel") else int(value.size)
 
 
 def _length_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:
@@ -81,13 +76,8 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
     if rewards is None or len(rewards) == 0:
         return {}
     values = np.asarray(rewards, dtype=np.float64)
-    return {
-        "rollout/rewards_mean": float(values.mean()),
-        "rollout/rewards_std": float(values.std()),
-        "rollout/rewards_max": float(values.max()),
-        "rollout/rewards_min": float(values.min()),
-        "rollout/accuracy": float((values > 0).mean()),
-    }
+    scalars = {f"rollout/rewards_{name}": float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
+    return {**scalars, "rollout/accuracy": float((values > 0).mean())}
 
 
 def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:

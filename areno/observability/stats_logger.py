@@ -96,9 +96,8 @@ class StatsLogger:
         self._start = self._previous - state["elapsed_s"]
         dropped = self._run_dir.truncate_after(self._global_step)
         if dropped:
-            _log.info(
-                "%d lines of steps after global step %d are dropped and done again", dropped, self._global_step + 1
-            )
+            step = self._global_step + 1
+            _log.info("%d lines of steps after global step %d are dropped and done again", dropped, step)
 
     def begin_anew(self) -> None:
         """Drop what an attempt wrote that was killed before its first recovery point. Raises ArenoError: it cannot."""

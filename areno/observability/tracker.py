@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -51,21 +51,16 @@ class _Sums:
     count: float = 0.0
     least: float = math.inf
     greatest: float = -math.inf
-    pending: list[Any] = field(default_factory=list)
-    """Reduced tensors that still lie on a device: reading one would wait for all that is queued there."""
 
     def add(self, total: float, count: float, least: float, greatest: float) -> None:
         if not count:
             return
         self.total += total
         self.count += count
-        self.least = _least(self.least, least)
-        self.greatest = _greatest(self.greatest, greatest)
+        self.least = _extreme(min, self.least, least)
+        self.greatest = _extreme(max, self.greatest, greatest)
 
     def part(self) -> Part:
-        for reduced in self.pending:
-            self.add(*reduced.tolist())
-        self.pending.clear()
         return (self.reduce_type.value, self.total, self.count, self.least, self.greatest)
 
 
@@ -98,7 +93,7 @@ class StatsTracker:
         with self._lock:
             for key, value in values.items():
                 number = float(value)
-                self._of(key, ReduceType.SCALAR).add(number, 1.0, number, number)
+                self._under(self._full(key), ReduceType.SCALAR).add(number, 1.0, number, number)
 
     def denominator(self, **masks: Any) -> None:
         """Record which elements count (bool tensors) for :meth:`stat`; tells how many. Raises TypeError: one is not bool."""
@@ -110,7 +105,7 @@ class StatsTracker:
                 raise TypeError(f"denominator {key!r} must be a bool tensor, got {tensor.dtype}; use mask.bool()")
             with self._lock:
                 self._masks[self._full(key)] = tensor.detach()
-                self._push(self._of(key, ReduceType.SUM), tensor.double(), tensor)
+                self._push(self._under(self._full(key), ReduceType.SUM), tensor.double(), tensor)
 
     def stat(self, denominator: str, reduce_type: ReduceType | str | None = None, **tensors: Any) -> None:
         """Record the elements of tensors that a denominator counts.
@@ -135,7 +130,7 @@ class StatsTracker:
                     f"{tuple(mask.shape)}; they must be equal"
                 )
             with self._lock:
-                self._push(self._of(key, kind), tensor.double(), mask.to(tensor.device))
+                self._push(self._under(self._full(key), kind), tensor.double(), mask.to(tensor.device))
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
@@ -144,12 +139,9 @@ class StatsTracker:
         try:
             yield
         finally:
-            self.add_timing(key, self._clock() - start)
-
-    def add_timing(self, key: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to ``timeperf/{key}``."""
-        with self._lock:
-            self._under(_join(self._name, "timeperf", key), ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
+            seconds = self._clock() - start
+            with self._lock:
+                self._under(_join(self._name, "timeperf", key), ReduceType.TIMING).add(seconds, 1.0, seconds, seconds)
 
     def parts(self, key: str | None = None, reset: bool = True) -> Parts:
         """What this process adds to the statistics, for :func:`merge`; with ``key`` only that statistic or scope."""
@@ -173,9 +165,6 @@ class StatsTracker:
     def _full(self, key: str) -> str:
         return _join(self._name, *self._scopes.get(), key)
 
-    def _of(self, key: str, kind: ReduceType) -> _Sums:
-        return self._under(self._full(key), kind)
-
     def _under(self, name: str, kind: ReduceType) -> _Sums:
         sums = self._sums.setdefault(name, _Sums(kind))
         if sums.reduce_type is not kind:
@@ -196,17 +185,14 @@ class StatsTracker:
 
     @staticmethod
     def _push(sums: _Sums, values: Any, mask: Any) -> None:
-        """Reduce the counted elements; on a device, leave the result there until it is asked for."""
+        """Add the counted elements."""
         import torch
 
-        total = torch.where(mask, values, 0.0).sum()
-        least = torch.where(mask, values, math.inf)
-        greatest = torch.where(mask, values, -math.inf)
-        if not values.numel():
-            return
-        sums.pending.append(torch.stack([total, mask.double().sum(), least.min(), greatest.max()]))
-        if values.device.type == "cpu":
-            sums.part()
+        if values.numel():
+            total = torch.where(mask, values, 0.0).sum()
+            least = torch.where(mask, values, math.inf).min()
+            greatest = torch.where(mask, values, -math.inf).max()
+            sums.add(*torch.stack([total, mask.double().sum(), least, greatest]).tolist())
 
 
 def merge(gathered: Iterable[Parts]) -> Parts:
@@ -223,7 +209,13 @@ def _merged(name: str, one: Part, other: Part) -> Part:
         raise ValueError(f"statistic {name!r} is {one[0]} in one process and {other[0]} in another; use two names")
     if one[0] == ReduceType.TIMING:
         return max(one, other, key=lambda part: part[1])
-    return (one[0], one[1] + other[1], one[2] + other[2], _least(one[3], other[3]), _greatest(one[4], other[4]))
+    return (
+        one[0],
+        one[1] + other[1],
+        one[2] + other[2],
+        _extreme(min, one[3], other[3]),
+        _extreme(max, one[4], other[4]),
+    )
 
 
 def told(parts: Mapping[str, Part]) -> dict[str, float]:
@@ -252,12 +244,8 @@ def _join(*names: str) -> str:
     return "/".join(name for name in names if name)
 
 
-def _least(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else min(a, b)
-
-
-def _greatest(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+def _extreme(pick: Callable[[float, float], float], a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
 
 
 _trackers: dict[str, StatsTracker] = {}
@@ -270,14 +258,9 @@ def get(name: str = "") -> StatsTracker:
         return _trackers.setdefault(name, StatsTracker(name))
 
 
-def all_parts(reset: bool = True) -> Parts:
-    """The parts of all named trackers of this process."""
-    with _trackers_lock:
-        trackers: Sequence[StatsTracker] = list(_trackers.values())
-    return {name: part for tracker in trackers for name, part in tracker.parts(reset=reset).items()}
-
-
 def export_all(gather: Callable[[Parts], Iterable[Parts]] | None = None, reset: bool = True) -> dict[str, float]:
     """The statistics of all named trackers, of all processes where ``gather`` returns their parts."""
-    parts = all_parts(reset)
+    with _trackers_lock:
+        trackers = list(_trackers.values())
+    parts = {name: part for tracker in trackers for name, part in tracker.parts(reset=reset).items()}
     return told(merge(gather(parts)) if gather is not None else parts)

@@ -167,17 +167,9 @@ def _describe_errors(app: FastAPI) -> None:
         page = describe()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
         one, some = {"type": "string"}, {"type": ["string", "null"]}
-        schemas["Error"] = {
-            "type": "object",
-            "required": ["error"],
-            "properties": {
-                "error": {
-                    "type": "object",
-                    "required": ["message", "type", "param", "code"],
-                    "properties": {"message": one, "type": one, "param": some, "code": some},
-                }
-            },
-        }
+        fields = {"message": one, "type": one, "param": some, "code": some}
+        error = {"type": "object", "required": list(fields), "properties": fields}
+        schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
         for path in page["paths"].values():
             for operation in path.values():
                 operation.get("responses", {}).pop("422", None)

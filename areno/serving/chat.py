@@ -51,19 +51,17 @@ def prepare_chat(service: Service, model: ServedModel, body: ChatRequest, tape: 
         [tokens],
         prompt_field="messages",
         max_tokens=body.max_completion_tokens or body.max_tokens or service.config.default_max_tokens,
-        seeds=lambda: _seeds(service, body, turn),
+        seeds=lambda: (
+            turn.seeds(body.samples)
+            if turn is not None and body.seed is None
+            else service.seeds(body.seed, body.samples)
+        ),
         top_logprobs=body.top_logprobs or 0,
         skip_special_tokens=not expected.needs_special_tokens,
         constraint=constraint,
         context_limit=limit,
     )
     return PreparedChat(job, expected, turn)
-
-
-def _seeds(service: Service, body: ChatRequest, turn: OpenTurn | None) -> list[int]:
-    if turn is not None and body.seed is None:
-        return turn.seeds(body.samples)
-    return service.seeds(body.seed, body.samples)
 
 
 def _check(body: ChatRequest) -> None:

@@ -40,16 +40,10 @@ class Formats:
         markers = (*reasoning.markers, *(self._calls.markers if tool_choice != "none" else ()))
         # A format without a pair of markers is made of special tokens altogether.
         structured = reasoning.name != "none" and not reasoning.opener
-        found = Expectation(
-            reasoning=reasoning,
-            calls=self._calls,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel=parallel,
-            needs_special_tokens=structured or any(token in marker for marker in markers for token in self._special),
-        )
-        found.reader()  # says what is wrong with the tools
-        return found
+        special = structured or any(token in marker for marker in markers for token in self._special)
+        expected = Expectation(reasoning, self._calls, tools, tool_choice, parallel, special)
+        expected.reader()  # says what is wrong with the tools
+        return expected
 
     def constraint(self, expected: Expectation, form: ResponseFormat | None) -> ConstraintMaker | None:
         """What the answer is held to; None where it is free. Raises UsageError: a schema is none, or no grammar can say it."""
@@ -63,11 +57,12 @@ class Formats:
         """The constraint of the answer, before which the model may reason as its format has it."""
         if reasoning.starts_inside:
             return make(after=reasoning.closer)
-        opener = self._single_token(reasoning.opener)
-        if opener is None:
+        text = reasoning.opener
+        ids = self._engine.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if len(ids) != 1:
             return make()
         silent, thinking = make(), make(after=reasoning.closer)
-        return lambda: _MayThink(silent(), thinking, opener)
+        return lambda: _MayThink(silent(), thinking, ids[0])
 
     def _maker(self, expected: Expectation, form: ResponseFormat | None) -> Callable[..., ConstraintMaker] | None:
         """Makes the constraint of the answer itself, from the marker ``after`` on where one is given."""
@@ -82,10 +77,6 @@ class Formats:
         if form.json_schema is None:
             return functools.partial(grammar.json_object_constraint, tokenizer, **options)
         return functools.partial(grammar.json_schema_constraint, tokenizer, form.json_schema.json_schema, **options)
-
-    def _single_token(self, text: str) -> int | None:
-        ids = self._engine.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        return ids[0] if len(ids) == 1 else None
 
 
 class _Contained:
@@ -155,7 +146,7 @@ class _MayThink:
         return self._chosen.finished
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Expectation:
     """How one request's answers are read; see :meth:`Formats.expectation`."""
 

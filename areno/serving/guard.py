@@ -52,12 +52,8 @@ class Guard:
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if not self._may_enter(scope, headers):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._check_host(scope, headers.get(b"host", b""))
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._service.config.max_body_bytes:
@@ -83,9 +79,6 @@ class Guard:
         """Without a key, being on this machine is what lets a client in, and a web page can be made to seem so.
 
         A page whose name is made to stand for 127.0.0.1 (DNS rebinding) still sends that name.
-
-        Raises:
-            ApiError: 403, the request was meant for another host.
         """
         config, server = self._service.config, scope.get("server")
         keyless = self._service.recorder is None and config.api_key is None
@@ -94,12 +87,11 @@ class Guard:
         host = _host_name(header)
         if is_loopback(host) or host.endswith(".localhost") or {host, "*"} & set(config.allowed_hosts):
             return
-        raise ApiError(
-            403,
+        message = (
             f"the host {host!r} is not this machine's; ask http://127.0.0.1:{server[1]}, or start the server with "
-            f"--allowed-host {host}, or with --api-key",
-            code="host_not_allowed",
+            f"--allowed-host {host}, or with --api-key"
         )
+        raise ApiError(403, message, code="host_not_allowed")
 
 
 def _host_name(header: bytes) -> str:

@@ -22,7 +22,7 @@ _MAX_ALTERNATIVES = 2**19
 _SMALLEST_TOP_P = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """What one HTTP request asks of the engine."""
 
@@ -98,15 +98,7 @@ def make_job(
         requests.append(Request(list(prompt), sampling, seeds(), constraint=constraint))
     _check_alternatives(requests, top_logprobs)
     stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else engine.eos_ids)
-    return Job(
-        body=body,
-        engine=engine,
-        requests=requests,
-        stop=stop,
-        stop_ids=stop_ids,
-        skip_special_tokens=skip_special_tokens,
-        context_full=context_full,
-    )
+    return Job(body, engine, requests, stop, stop_ids, skip_special_tokens, context_full)
 
 
 def _check_alternatives(requests: Sequence[Request], top_logprobs: int) -> None:
@@ -161,10 +153,6 @@ def _room(engine: Backend, prompt: int, prompt_field: str, context_limit: int | 
             if limit == budget and context != budget
             else f"the model's context is {limit} tokens"
         )
-        raise ApiError(
-            400,
-            f"the prompt has {prompt} tokens and leaves no room for an answer: {why}; shorten it",
-            param=prompt_field,
-            code="context_length_exceeded",
-        )
+        message = f"the prompt has {prompt} tokens and leaves no room for an answer: {why}; shorten it"
+        raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     return limit - prompt

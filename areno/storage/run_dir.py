@@ -78,7 +78,10 @@ class RunDirectory:
 
         A last line that is still being written is left out, so a running run can be read.
         """
-        return [_with_floats(record) for record in _read(self.metrics_path)]
+        return [
+            {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+            for record in _read(self.metrics_path)
+        ]
 
     def read_samples(self) -> list[dict[str, Any]]:
         """Records of ``samples.jsonl`` in order; see ``read_metrics``."""
@@ -98,10 +101,6 @@ def _json_safe(value: Any) -> Any:
     if hasattr(value, "item"):
         return _json_safe(value.item())
     return value
-
-
-def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

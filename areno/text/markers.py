@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -31,16 +30,13 @@ def marker_in(tokenizer: Any, prompt: Prompt) -> str | None:
     """
     if not getattr(tokenizer, "chat_template", None) or (isinstance(prompt, str) and is_chat_formatted(prompt)):
         return None
-    for text in [prompt] if isinstance(prompt, str) else _contents(prompt):
+    contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    for text in (content for content in contents if isinstance(content, str)):
         special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if len(token) > 2 and token in text]
         found = _TURNS.search(text) or _REASONING.search(text)
         if special or found:
             return special[0] if found is None else found[0].strip()
     return None
-
-
-def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [message["content"] for message in messages if isinstance(message.get("content"), str)]
 
 
 def warn_of_markers(tokenizer: Any, prompt: Prompt, where: str) -> None:

@@ -35,7 +35,9 @@ def template_messages(
             message["role"] = "system"
         calls = message.get("tool_calls", [])
         if calls and "tool_calls" not in template:
-            message["content"] = "\n".join([message["content"], *_calls_as_text(message.pop("tool_calls"))]).lstrip()
+            functions = [call["function"] for call in message.pop("tool_calls")]
+            written = [_as_text({name: function[name] for name in ("name", "arguments")}) for function in functions]
+            message["content"] = "\n".join([message["content"], *written]).lstrip()
         elif arguments_as_text:
             for call in calls:
                 call["function"]["arguments"] = _as_text(call["function"]["arguments"])
@@ -118,8 +120,3 @@ def _arguments(value: Any) -> Any:
 
 def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> list[str]:
-    functions = [call["function"] for call in calls]
-    return [_as_text({"name": function["name"], "arguments": function["arguments"]}) for function in functions]

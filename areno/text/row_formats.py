@@ -20,8 +20,9 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "prompt" in row or "response" in row:
         return row
     messages = row.get("messages")
-    if isinstance(messages, list) and len(messages) > 1 and _is_answer(messages[-1]):
-        return {**row, "prompt": messages[:-1], "response": messages[-1].get("content")}
+    if isinstance(messages, list) and len(messages) > 1 and isinstance(messages[-1], Mapping):
+        if messages[-1].get("role") == "assistant":
+            return {**row, "prompt": messages[:-1], "response": messages[-1].get("content")}
     if row.get("question") is not None and "answer" in row:
         return {**row, "prompt": row["question"], "response": row["answer"]}
     return row
@@ -51,10 +52,6 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
         return {**row, "chosen": [], "rejected": []}  # not two answers to one prompt
     cut += len(_LAST)
     return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _messages(transcript: str) -> list[dict[str, str]]:

@@ -225,8 +225,8 @@ DEFECTS = (
     Defect(
         "samples numbered from 1",
         "areno/observability/samples.py",
-        '"sample_index": counts[row.group],',
-        '"sample_index": counts[row.group] + 1,',
+        '"sample_index": counts[row.group]}',
+        '"sample_index": counts[row.group] + 1}',
         ("tests/observability/test_row_records.py",),
     ),
     Defect(
