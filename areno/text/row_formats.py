@@ -20,9 +20,10 @@ def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "prompt" in row or "response" in row:
         return row
     messages = row.get("messages")
-    if isinstance(messages, list) and len(messages) > 1 and isinstance(messages[-1], Mapping):
-        if messages[-1].get("role") == "assistant":
-            return {**row, "prompt": messages[:-1], "response": messages[-1].get("content")}
+    if isinstance(messages, list) and len(messages) > 1:
+        *prompt, last = messages
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            return {**row, "prompt": prompt, "response": last.get("content")}
     if row.get("question") is not None and "answer" in row:
         return {**row, "prompt": row["question"], "response": row["answer"]}
     return row
