@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command."""
     options = parse_serve(argv)
     need_server_packages("areno serve")
-    from areno.serving.server import listen, serve_process
+    from areno.serving.server import ServerProcess, listen
     from areno.serving.service import Service, ServingConfig
 
     shared = {
@@ -30,13 +30,13 @@ def run(argv: Sequence[str]) -> int:
     sock = listen(options.host, options.port)
     _check_checkpoint(options)
     with setup_logging(None):
-        serve_process(
+        ServerProcess(
             Service(config),
             lambda: load_engine(options),
             sock,
-            drain_timeout_s=options.drain_timeout_s,
-            say=lambda text: print(f"areno serve: {text}", flush=True),
-        )
+            options.drain_timeout_s,
+            lambda text: print(f"areno serve: {text}", flush=True),
+        ).serve()
     return 0
 
 

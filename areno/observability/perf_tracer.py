@@ -55,6 +55,10 @@ class Category(StrEnum):
     MISC = "misc"
 
 
+Args = Mapping[str, Any] | None
+"""Shown with an event."""
+
+
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]], setting: str) -> None:
     """Append records as JSON lines; none make no file. Raises ArenoError: the file cannot be written."""
     if not records:
@@ -110,9 +114,7 @@ class PerfTracer:
         self._metadata("process_sort_index", 0, {"sort_index": rank})
 
     @contextmanager
-    def trace_scope(
-        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
-    ) -> Iterator[None]:
+    def trace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> Iterator[None]:
         """Record the block as one event."""
         if not self.enabled:
             yield
@@ -126,9 +128,7 @@ class PerfTracer:
             self._add({**event, "pid": self._pid, "tid": track, "args": {**self._common, **(args or {})}})
 
     @asynccontextmanager
-    async def atrace_scope(
-        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
-    ) -> AsyncIterator[None]:
+    async def atrace_scope(self, name: str, category: str = Category.MISC, args: Args = None) -> AsyncIterator[None]:
         """:meth:`trace_scope` for a block that waits."""
         if not self.enabled:
             yield
@@ -148,9 +148,7 @@ class PerfTracer:
             with self._lock:
                 heapq.heappush(self._free_lanes, lane)
 
-    def instant(
-        self, name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
-    ) -> None:
+    def instant(self, name: str, category: str = Category.MISC, args: Args = None) -> None:
         """Record a moment."""
         if self.enabled:
             event = {"name": name, "ph": "i", "s": "t", "ts": self._us(time.perf_counter_ns()), "cat": str(category)}
@@ -223,9 +221,7 @@ class PerfTracer:
         return lane
 
 
-def traced(
-    function: Function, name: str | None, category: Category | str, tracer: Callable[[], PerfTracer]
-) -> Function:
+def traced(function: Function, name: str | None, category: str, tracer: Callable[[], PerfTracer]) -> Function:
     """``function`` with each call recorded by the tracer that ``tracer`` returns at that time."""
     shown = name or function.__qualname__
     return wrapped(

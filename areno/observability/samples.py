@@ -23,6 +23,14 @@ LOGGED_RESULTS = 4
 MAX_TOKENS = 8192
 """Most tokens of a step that are told one by one."""
 
+Texts = Callable[[int], tuple[str, list[int]]]
+"""Looks the text of a token up, and its bytes."""
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, special tokens included."""
+Segments = list[dict[str, Any]]
+Trajectory = Callable[[], Sequence[Segments]]
+"""Gives the rows that a sample was trained on, as segments of like tokens."""
+
 
 def sample_records(
     step: int,
@@ -31,7 +39,7 @@ def sample_records(
     advantages: Sequence[float] | None = None,
     *,
     max_prompts: int = 8,
-    trajectories: Sequence[Callable[[], Sequence[Sequence[dict[str, Any]]]]] | None = None,
+    trajectories: Sequence[Trajectory] | None = None,
 ) -> list[dict[str, Any]]:
     """Records for ``RunDirectory.append_samples``: best, worst and first sample of the step's first prompts.
 
@@ -81,11 +89,7 @@ def sample_records(
 
 
 def row_records(
-    step: int,
-    prompts: Sequence[int],
-    rows: Sequence[TrainSequence],
-    tokenizer: Any,
-    texts: Callable[[int], tuple[str, list[int]]],
+    step: int, prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, texts: Texts
 ) -> list[dict[str, Any]]:
     """:func:`sample_records` of a batch of which there is nothing but the rows: each of them is one sample.
 
@@ -118,11 +122,8 @@ def row_records(
 
 
 def row_segments(
-    row: TrainSequence,
-    texts: Callable[[int], tuple[str, list[int]]],
-    roles: Sequence[str] | None = None,
-    turns: Sequence[int] | None = None,
-) -> list[dict[str, Any]]:
+    row: TrainSequence, texts: Texts, roles: Sequence[str] | None = None, turns: Sequence[int] | None = None
+) -> Segments:
     """A row as runs of like tokens, as ``rows`` of a sample holds them.
 
     Args:
@@ -141,7 +142,7 @@ def row_segments(
         ends = [before and not own for before, own in zip([False, *sampled], sampled, strict=False)]
         turns = list(itertools.accumulate(map(int, ends)))
     kinds = zip(roles, turns, row.trainable(), versions, strict=True)
-    segments: list[dict[str, Any]] = []
+    segments: Segments = []
     last: tuple[Any, ...] | None = None
     for kind, token, logprob, advantage in zip(kinds, row.tokens, row.logprobs, advantages, strict=True):
         if kind != last:
@@ -155,9 +156,7 @@ def row_segments(
     return segments
 
 
-def _add_rows(
-    found: Sequence[dict[str, Any]], trajectories: Sequence[Callable[[], Sequence[Sequence[dict[str, Any]]]]]
-) -> None:
+def _add_rows(found: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> None:
     room = MAX_TOKENS
     for record, trajectory in zip(found, trajectories, strict=False):
         rows = trajectory()
@@ -183,7 +182,7 @@ def log_completions(
     records: Sequence[RewardRecord],
     *,
     prompt_tokens: Sequence[Sequence[int]],
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     limit: int,
 ) -> None:
     """Log the first ``limit`` samples, one line each."""
@@ -209,9 +208,7 @@ class LoggedRow(Protocol):
     trained: list[bool]
 
 
-def log_trajectory(
-    logger: Logger, record: RewardRecord, *, rows: Sequence[LoggedRow], decode: Callable[[Sequence[int]], str]
-) -> None:
+def log_trajectory(logger: Logger, record: RewardRecord, *, rows: Sequence[LoggedRow], decode: Decode) -> None:
     """Log one sample of an agent, in one line."""
     row = rows[0] if rows else None
     tokens, mask = (row.tokens, row.trained) if row is not None else ([], [])

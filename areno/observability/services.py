@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+Section = Mapping[str, Any] | None
+
+
 class Service(Protocol):
     """Somewhere that statistics are sent to."""
 
@@ -64,10 +67,10 @@ def open_services(
     run: RunName,
     folder: Path,
     *,
-    wandb: Mapping[str, Any] | None = None,
-    swanlab: Mapping[str, Any] | None = None,
-    tensorboard: Mapping[str, Any] | None = None,
-    trackio: Mapping[str, Any] | None = None,
+    wandb: Section = None,
+    swanlab: Section = None,
+    tensorboard: Section = None,
+    trackio: Section = None,
 ) -> list[Service]:
     """Open the services that are not disabled.
 

@@ -5,27 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from areno.observability.perf_tracer import Category, Function, PerfTracer, traced, wrapped
+from areno.observability.perf_tracer import Args, Category, Function, PerfTracer, traced, wrapped
 from areno.observability.session_tracer import SessionTracer
 
 _perf = PerfTracer(".", enabled=False)
 _sessions = SessionTracer(".", enabled=False)
 
 
-def configure(
-    logs: str | Path,
-    role: str,
-    rank: int = 0,
-    *,
-    perf: Mapping[str, Any] | None = None,
-    session: Mapping[str, Any] | None = None,
-) -> None:
+def configure(logs: str | Path, role: str, rank: int = 0, *, perf: Args = None, session: Args = None) -> None:
     """Start the process's tracers; what earlier ones still hold is written first.
 
     Args:
@@ -49,27 +41,23 @@ def session_tracer() -> SessionTracer:
     return _sessions
 
 
-def trace_scope(
-    name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
-) -> AbstractContextManager[None]:
+def trace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AbstractContextManager[None]:
     """:meth:`PerfTracer.trace_scope` of the process's tracer."""
     return _perf.trace_scope(name, category, args)
 
 
-def atrace_scope(
-    name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None
-) -> AbstractAsyncContextManager[None]:
+def atrace_scope(name: str, category: str = Category.MISC, args: Args = None) -> AbstractAsyncContextManager[None]:
     """:meth:`PerfTracer.atrace_scope` of the process's tracer."""
     return _perf.atrace_scope(name, category, args)
 
 
-def trace_perf(name: str | None = None, category: Category | str = Category.MISC) -> Callable[[Function], Function]:
+def trace_perf(name: str | None = None, category: str = Category.MISC) -> Callable[[Function], Function]:
     """Decorator: each call is recorded by the tracer that the process has by then."""
 
     return partial(traced, name=name, category=category, tracer=perf_tracer)
 
 
-def instant(name: str, category: Category | str = Category.MISC, args: Mapping[str, Any] | None = None) -> None:
+def instant(name: str, category: str = Category.MISC, args: Args = None) -> None:
     """:meth:`PerfTracer.instant` of the process's tracer."""
     _perf.instant(name, category, args)
 

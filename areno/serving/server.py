@@ -11,13 +11,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from areno.errors import ArenoError, EngineError, UsageError
-from areno.observability.logs import setup_logging
 from areno.serving.app import create_app
 from areno.serving.connections import BoundedProtocol
 from areno.serving.service import Service
@@ -125,55 +124,40 @@ class ServerThread:
         self.stop()
 
 
-def serve_process(
-    service: Service,
-    load: Callable[[], Backend],
-    sock: socket.socket,
-    *,
-    drain_timeout_s: float,
-    say: Callable[[str], None],
-) -> None:
-    """Serve until a signal ends it: SIGTERM or SIGINT once to finish what runs, twice to cancel it.
-
-    Args:
-        load: makes the engine; runs in a thread, while the port answers already.
-        drain_timeout_s: how long running requests may take to finish.
-        say: gets lines about the server's state.
-
-    Raises:
-        ArenoError: the engine could not be loaded.
-    """
-    process = _Process(service, load, sock, drain_timeout_s, say)
-    with setup_logging(None):
-        _run(process.run())
-    if process.loading.is_alive():
-        # Nothing can interrupt a model that is being loaded, and nothing of it needs an orderly end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    if process.engine is not None:
-        process.engine.close()
-    if process.error is not None:
-        raise process.error
-
-
 @dataclass
-class _Process:
-    """One run of ``areno serve``."""
+class ServerProcess:
+    """Serves as the process itself; its port answers while the model is loaded."""
 
     service: Service
-    make_engine: Callable[[], Backend]
+    load: Callable[[], Backend]  # makes the engine; runs in a thread
     sock: socket.socket
-    drain_timeout_s: float
-    say: Callable[[str], None]
-    engine: Backend | None = None
-    error: BaseException | None = None
+    drain_timeout_s: float  # how long running requests may take to finish
+    say: Callable[[str], None]  # gets lines about the server's state
+    engine: Backend | None = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+
+    def serve(self) -> None:
+        """Serve until a signal ends it: SIGTERM or SIGINT once to finish what runs, twice to cancel it.
+
+        Raises:
+            ArenoError: the engine could not be loaded.
+        """
+        _run(self._serve())
+        if self._loading.is_alive():
+            # Nothing can interrupt a model that is being loaded, and nothing of it needs an orderly end.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        if self.engine is not None:
+            self.engine.close()
+        if self.error is not None:
+            raise self.error
 
     def __post_init__(self) -> None:
-        self.loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
+        self._loading = threading.Thread(target=self._load, name="areno-loading", daemon=True)
         self._server = _Server(self.service)
 
-    async def run(self) -> None:
+    async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._asked = asyncio.Event()  # to end, by a signal or because loading failed
         self._insisted = asyncio.Event()
@@ -181,7 +165,7 @@ class _Process:
             self._loop.add_signal_handler(number, self._signalled)
         self.say(f"{self.service.config.model_name} at {address_of(self.sock)}/v1 (loading the model)")
         serving = asyncio.create_task(self._server.serve([self.sock]))
-        self.loading.start()
+        self._loading.start()
         await self._asked.wait()
         await self._drain()
         self._server.should_exit = True
@@ -205,7 +189,7 @@ class _Process:
 
     def _load(self) -> None:
         try:
-            self.engine = self.make_engine()
+            self.engine = self.load()
             self.service.attach(self.engine)
             self.say("ready")
         except ArenoError as error:
