@@ -44,11 +44,7 @@ class Progress:
         self.total_steps = 0
 
     def start(self, total_steps: int, done_steps: int = 0) -> None:
-        """Begin.
-
-        Args:
-            done_steps: of those, steps that an earlier part of a resumed run has done.
-        """
+        """Begin a run of ``total_steps``; ``done_steps`` of them were done before it was resumed."""
         self.total_steps = total_steps
         self._pace = _Pace(done_steps)
 

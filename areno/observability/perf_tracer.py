@@ -173,15 +173,7 @@ class PerfTracer:
                 self._add({**event, "args": {**event.get("args", {}), **self._common}} if event["ph"] != "M" else event)
 
     def save(self, step: int | None = None, force: bool = False) -> None:
-        """Append the events to the file where it is time to.
-
-        Args:
-            step: global step that has ended; None is like ``force``.
-            force: also where ``save_interval`` does not say so.
-
-        Raises:
-            ArenoError: the file cannot be written.
-        """
+        """Append the events to the file, where ``save_interval`` says so for ``step`` or by ``force``. Raises ArenoError."""
         if not self.enabled or not (force or step is None or (step + 1) % self._save_interval == 0):
             return
         with self._lock:
@@ -254,13 +246,7 @@ def wrapped(
 
 @contextmanager
 def profiled(events: list[dict[str, Any]], now_us: Callable[[], float], pid: int) -> Iterator[None]:
-    """Profile the block with torch, on the CPU and where there is one on the GPU.
-
-    Args:
-        events: gets the profiler's complete and instant events when the block has ended, with names of their tracks.
-        now_us: the trace's clock, in microseconds.
-        pid: of this process; all events get it, and tracks below 0.
-    """
+    """Profile the block with torch, CPU and GPU; afterwards ``events`` get what it found, in microseconds of ``now_us``."""
     from torch import profiler
 
     with profiler.profile() as profile:

@@ -91,12 +91,7 @@ def sample_records(
 def row_records(
     step: int, prompts: Sequence[int], rows: Sequence[TrainSequence], tokenizer: Any, texts: Texts
 ) -> list[dict[str, Any]]:
-    """:func:`sample_records` of a batch of which there is nothing but the rows: each of them is one sample.
-
-    Args:
-        prompts: number of the prompt of each group.
-        rows: group by group, with their rewards and advantages.
-    """
+    """:func:`sample_records` of rows alone, each of them one sample; ``prompts`` are the numbers of the groups' prompts."""
     counts: Counter[int] = Counter()
     records, advantages = [], []
     for row in rows:
@@ -127,7 +122,6 @@ def row_segments(
     """A row as runs of like tokens, as ``rows`` of a sample holds them.
 
     Args:
-        texts: looks the text of a token up.
         roles: of each token; None tells only ``text``, which was sampled, from ``given``.
         turns: which turn of the sample each token belongs to; None counts the sampled parts.
 

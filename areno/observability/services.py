@@ -42,15 +42,11 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """What services call a run.
-
-    Args:
-        config: the run's resolved configuration, as plain data and without secrets.
-    """
+    """What services call a run."""
 
     experiment: str  # name of the experiment
     trial: str  # name of the trial
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, as plain data and without secrets
 
     def run_id(self, suffix: str | None) -> str:
         """``{experiment}_{trial}_{suffix}``, in characters that services accept: the same after each restart."""
@@ -72,14 +68,7 @@ def open_services(
     tensorboard: Section = None,
     trackio: Section = None,
 ) -> list[Service]:
-    """Open the services that are not disabled.
-
-    Args:
-        folder: the run's folder; a service that keeps files and is given no place keeps them below it.
-
-    Raises:
-        UsageError: an unknown mode, a package that is not installed, or a service that refuses.
-    """
+    """Open the services that are not disabled; ``folder`` is the run's. Raises UsageError: one cannot be used."""
     services: list[Service] = []
     if tensorboard and tensorboard.get("path"):
         services.append(EventWriter(Path(tensorboard["path"]).expanduser(), option="tensorboard.path"))
@@ -153,15 +142,7 @@ def _opened(section: str, opening: Callable[[], Any]) -> Any:
 
 
 class _TrackedRun:
-    """A run of a service that is driven by its own package.
-
-    Args:
-        name: of the service, for messages.
-        run: what the package's ``init`` returned.
-        next_step: the least step that the service takes next.
-        takes: whether the service takes a number.
-        options: of each call of its ``log``.
-    """
+    """A run of a service with a package of its own; ``next_step`` gives the least step that it takes after the last one."""
 
     def __init__(
         self,

@@ -67,12 +67,7 @@ def in_session(held: Held) -> Iterator[None]:
 
 
 class SessionTracer:
-    """Gathers sessions and appends those that have ended to a file.
-
-    Args:
-        enabled: off, it does nothing and makes no file.
-        flush_threshold: sessions that have ended are written when there are so many; 0 and less mean 1.
-    """
+    """Gathers sessions; appends ended ones to a file once they are ``flush_threshold`` (0 and less mean 1)."""
 
     def __init__(
         self,
@@ -143,11 +138,7 @@ class SessionTracer:
                 session.counters[name] = session.counters.get(name, 0) + count
 
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
-        """End the sessions of a task, and write what has ended where that is enough.
-
-        Args:
-            task_id: of the task; an unknown or ended one is passed over.
-            status: what became of the task; a session that failed stays failed.
+        """End the sessions of a task, failed ones aside; an unknown task is passed over. Write where that is enough.
 
         Raises:
             ValueError: no such status.

@@ -23,13 +23,7 @@ _LEAST_WIDTH = 36
 
 
 class StatsLogger:
-    """Where the statistics of an experiment go.
-
-    Args:
-        run_dir: its ``metrics.jsonl`` gets one line per step.
-        services: tracking services, from ``open_services``; closed with the logger.
-        clock: seconds, never going back.
-    """
+    """Where the statistics of an experiment go; it closes its ``services``, and ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -62,14 +56,7 @@ class StatsLogger:
         self._run_dir.append_metrics(step, self._held)
 
     def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
-        """Tell the statistics of one finished step.
-
-        Args:
-            stats: numbers by name; counts of scalars (``...__count``) are left out.
-
-        Raises:
-            ArenoError: ``metrics.jsonl`` cannot be written.
-        """
+        """Tell the numbers of one finished step, without counts (``...__count``). Raises ArenoError: they cannot be written."""
         numbers = with_short_names(without_counts(stats))
         now = self._clock()
         _log.info(

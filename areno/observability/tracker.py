@@ -65,11 +65,7 @@ class _Sums:
 
 
 class StatsTracker:
-    """Gathers the statistics of one step.
-
-    Args:
-        name: what its names begin with, ``rollout`` for ``rollout/reward``; empty for none.
-    """
+    """Gathers the statistics of one step; ``name`` begins all of their names, ``rollout`` for ``rollout/reward``."""
 
     def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name

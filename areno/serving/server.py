@@ -137,11 +137,7 @@ class ServerProcess:
     error: BaseException | None = field(default=None, init=False)
 
     def serve(self) -> None:
-        """Serve until a signal ends it: SIGTERM or SIGINT once to finish what runs, twice to cancel it.
-
-        Raises:
-            ArenoError: the engine could not be loaded.
-        """
+        """Serve until SIGTERM or SIGINT (once: finish what runs; twice: cancel it). Raises ArenoError: no engine."""
         _run(self._serve())
         if self._loading.is_alive():
             # Nothing can interrupt a model that is being loaded, and nothing of it needs an orderly end.

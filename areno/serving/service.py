@@ -45,12 +45,7 @@ _usual: list[tuple[int, int, int]] = []  # thresholds before each server that ru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """How a server answers.
-
-    Attributes:
-        allowed_hosts: names besides those of loopback by which a server without a key may be called; ``*`` is any.
-        max_prompt_chars: most characters of a request; None is 16 for each token of the context, at least 65,536.
-    """
+    """How a server answers."""
 
     model_name: str  # the model's name in requests and answers
     default_max_tokens: int = 1024  # length of an answer whose request names none, in tokens
@@ -60,10 +55,10 @@ class ServingConfig:
     tool_call_parser: str = "auto"  # name of the format of tool calls, or ``auto``
     reasoning_parser: str = "auto"  # name of the format of reasoning, or ``auto``
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # besides loopback, by which a server without a key may be called; ``*`` is any
     max_connections: int | None = None  # most connections that are open; None is any number
     max_body_bytes: int = 16 * 2**20  # most bytes of a request
-    max_prompt_chars: int | None = None
+    max_prompt_chars: int | None = None  # of a request; None is 16 for each token of the context, at least 65,536
     request_timeout_s: float | None = None  # longest that a request may take; None waits as long as the client does
 
 
@@ -77,12 +72,7 @@ class ServedModel:
 
 
 class Service:
-    """See the module's text.
-
-    Args:
-        engine: generates; None where it is still being loaded, see :meth:`attach`.
-        recorder: keeps the conversations, and knows the API keys in place of the configuration's one.
-    """
+    """What the module's text says; ``engine`` is None while it is loaded, a ``recorder`` knows the API keys instead."""
 
     def __init__(self, config: ServingConfig, engine: Backend | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.recorder = config, recorder

@@ -50,18 +50,12 @@ class Sample:
 
 
 class SampledAnswer:
-    """What answers of both completion endpoints share: samples, usage, and the objects around choices.
-
-    Attributes:
-        prefix: of the answer's id, such as ``chatcmpl``.
-        kind: value of ``object`` of a whole answer.
-        chunk_kind: value of ``object`` of a chunk.
-    """
+    """What answers of both completion endpoints share: samples, usage, and the objects around choices."""
 
     ending = DONE
-    prefix: str
-    kind: str
-    chunk_kind: str
+    prefix: str  # of the answer's id, such as ``chatcmpl``
+    kind: str  # value of ``object`` of a whole answer
+    chunk_kind: str  # and of a chunk
 
     def __init__(self, job: Job, model: str, texts: TokenTexts) -> None:
         self.id, self.created, self.model = uuid.uuid4().hex, int(time.time()), model

@@ -36,16 +36,7 @@ _DISK_SLACK = 64 * 1024 * 1024
 
 
 class CheckpointFolder:
-    """All checkpoints of one run.
-
-    Args:
-        root: folder that holds them; made when first needed.
-        keep: newest checkpoints to keep; None keeps all.
-        remedy: what helps where the disk is full.
-
-    Attributes:
-        sound_until: the newest checkpoint after at most so many completed steps is kept too; None has no such one.
-    """
+    """All checkpoints of one run below ``root``, which is made when first needed; all are kept, or the newest ``keep``."""
 
     def __init__(
         self,
@@ -56,8 +47,8 @@ class CheckpointFolder:
         self.root = Path(root)
         self.best = self.root / _BEST  # where the checkpoint with the best evaluation lies
         self.keep = keep
-        self.sound_until: int | None = None
-        self._remedy = remedy
+        self.sound_until: int | None = None  # the newest one after at most so many completed steps is kept too
+        self._remedy = remedy  # where the disk is full
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after ``step`` completed steps lies."""
@@ -90,15 +81,11 @@ class CheckpointFolder:
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self, step: int | None = None, check: Callable[[Path], Any] | None = None) -> Path | None:
-        """The newest checkpoint that is what was written; newer ones that are not are renamed to ``.damaged-...``.
+        """The newest checkpoint (None: there is none) that is what was written; newer ones are renamed to ``.damaged-...``.
 
         Args:
             step: look at the checkpoint after so many completed steps alone.
-            check: raises ``DamagedCheckpointError`` for a checkpoint that must not be used; None compares it with its
-                manifest, where it has one.
-
-        Returns:
-            The checkpoint; None where there is none at all.
+            check: raises ``DamagedCheckpointError`` for one that must not be used; None asks its manifest.
 
         Raises:
             CheckpointError: there are checkpoints and none can be used (they keep their names), or one cannot be read.

@@ -56,12 +56,7 @@ def is_experiment(run: Path, option: str) -> bool:
 
 
 def newest_model(place: str | Path, option: str) -> str:
-    """The newest model in a run directory or a folder of checkpoints; ``place`` itself where it is neither.
-
-    Raises:
-        UsageError: the run has not saved a model.
-        CheckpointError: a checkpoint cannot be read.
-    """
+    """The newest model in a run or a folder of checkpoints, or ``place`` itself. Raises UsageError, CheckpointError: none."""
     path = Path(place).expanduser()
     if not is_run(path):
         roots = [(layout, path / layout.checkpoints, path) for layout in (OPTIONS, EXPERIMENT)]

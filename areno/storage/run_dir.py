@@ -74,10 +74,7 @@ class RunDirectory:
         return sum(_keep_until(path, step) for path in (self.metrics_path, self.samples_path))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.jsonl`` in order, NaN and infinities as floats again.
-
-        A last line that is still being written is left out, so a running run can be read.
-        """
+        """Records of ``metrics.jsonl`` in order, NaN and infinities as floats again, without a line that is half written."""
         return [
             {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
             for record in _read(self.metrics_path)

@@ -35,16 +35,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def run_lock(folder: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a folder, which is made where it is missing.
-
-    Where the file system has no locks, that is warned about and nothing is held.
-
-    Args:
-        folder: of the run.
-        remedy: what to do if another program has it; follows "wait for its end, ".
+    """Hold the lock of a folder, which is made where it is missing; without locks in its file system that is warned about.
 
     Raises:
-        UsageError: another program holds the lock, or the folder cannot be written to.
+        UsageError: another program holds the lock (``remedy`` follows "wait for its end, "), or the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

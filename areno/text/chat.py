@@ -29,11 +29,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a ``transformers`` tokenizer from a checkpoint folder or a hub id.
-
-    Raises:
-        UsageError: there is no tokenizer at ``path``, or it cannot be loaded.
-    """
+    """Load a tokenizer from a checkpoint folder or a hub id. Raises UsageError: there is none, or it cannot be loaded."""
     from transformers import AutoTokenizer
 
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():

@@ -12,13 +12,7 @@ _TRIES, _TIMEOUT_S = 2, 10.0
 
 
 def check_reachable(path: str) -> None:
-    """Check that a model is a folder, is in the Hugging Face cache, or is on a hub that answers.
-
-    The libraries that load it would retry for a minute where there is no network, file by file.
-
-    Raises:
-        UsageError: it is none of these.
-    """
+    """Check that a model is a folder, in the Hugging Face cache, or on a hub that answers. Raises UsageError: none of these."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 

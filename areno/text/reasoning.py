@@ -255,15 +255,7 @@ def list_reasoning_parsers() -> list[str]:
 
 
 def reasoning_parser_for(tokenizer: Any, name: str = "auto") -> ReasoningParser:
-    """The reasoning format of a model, for a prompt of its template's default form (see ``after_prompt`` for others).
-
-    Args:
-        name: a known name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and takes
-            ``none`` where neither shows a format.
-
-    Raises:
-        UsageError: no format has this name.
-    """
+    """The reasoning format of a model by name; ``auto``: by chat template and added tokens. Raises UsageError: unknown."""
     wanted = _detect(tokenizer) if name == "auto" else name.replace("-", "_")
     parser = _PARSERS.get(_ALIASES.get(wanted, wanted))
     if parser is None:

@@ -12,14 +12,7 @@ from areno.text.detok import IncrementalDetokenizer
 
 
 class StopChecker:
-    """Watches one response for stop strings.
-
-    Args:
-        stop: strings that end the response; may be empty, none of them may be the empty string.
-
-    Raises:
-        ValueError: a stop string is empty.
-    """
+    """Watches one response for stop strings, of which there may be none. Raises ValueError: one is empty."""
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool = True) -> None:
         if not all(stop):

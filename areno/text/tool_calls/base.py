@@ -182,11 +182,7 @@ def function_of(tool: Mapping[str, Any], where: str = "tools") -> Mapping[str, A
 
 
 def selectable_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, Mapping[str, Any]]:
-    """The functions that may be called, by name; empty where nothing is to be parsed.
-
-    Raises:
-        UsageError: a tool is not a function, or ``tool_choice`` is none of the known choices or names no tool.
-    """
+    """The functions that may be called, by name. Raises UsageError: a tool is no function, or ``tool_choice`` no choice."""
     functions = [function_of(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
     by_name = {function["name"]: function for function in functions}
     if tool_choice is None or tool_choice in ("auto", "required"):

@@ -88,15 +88,7 @@ def list_tool_call_parsers() -> list[str]:
 
 
 def parser_for(tokenizer: Any, name: str = "auto") -> ToolCallParser:
-    """The format of a model.
-
-    Args:
-        name: a registered name, with ``-`` or ``_``; ``auto`` looks at the chat template, then at the added tokens, and
-            takes plain JSON where neither shows a format.
-
-    Raises:
-        UsageError: no format has this name.
-    """
+    """The format of a model by name; ``auto``: by chat template and added tokens, else JSON. Raises UsageError: unknown."""
     if name == "auto":
         return _PARSERS[_detect(tokenizer)]
     wanted = name if name in _PARSERS else name.replace("-", "_")
