@@ -1,4 +1,4 @@
-"""Tool calls in what a model says: one small file per format, whole or streamed.
+"""Tool calls in what a model says, whole or streamed: the formats, and how to find the one of a model.
 
 ``parser_for(tokenizer).parse(text, tools)`` splits a message into text and calls; ``.stream(tools)`` does it piece by
 piece. A format of one's own is a :class:`ToolCallParser`, registered under a name.
