@@ -108,11 +108,7 @@ class Backend(Generator, Protocol):
         """
 
     def drop_role(self, name: str) -> None:
-        """Free an auxiliary role.
-
-        Raises:
-            EngineError: there is no such role, or it is the actor.
-        """
+        """Free an auxiliary role. Raises EngineError: there is no such role, or it is the actor."""
 
     def learning_rate(self, role: str) -> float:
         """Rate of a role's next optimizer step."""

@@ -26,26 +26,17 @@ _LEAST_SHARE = 0.05
 
 
 def adapted_threads(current: int, most: int, free: float) -> int:
-    """Number of threads to go on with.
-
-    Args:
-        most: threads where nothing else runs.
-        free: cores that other programs leave to this process.
-    """
+    """Number of threads to go on with, at most ``most``, where other programs leave ``free`` cores."""
     if abs(free - current) < max(_LEAST_CHANGE, _LEAST_SHARE * most) and free < most:
         return current
     return max(min(round(free), most), 1)
 
 
 class CpuThreads:
-    """Threads of this process; :data:`CPU_THREADS` is the one that everything uses.
-
-    Attributes:
-        adapts: the number follows the load; else it is left as it is.
-    """
+    """Threads of this process; :data:`CPU_THREADS` is the one that everything uses."""
 
     def __init__(self) -> None:
-        self.adapts = False
+        self.adapts = False  # the number follows the load; else it is left as it is
         self._fixed = openmp_threads() is not None
         self._most = self._current = 1
         self._sharing, self._root_pid = 1, os.getpid()
@@ -55,9 +46,8 @@ class CpuThreads:
     def share(self, processes: int, root_pid: int | None = None, *, fixed: bool | None = None) -> None:
         """This process is one of several of a run, which share the cores evenly.
 
-        Args:
-            root_pid: the process that started them; None is this one.
-            fixed: their number of threads never changes; None goes by ``OMP_NUM_THREADS``.
+        ``root_pid`` has started them; None is this one. ``fixed``: their number of threads stays; None goes by
+        ``OMP_NUM_THREADS``.
         """
         self._sharing, self._root_pid = processes, root_pid or os.getpid()
         self._fixed = self._fixed if fixed is None else fixed

@@ -21,11 +21,7 @@ def use_device(device: torch.device) -> None:
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
-    """One device per rank of an engine.
-
-    Args:
-        first: that of rank 0; ranks on GPUs take the following ones.
-        chosen: GPU of each rank, where the user names them.
+    """One device per rank of an engine: ``first`` and the GPUs after it, or those that are ``chosen``.
 
     Raises:
         UsageError: there are too few GPUs, or not one per rank is named.

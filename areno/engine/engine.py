@@ -53,11 +53,7 @@ _OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Engine:
-    """See the module's text.
-
-    Args:
-        path: checkpoint folder or hub id of the actor; an adapter folder stands for its base model with the adapter added.
-    """
+    """See the module's text; ``path`` of an adapter folder stands for its base model with the adapter added."""
 
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
@@ -151,11 +147,7 @@ class Engine:
         return self.loop.scheduler.budget_tokens
 
     def set_max_running(self, sequences: int | None) -> None:
-        """Decode no more sequences at once, on each replica; None is what was configured.
-
-        Raises:
-            ValueError: the number is below 1.
-        """
+        """Decode no more sequences at once, on each replica; None is what was configured. ValueError below 1."""
         if sequences is not None and sequences < 1:
             raise ValueError(f"max_running must be at least 1, got {sequences}")
         wanted, loop = self.config.max_running if sequences is None else sequences, self.loop
@@ -181,11 +173,7 @@ class Engine:
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop.
-
-        Raises:
-            EngineError: the actor is a reward model.
-        """
+        """The rollout loop. Raises EngineError: the actor is a reward model."""
         if self._loop is None:
             raise EngineError("a reward model generates nothing: this trainer was made with trains='reward'")
         return self._loop

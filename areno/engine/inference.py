@@ -11,11 +11,7 @@ logger = logging.getLogger("areno.engine.inference")
 
 
 class DecodeProgress:
-    """Logs decode throughput at most once per interval.
-
-    Args:
-        interval_s: seconds between lines; 0 or less logs nothing.
-    """
+    """Logs decode throughput at most once in ``interval_s`` seconds; 0 or less logs nothing."""
 
     def __init__(self, interval_s: float = 10.0, rank: int = 0, size: int = 1) -> None:
         self.interval_s = interval_s

@@ -110,12 +110,6 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
     """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
 
-    Args:
-        requests: of a caller; they stay as they are.
-        context: most tokens of a sequence, where the model has a limit.
-        vocabulary: rows of its embedding table.
-        kv_tokens: tokens that the cache holds.
-
     Raises:
         EngineError: a request could never be answered, or would end generation for all others; none is queued then.
     """

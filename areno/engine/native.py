@@ -64,10 +64,9 @@ def are_large(weights: int) -> bool:
 
 
 def keep_freed_memory(weights: int) -> None:
-    """Let the C library keep what the process frees, unless the user has set its limits; does nothing but on Linux.
+    """Let the C library keep what the process frees, less beside large ``weights`` (bytes); does nothing but on Linux.
 
-    Args:
-        weights: bytes of the model; beside large ones less is kept.
+    Limits that the user has set stay.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

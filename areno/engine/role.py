@@ -52,11 +52,7 @@ class Role:
         return self.optimizer is not None
 
     def trained_by(self) -> Optimizer:
-        """The optimizer.
-
-        Raises:
-            EngineError: the role is frozen.
-        """
+        """The optimizer. Raises EngineError: the role is frozen."""
         if self.optimizer is None:
             raise EngineError(f"role {self.name!r} is frozen; give ModelRole(trainable=True) to train it")
         return self.optimizer
@@ -118,8 +114,8 @@ class Role:
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to the CPU, so that they can be written while training goes on.
 
-        Returns:
-            What :meth:`save_model` does, with the copy; None for an adapter, which is small, and for a model of several ranks.
+        Returns what :meth:`save_model` does, with the copy; None for an adapter, which is small, and for a model of
+        several ranks.
         """
         if self.model.adapter is not None or not self.peers.alone:
             return None
@@ -135,8 +131,7 @@ class Role:
     def save_model(self, folder: str | Path, tokenizer: Any, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format; of a model with an adapter, only that.
 
-        Args:
-            weights: written in place of the model's own; see :meth:`stage_model`.
+        ``weights`` are written in place of the model's own; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
             if self.peers.replica == 0:
@@ -197,11 +192,7 @@ def load_role(
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
-    """Load a role's checkpoint.
-
-    Args:
-        kind: what it is to predict; a frozen critic or reward model must have a head.
-        optimizer: for a role that is trained; None makes it frozen.
+    """Load a role's checkpoint; a frozen critic or reward model must have a head.
 
     Raises:
         UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.

@@ -24,11 +24,7 @@ Scored = Literal["logprobs", "values", "rewards"]
 
 
 def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) -> list[float]:
-    """One temperature for each row.
-
-    Raises:
-        ValueError: there are several, but not as many as rows.
-    """
+    """One temperature for each row. Raises ValueError: there are several, but not as many as rows."""
     each = [float(temperatures)] * len(rows) if isinstance(temperatures, int | float) else list(temperatures)
     if len(each) != len(rows):
         raise ValueError(f"{len(rows)} rows need one temperature or {len(rows)}, got {len(each)}")

@@ -26,20 +26,15 @@ from areno.loss_fns.stats import Count, Mean, masked_range
 class PolicyLoss(PolicyLossOptions):
     """The knobs, made of plain values, so that a loss travels to other processes.
 
-    Attributes:
-        rejection_sampling: bounds on the weight pi_proximal / pi_behaviour of the decoupled loss.
-        rl_loss_weight: weight of the policy loss beside distillation; 0 is pure distillation.
-        distill_loss_weight: weight of the reverse KL divergence to a teacher; 0 is without one.
-
     With ``m2_threshold`` the tokens that stay come with the rows: ``packed_keep``.
 
     Raises:
         ValueError: a knob is out of its range, contradicts another or would have no effect.
     """
 
-    rejection_sampling: RejectionSampling | None = None
-    rl_loss_weight: float = 1.0
-    distill_loss_weight: float = 0.0
+    rejection_sampling: RejectionSampling | None = None  # bounds on pi_proximal / pi_behaviour of the decoupled loss
+    rl_loss_weight: float = 1.0  # weight of the policy loss beside distillation; 0 is pure distillation
+    distill_loss_weight: float = 0.0  # weight of the reverse KL divergence to a teacher; 0 is without one
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -147,11 +147,7 @@ def _unwrapped(loss_fn: LossFn) -> tuple[LossFn, dict[str, Any]]:
 
 
 def required(pack: DataPack, key: str, reader: str, remedy: str) -> Tensor:
-    """An optional tensor of the pack.
-
-    Raises:
-        ValueError: the pack lacks it.
-    """
+    """An optional tensor of the pack. Raises ValueError: the pack lacks it."""
     if key not in pack:
         raise ValueError(f"{reader} needs {key}, which this batch lacks; {remedy}")
     return pack[key]  # type: ignore[literal-required,no-any-return]

@@ -20,11 +20,9 @@ APPROXIMATIONS: tuple[Approximation, ...] = ("loglinear", "linear", "rollout")
 
 
 def travelled(versions: Tensor, version: int) -> Tensor:
-    """alpha of each token [A], 0 to 1; 0 for tokens of this very version, and for prompt tokens (a version below 0).
+    """alpha of each token [A], 0 to 1, from the versions that made them to ``version``, which the update makes.
 
-    Args:
-        versions: version of the weights that made each token [A].
-        version: version v that the update makes; the proximal policy has v - 1.
+    0 for tokens of this very version, and for prompt tokens (a version below 0).
     """
     behind = (version - versions).double()
     alpha = ((behind - 1) / torch.where(behind == 0, 1.0, behind)).clamp(0, 1)
@@ -34,13 +32,10 @@ def travelled(versions: Tensor, version: int) -> Tensor:
 def approximate_proximal(
     kind: Approximation, behaviour: Tensor, current: Tensor, versions: Tensor, version: int
 ) -> Tensor:
-    """Log-probs of the proximal policy [A], without gradient.
+    """Log-probs of the proximal policy [A], without gradient; see :func:`travelled` for the versions.
 
-    Args:
-        kind: ``loglinear`` moves log-probs, l_b + alpha (l - l_b); ``linear`` moves probabilities; ``rollout`` is l_b.
-
-    Raises:
-        ValueError: the kind is unknown.
+    ``loglinear`` moves log-probs, l_b + alpha (l - l_b); ``linear`` moves probabilities; ``rollout`` is l_b. Another kind is a
+    ``ValueError``.
     """
     behaviour, current = in_float(behaviour.detach()), in_float(current.detach())
     if kind == "rollout":

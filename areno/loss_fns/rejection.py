@@ -52,12 +52,9 @@ class BehaviourWeights:
 def behaviour_weights(
     sampling: RejectionSampling | None, pack: DataPack, proximal: Tensor, behaviour: Tensor
 ) -> BehaviourWeights:
-    """Weight of each token, and which are let through.
+    """Weight of each token, and which are let through, from log-probs at the start of the update and of sampling [A].
 
     Without ``sampling`` each token keeps its ratio as its weight.
-
-    Args:
-        pack: needs ``packed_response_mask``, ``packed_seq_ids``, ``packed_num_sequences``.
     """
     mask = pack["packed_response_mask"]
     # In float64: a bound must not let a sequence through in one packing and stop it in another.

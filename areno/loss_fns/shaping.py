@@ -165,11 +165,7 @@ def shape_advantages(
 def credit_advantages(rows: Sequence[TrainSequence], shaping: RewardShaping, credits: Credits) -> dict[str, Tensor]:
     """Give each trained token the shaped reward of its part as its advantage, with what KL rewards add to it by GAE.
 
-    Args:
-        rows: as in :func:`shape_advantages`; their own ``reward`` is not looked at.
-
-    Returns:
-        ``kl_rewards``, as :func:`shape_advantages` has them.
+    The rows' own ``reward`` is not looked at. Returns ``kl_rewards``, as :func:`shape_advantages` has them.
     """
     lengths = [0] * len(credits.rewards)
     for row, owners in zip(rows, credits.owners, strict=True):

@@ -36,11 +36,7 @@ def of_all(values: Tensor) -> Quantity:
 
 
 def mean_loss(unit: Reduction, names: Names) -> Callable[[UnitsFn], LossFn]:
-    """Make a loss, the mean of the quantity ``loss``, of a function that returns quantities.
-
-    Args:
-        unit: what it averages over, see :func:`~areno.loss_fns.pack.reduces_over`.
-    """
+    """Make a loss, the mean of the quantity ``loss`` over a unit, of a function that returns quantities."""
 
     def decorate(units: UnitsFn) -> LossFn:
         @functools.wraps(units)

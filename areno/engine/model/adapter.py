@@ -30,20 +30,13 @@ NAME = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """What kind of adapter is trained.
-
-    Attributes:
-        alpha: its output is scaled by alpha / rank; None is twice the rank.
-        dropout: share of the adapter's inputs that a training pass drops.
-        target_modules: ``all-linear``, or names of linear layers, as a list or separated by commas.
-        adapter_path: folder of an adapter to go on with; rank, alpha and layers are then its own.
-    """
+    """What kind of adapter is trained."""
 
     rank: int = 0
-    alpha: float | None = None
-    dropout: float = 0.0
-    target_modules: str | Sequence[str] = ALL_LINEAR
-    adapter_path: str | None = None
+    alpha: float | None = None  # its output is scaled by alpha / rank; None is twice the rank
+    dropout: float = 0.0  # share of the adapter's inputs that a training pass drops
+    target_modules: str | Sequence[str] = ALL_LINEAR  # ``all-linear``, or names of linear layers, listed or with commas
+    adapter_path: str | None = None  # folder of an adapter to go on with; rank, alpha and layers are then its own
     load_in_4bit: bool = False
     seed: int = 0
 
@@ -73,12 +66,7 @@ class AdapterOptions:
 
 
 class Adapter:
-    """The adapter of a module.
-
-    Args:
-        wrapped: the module, as ``peft`` has wrapped it in place.
-        may_merge: a rollout may run on the sum of weights and adapter, as far as the layers allow.
-    """
+    """The adapter of a module, as wrapped by ``peft``; with ``may_merge`` rollouts may run on the sum of weights and it."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         self._wrapped = wrapped
@@ -167,11 +155,7 @@ class Adapter:
         return None
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` reads them.
-
-        Args:
-            writes: whether this rank does; the others of its replica give it their parts.
-        """
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call."""
         state = self.state()
         if not writes:
             return

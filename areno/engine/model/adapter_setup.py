@@ -22,10 +22,7 @@ _HEAD = "score"
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
     """Put an adapter into a module, in place; all that is not the adapter's is frozen.
 
-    A classifier's scalar head is trained as a whole, and saved with the adapter.
-
-    Args:
-        base: folder or repo id of the model, to be named in what is saved.
+    A classifier's scalar head is trained as a whole, and saved with the adapter; what is saved names ``base``.
 
     Raises:
         UsageError: the adapter does not fit the model; or no layer has the wanted name.

@@ -21,23 +21,14 @@ CUDA_ELEMENTS, CUDA_ROWS = 128 * 1024 * 1024, 1024
 
 
 def rows_of_chunk(vocab: int, elements: int, device_type: str) -> int:
-    """Rows of a chunk.
-
-    Args:
-        vocab: width of this rank's logits.
-        elements: logits of a chunk on a CPU.
-    """
+    """Rows of a chunk of logits that are ``vocab`` wide on this rank; on a CPU one has ``elements`` logits."""
     if device_type == "cuda":
         return max(CUDA_ELEMENTS // vocab, CUDA_ROWS)
     return max(elements // vocab, 1)
 
 
 def run_chunks(run: Run, chunks: Chunk, rows: int, weights: Sequence[Tensor]) -> Chunk:
-    """Run a head over chunks of ``rows`` rows; backward computes each again, and adds up gradients of weights in fp32.
-
-    Args:
-        weights: trainable parameters of the head.
-    """
+    """Run a head over chunks of ``rows`` rows; backward computes each again, and adds up gradients of its weights in fp32."""
     found: Chunk = _Chunked.apply(run, rows, weights, *chunks, *weights)
     return found
 

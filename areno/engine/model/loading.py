@@ -125,13 +125,9 @@ def _complete(module: nn.Module, path: str, options: LoadOptions) -> nn.Module:
 
 
 def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedModel:
-    """The architecture of a checkpoint with weights that nobody has read, wrapped but not proven.
+    """The architecture of a checkpoint with weights that nobody has read, wrapped but not proven; ``dummy`` must be set.
 
     It is for planning: called under a mode that makes tensors without memory, it takes none.
-
-    Args:
-        options: types; ``dummy`` must be set.
-        classifier: a critic or a reward model instead of a policy.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)

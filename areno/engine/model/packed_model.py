@@ -39,19 +39,11 @@ class Weights:
 
 
 class PackedModel:
-    """A ``transformers`` model with a body and a head.
-
-    Args:
-        module: the whole model; its attention implementation must be areno's.
-
-    Attributes:
-        adapter: what is trained in place of the weights; None where those are.
-        weights: where they are between passes.
-    """
+    """A ``transformers`` model with a body and a head, whose attention implementation must be areno's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | None = None  # what is trained in place of the weights
         self.weights = Weights()
         self._prefix = cast(str, module.base_model_prefix)
         self._body = cast(nn.Module, getattr(module, self._prefix))

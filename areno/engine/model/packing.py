@@ -72,11 +72,7 @@ class _Group:
 
 
 class PackedPlan:
-    """Attention plan of sequences packed end to end.
-
-    Args:
-        lengths: tokens of each sequence, in packed order.
-    """
+    """Attention plan of sequences packed end to end. ``lengths``: tokens of each sequence, in packed order."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.lengths = list(lengths)

@@ -23,11 +23,7 @@ HEAD_NAMES = ("score", "v_head", "classifier", "reward_head", "value_head")
 
 
 class ValueModel(PackedModel):
-    """A body behind one scalar per token.
-
-    Args:
-        module: a ``transformers`` sequence classifier whose head is ``score``.
-    """
+    """A ``transformers`` sequence classifier whose head is ``score``: one scalar per token."""
 
     def values(self, hidden: Tensor) -> Tensor:
         """Scalar [N], in fp32, of hidden states [N, C]."""

@@ -113,11 +113,7 @@ def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan
 
 
 def plan_sizes(sizes: Sizes, available: int | None = None) -> MemoryPlan:
-    """Plan the memory of a run; only the configurations of its models are read.
-
-    Args:
-        available: bytes that it may use; None asks the machine.
-    """
+    """Plan the memory of a run from the configurations of its models; ``available`` bytes, or None to ask the machine."""
     return _Planner(sizes, available_bytes(sizes.device) if available is None else available).plan()
 
 

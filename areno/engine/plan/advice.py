@@ -15,12 +15,9 @@ Change = dict[str, Any]
 
 
 def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
-    """Changes that make a run fit, as words for the command line.
+    """Options that together make a run fit, as words for the command line; empty where even they would not be enough.
 
     Those that change no result come first.
-
-    Returns:
-        Options to give all together; empty where even they would not be enough.
     """
 
     def tried(change: Change) -> tuple[bool, int]:
@@ -34,11 +31,7 @@ def advise(options: TrainOptions, plan: MemoryPlan) -> list[str]:
 def least_changes(changes: Iterable[Change], tried: Callable[[Change], tuple[bool, int]], size: int) -> Change:
     """The first of some changes that makes a run fit; as long as none is enough alone, it stays and the next is added.
 
-    Args:
-        tried: plans the run with changes: whether it fits, and its size.
-
-    Returns:
-        Changes to make together; empty where even all would not be enough.
+    ``tried`` plans the run with changes: whether it fits, and its size. Empty where even all would not be enough.
     """
     kept: Change = {}
     for change in changes:

@@ -51,11 +51,10 @@ class Division:
 
 
 def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None = None) -> Division:
-    """Divide what is free.
+    """Divide the bytes that are free once the models are loaded.
 
-    Args:
-        keeps_cache: the cache stays allocated while the models train.
-        recompute: whether layers are recomputed; None keeps activations where there is room.
+    ``keeps_cache``: the cache stays while models train. ``recompute``: layers are recomputed; None keeps activations if
+    they fit.
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:

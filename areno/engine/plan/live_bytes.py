@@ -33,11 +33,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class LiveBytes(TorchDispatchMode):
     """Inside the block, every storage that an operation makes counts from its birth to its death.
 
-    Fake tensors count what they would take. What was there before does not count.
-
-    Attributes:
-        now: bytes alive.
-        peak: most bytes alive since the block began, or since :meth:`restart`.
+    Fake tensors count what they would take. What was there before does not count. ``peak`` is of the block, or since
+    :meth:`restart`.
     """
 
     def __init__(self) -> None:

@@ -92,8 +92,7 @@ class Sizes(ABC):
     def microbatch(self, longest: int, role: str = "") -> tuple[list[int], int]:
         """Tokens of each row of a replica's largest microbatch, and how many a step of longest rows has.
 
-        Args:
-            role: that is trained; empty is the actor.
+        ``role`` is trained; empty is the actor.
         """
 
     @abstractmethod

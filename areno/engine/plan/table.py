@@ -72,14 +72,7 @@ def _notes(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(needed: int, available: int, change: Sequence[str], remedy: str, where: str = "") -> str:
-    """Whether a run of so many bytes fits, and what to change if not.
-
-    Args:
-        needed: at the peak, which is ``where``.
-        available: bytes that are free.
-        change: settings or options that make it fit; may be empty.
-        remedy: what is left to do then.
-    """
+    """Whether a run fits that needs so many bytes at most; if not, what to ``change``, or the ``remedy`` without any."""
     figures = f"{needed / _MIB:,.1f} MiB at most{where}, {available / _MIB:,.1f} MiB free now"
     if needed <= available:
         return f"Fits: yes. {figures}."

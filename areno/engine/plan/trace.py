@@ -91,10 +91,7 @@ def _once(trace: Callable[Concatenate[ShapeOf, P], T]) -> Callable[Concatenate[S
 
 
 class ShapeOf:
-    """The model of a checkpoint, as a shape.
-
-    Args:
-        layout: of the ranks; the shape is one rank's part.
+    """The model of a checkpoint as a shape, one rank's part where the layout has several.
 
     Raises:
         UsageError: its configuration cannot be read, or it cannot be spread like this; from
@@ -179,7 +176,7 @@ class ShapeOf:
         entropy: bool = False,
         offloading: bool = False,
     ) -> UpdateBytes:
-        """Gradients of a step of some equal microbatches.
+        """Gradients of a step of equal microbatches.
 
         Args:
             lengths: tokens of each row of a microbatch.
@@ -268,8 +265,7 @@ class ShapeOf:
     def rollout(self, running: int, n_samples: int, prompt: int, longest: int, budget: int | None) -> RolloutBytes:
         """Generate ``running`` sequences in the slot cache, from prompts of equal length to the longest answer.
 
-        Args:
-            budget: cells of the cache in use at once; None is no limit.
+        ``budget``: cells of the cache in use at once; None is no limit.
         """
         first = round_up(prompt + 1, COLUMN_STEP)
         widths = range(first, max(first, round_up(longest, COLUMN_STEP)) + 1, COLUMN_STEP)

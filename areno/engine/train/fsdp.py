@@ -19,11 +19,7 @@ from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, Opti
 
 
 class SpreadAdamW(Optimizer):
-    """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together.
-
-    Args:
-        parameters: named parameters that are spread over the replicas, tied ones once.
-    """
+    """AdamW over this rank's shares; every rank makes the same calls, while no weights are put together."""
 
     def __init__(
         self,

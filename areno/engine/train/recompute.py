@@ -42,9 +42,7 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 def recompute_layers(module: Any, enabled: bool, keeping: Keeping | None = None) -> None:
     """Switch activation recomputation, under the name that this release of ``transformers`` gives it.
 
-    Args:
-        enabled: whether layers keep nothing but their inputs.
-        keeping: how these are kept; None leaves them where they are.
+    ``keeping``: how the layers' inputs are kept, which are all that they keep; None leaves them where they are.
     """
     name = (
         "activation_checkpointing" if hasattr(module, "activation_checkpointing_enable") else "gradient_checkpointing"

@@ -11,17 +11,12 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Linear warm-up to ``lr``, then decay to ``min_lr``.
-
-    Args:
-        warmup_steps: steps k <= warmup_steps run at lr * k / warmup_steps.
-        decay_steps: step at which the floor is reached, warm-up included.
-    """
+    """Linear warm-up to ``lr``, then decay to ``min_lr``."""
 
     lr: float
     min_lr: float = 0.0
-    warmup_steps: int = 0
-    decay_steps: int = 0
+    warmup_steps: int = 0  # steps k <= warmup_steps run at lr * k / warmup_steps
+    decay_steps: int = 0  # step at which the floor is reached, warm-up included
     style: DecayStyle = "constant"
 
     def at(self, step: int) -> float:

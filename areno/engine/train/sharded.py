@@ -59,10 +59,8 @@ class _Segment:
 class ShardedAdamW(Optimizer):
     """AdamW over a share of the parameters; every rank makes the same calls.
 
-    Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0.
-
-    Args:
-        partial: parameters that each rank of a replica holds whole but sees only a part of the gradient of.
+    Unlike :class:`MasterAdamW` it cannot tell a parameter without a gradient from one whose gradient is 0. Of the ``partial``
+    ones each rank of a replica holds the whole, but sees only a part of the gradient.
     """
 
     def __init__(
