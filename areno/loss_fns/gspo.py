@@ -34,15 +34,12 @@ def gspo_loss_fn(
     """L = mean_i [-min(s_i A_i, clip(s_i, 1 - eps, 1 + eps_high) A_i) + kl_coef KL_i].
 
     The ratio of a sequence is s_i = exp((1/L_i) sum_t m_t (log pi - log pi_rollout)); A_i is the mean advantage and KL_i
-    the mean KL of its response tokens. A sequence without any adds 0 and still counts.
+    the mean KL of its response tokens. A sequence without any adds 0 and still counts. Bounds and KL term are those of
+    :func:`~areno.loss_fns.grpo.grpo_loss_fn`.
 
     Args:
         data_pack: needs ``packed_response_mask``, ``packed_logprobs``, ``packed_advantages``, ``packed_seq_ids``,
             ``packed_num_sequences``; with a KL term ``packed_ref_logprobs`` too.
-        clip_eps: width of the clip range below 1.
-        clip_eps_high: width above 1; None takes ``clip_eps``.
-        kl_coef: weight of the KL term to the reference; 0 leaves it out.
-        kl_type: its estimator, see :func:`~areno.loss_fns.kl.kl_penalty`.
 
     Raises:
         ValueError: an argument is out of its range, or the pack lacks what it needs.

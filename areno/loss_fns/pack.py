@@ -26,47 +26,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DataPack(TypedDict, total=False):
-    """Keys of ``data_pack``; A is the length of the action axis.
+    """Keys of ``data_pack``; A is the length of the action axis. What is optional is there where the rows have it."""
 
-    Attributes:
-        packed_response_mask: bool [A], tokens that count.
-        packed_logprobs: rollout log-probs [A], where the rows have them.
-        packed_advantages: advantages [A], where the rows have them.
-        packed_ref_logprobs: reference log-probs [A], where the rows have them.
-        packed_values: old values [A], where the rows have them.
-        packed_returns: value targets [A], where the rows have them.
-        packed_seq_ids: sequence of each action, 0 to packed_num_sequences - 1 [A].
-        packed_num_sequences: sequences in the microbatch.
-        packed_entropy: entropy of the policy's distribution at each action, without gradient, 0 outside the mask [A];
-            only for losses declared with ``entropy=True``.
-        packed_min_logits: least logit of the vocabulary at each action, without gradient, 0 outside the mask [A]; only for
-            losses declared with ``bounds=True``.
-        packed_max_logits: the greatest, likewise [A].
-        packed_tokens: the tokens that the actions chose [A].
-        packed_prox_logprobs: log-probs at the start of the update [A], where the rows have them.
-        packed_teacher_logprobs: log-probs of a teacher [A], where the rows have them.
-        packed_versions: int64 [A], version of the weights that made each token, where the rows have it.
-        packed_keep: bool [A], tokens that were not left out before the update, where the rows say so.
-        rewards: scalar reward of each sequence [packed_num_sequences].
-    """
-
-    packed_response_mask: Tensor
-    packed_logprobs: Tensor
-    packed_advantages: Tensor
-    packed_ref_logprobs: Tensor
-    packed_values: Tensor
-    packed_returns: Tensor
-    packed_seq_ids: Tensor
-    packed_num_sequences: int
-    packed_entropy: Tensor
-    packed_min_logits: Tensor
-    packed_max_logits: Tensor
-    packed_tokens: Tensor
-    packed_prox_logprobs: Tensor
-    packed_teacher_logprobs: Tensor
-    packed_versions: Tensor
-    packed_keep: Tensor
-    rewards: Tensor
+    packed_response_mask: Tensor  # bool [A], tokens that count
+    packed_logprobs: Tensor  # rollout log-probs [A]
+    packed_advantages: Tensor  # advantages [A]
+    packed_ref_logprobs: Tensor  # reference log-probs [A]
+    packed_values: Tensor  # old values [A]
+    packed_returns: Tensor  # value targets [A]
+    packed_seq_ids: Tensor  # sequence of each action, 0 to packed_num_sequences - 1 [A]
+    packed_num_sequences: int  # sequences in the microbatch
+    packed_entropy: Tensor  # [A], without gradient, 0 outside the mask; for losses declared with ``entropy=True``
+    packed_min_logits: Tensor  # over the vocabulary [A], without gradient, 0 outside the mask; with ``bounds=True``
+    packed_max_logits: Tensor  # likewise [A]
+    packed_tokens: Tensor  # the tokens that the actions chose [A]
+    packed_prox_logprobs: Tensor  # log-probs at the start of the update [A]
+    packed_teacher_logprobs: Tensor  # log-probs of a teacher [A]
+    packed_versions: Tensor  # int64 [A], version of the weights that made each token
+    packed_keep: Tensor  # bool [A], tokens that were not left out before the update
+    rewards: Tensor  # scalar reward of each sequence [packed_num_sequences]
 
 
 _LISTS = {

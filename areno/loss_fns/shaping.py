@@ -33,44 +33,30 @@ AdvantageNorm = Callable[[Tensor, Sequence[int], Sequence[bool]], Tensor]
 class RewardShaping:
     """The knobs, with the names of the ``actor`` section of an experiment.
 
-    Attributes:
-        reward_bias: added to the reward.
-        reward_scaling: factor on the sum.
-        reward_clip: bound on its size, above 0.
-        overlong_reward_penalty: take off up to ``overlong_penalty_factor`` over the last ``overlong_tokens`` of
-            ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13).
-        overlong_tokens: length of that stretch, above 0.
-        overlong_penalty_factor: greatest penalty, not negative.
-        max_new_tokens: most tokens that an answer may have.
-        mask_no_eos_with_zero: a truncated answer gets no task reward, no advantage, and no say in ``adv_norm``. Leave such
-            rows out of the update with :func:`finished`.
-        reward_norm: over the samples; None leaves rewards as they are.
-        kl_ctl: weight of the KL reward, not negative; above 0 it needs reference log-probs.
-        kl_estimator: ``k1``, ``k2`` or ``k3``, see :func:`~areno.loss_fns.kl.kl_penalty`.
-        discount: gamma of GAE, 0 to 1.
-        gae_lambda: lambda of GAE, 0 to 1.
-        bootstrap_truncated: a truncated answer is worth after its last token what the critic says there; else 0.
-        adv_norm: over the trained tokens; None leaves advantages as they are.
+    ``overlong_reward_penalty`` takes off up to ``overlong_penalty_factor`` over the last ``overlong_tokens`` of
+    ``max_new_tokens`` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With ``mask_no_eos_with_zero`` a truncated answer gets
+    no task reward, no advantage, and no say in ``adv_norm``; leave such rows out of the update with :func:`finished`. With
+    ``bootstrap_truncated`` it is worth after its last token what the critic says there; else 0.
 
     Raises:
         ValueError: a knob is out of its range, or the penalty lacks a number.
     """
 
-    reward_bias: float = 0.0
-    reward_scaling: float = 1.0
-    reward_clip: float = 20.0
+    reward_bias: float = 0.0  # added to the reward
+    reward_scaling: float = 1.0  # factor on the sum
+    reward_clip: float = 20.0  # bound on its size, above 0
     overlong_reward_penalty: bool = False
-    overlong_tokens: int | None = None
-    overlong_penalty_factor: float | None = None
-    max_new_tokens: int = 1024
+    overlong_tokens: int | None = None  # length of that stretch, above 0
+    overlong_penalty_factor: float | None = None  # greatest penalty, not negative
+    max_new_tokens: int = 1024  # most tokens that an answer may have
     mask_no_eos_with_zero: bool = False
-    reward_norm: RewardNorm | None = None
-    kl_ctl: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    discount: float = 1.0
-    gae_lambda: float = 1.0
+    reward_norm: RewardNorm | None = None  # over the samples; None leaves rewards as they are
+    kl_ctl: float = 0.0  # weight of the KL reward, not negative; above 0 it needs reference log-probs
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # see :func:`~areno.loss_fns.kl.kl_penalty`
+    discount: float = 1.0  # gamma of GAE, 0 to 1
+    gae_lambda: float = 1.0  # lambda of GAE, 0 to 1
     bootstrap_truncated: bool = True
-    adv_norm: AdvantageNorm | None = None
+    adv_norm: AdvantageNorm | None = None  # over the trained tokens; None leaves advantages as they are
 
     def __post_init__(self) -> None:
         if not self.reward_clip > 0:

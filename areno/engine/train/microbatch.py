@@ -20,26 +20,16 @@ Weights = Sequence[int]
 class MicroBatching:
     """How the rows of an optimizer step are cut into microbatches; it changes time and memory, never the result.
 
-    Attributes:
-        n_mbs: least number of microbatches, or with no ``max_tokens_per_mb`` the number; None is 1.
-        granularity: this many neighbouring rows stay together.
-        max_tokens_per_mb: most tokens of a microbatch, except of one that holds a single longer block of rows.
-        n_mbs_divisor: the number of microbatches is a multiple of it. With fewer blocks of rows than the numbers above ask
-            for, each block is a microbatch of its own.
-        packing_algorithm: ``ffd`` or ``kk``.
-        tree: within a microbatch, tokens that rows begin with are computed once, and count once in ``max_tokens_per_mb``.
-            Rows are then placed in the order of their tokens, so that those that begin alike follow each other.
-
     Raises:
         ValueError: a number is below 1, the algorithm is unknown, or trees are to be packed by ``kk``.
     """
 
-    n_mbs: int | None = 1
-    granularity: int = 1
-    max_tokens_per_mb: int | None = None
-    n_mbs_divisor: int = 1
-    packing_algorithm: Literal["ffd", "kk"] = "ffd"
-    tree: bool = False
+    n_mbs: int | None = 1  # least number of microbatches, or with no ``max_tokens_per_mb`` the number
+    granularity: int = 1  # this many neighbouring rows stay together
+    max_tokens_per_mb: int | None = None  # most tokens of one, except of a single longer block of rows
+    n_mbs_divisor: int = 1  # the number of microbatches is a multiple of it, unless each block is one
+    packing_algorithm: Literal["ffd", "kk"] = "ffd"  # ``ffd`` or ``kk``
+    tree: bool = False  # what rows begin with is computed once, and counts once in ``max_tokens_per_mb``
 
     def __post_init__(self) -> None:
         for name in ("n_mbs", "granularity", "max_tokens_per_mb", "n_mbs_divisor"):
