@@ -14,21 +14,13 @@ METADATA = "areno"
 
 @dataclass(frozen=True, slots=True)
 class AgentItem:
-    """One task: a prompt and which of its samples this is.
+    """One task: a prompt and which of its samples this is."""
 
-    Attributes:
-        record: the source data row.
-        prompt: prompt text.
-        input_tokens: prompt token ids.
-        prompt_index: index of the prompt in the batch.
-        sample_index: index of the sample among those of the prompt.
-    """
-
-    record: dict[str, Any]
+    record: dict[str, Any]  # the source data row
     prompt: str
-    input_tokens: list[int]
-    prompt_index: int
-    sample_index: int
+    input_tokens: list[int]  # of the prompt
+    prompt_index: int  # in the batch
+    sample_index: int  # among the samples of the prompt
 
     @property
     def place(self) -> tuple[int, int]:
@@ -40,20 +32,14 @@ class AgentItem:
 class AgentBatch:
     """Prompts of one step, to be run ``n_samples`` times each; ``len()`` counts tasks.
 
-    Args:
-        records: source data rows.
-        prompts: prompt texts.
-        input_tokens: prompt token ids.
-        n_samples: tasks per prompt.
-
     Raises:
         ValueError: the lists differ in length, or ``n_samples`` is below 1.
     """
 
-    records: list[dict[str, Any]]
+    records: list[dict[str, Any]]  # source data rows
     prompts: list[str]
-    input_tokens: list[list[int]]
-    n_samples: int
+    input_tokens: list[list[int]]  # of the prompts
+    n_samples: int  # tasks per prompt
 
     def __post_init__(self) -> None:
         if not len(self.records) == len(self.prompts) == len(self.input_tokens):
@@ -103,33 +89,23 @@ class _SomeItems(AgentBatch):
 class AgentTrajectoryTurn:
     """One answer of the model.
 
-    Args:
-        item: the task that it belongs to.
-        messages: the conversation that was sent, in OpenAI's form.
-        response: the server's response, whole or the last chunk of a stream: an object of the OpenAI client, or a mapping.
-        response_tokens: sampled token ids; taken from the response where there is one.
-        response_logprobs: their log-probs; likewise.
-        parsed_tool_calls: calls of the answer, as OpenAI has them; likewise.
-        model: the model's name in the request.
-        tools: the tools of the request.
-        tool_choice: that of the request.
-        reward: what the environment gave for this turn; see ``--turn-discount``.
+    What can be left out is taken from the response, if there is one.
 
     Raises:
         ValueError: the response has no token metadata, so it is not from a rollout session; or tokens and log-probs
             differ in number.
     """
 
-    item: AgentItem
-    messages: list[dict[str, Any]]
-    response: Any = None
-    response_tokens: list[int] = field(default_factory=list)
-    response_logprobs: list[float] = field(default_factory=list)
-    parsed_tool_calls: list[Any] = field(default_factory=list)
-    model: str = "policy"
+    item: AgentItem  # the task that it belongs to
+    messages: list[dict[str, Any]]  # the conversation that was sent, in OpenAI's form
+    response: Any = None  # the server's, whole or the last chunk of a stream: an object of the client, or a mapping
+    response_tokens: list[int] = field(default_factory=list)  # sampled token ids
+    response_logprobs: list[float] = field(default_factory=list)  # of these tokens
+    parsed_tool_calls: list[Any] = field(default_factory=list)  # calls of the answer, as OpenAI has them
+    model: str = "policy"  # this and the next two: of the request
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: Any = None
-    reward: float | None = None
+    reward: float | None = None  # what the environment gave for this turn; see `--turn-discount`
 
     def __post_init__(self) -> None:
         if self.response is not None:

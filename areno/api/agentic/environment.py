@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Observation = str | None
 Ending = Literal["over", "turn limit", "too long"]
+"""By the environment, at the turn limit, or because it grew too long for the model."""
 
 # A client looks through all its connections at the end of each request: many small pools cost much less than a large one.
 _SAMPLES_OF_A_CLIENT = 16
@@ -44,15 +45,10 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model did in one turn.
+    """What the model did in one turn."""
 
-    Attributes:
-        text: what it said, reasoning in ``<think>`` left out.
-        results: of the tools that it called, in order; they go back to it as they stand.
-    """
-
-    text: str
-    results: Sequence[ToolResult] = ()
+    text: str  # what it said, reasoning in `<think>` left out
+    results: Sequence[ToolResult] = ()  # of the tools that it called, in order; they go back to it as they stand
 
 
 class Environment(Protocol):
@@ -85,18 +81,11 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation that has ended.
+    """A conversation that has ended."""
 
-    Attributes:
-        messages: all messages, the last answer and its results included.
-        toolset: the tools, with the counts of their calls and errors.
-        turns: for each turn how many of the messages were sent, and the server's response.
-        ending: ``over`` by the environment, ``turn limit``, or ``too long`` for the model.
-    """
-
-    messages: list[Message]
-    toolset: Toolset
-    turns: list[tuple[int, Any]] = field(default_factory=list)
+    messages: list[Message]  # the last answer and its results included
+    toolset: Toolset  # with the counts of calls and errors
+    turns: list[tuple[int, Any]] = field(default_factory=list)  # how many messages were sent, and the response
     ending: Ending = "turn limit"
 
 
@@ -135,7 +124,7 @@ async def converse(
             conversation.ending = "too long"
             break
         conversation.turns.append((len(conversation.messages), response))
-        message = _message_of(response)
+        message: Message = {"content": "", **response.choices[0].message.model_dump(exclude_none=True)}
         if response.choices[0].finish_reason == "length" and not (message["content"] or "tool_calls" in message):
             conversation.ending = "too long"
             break
@@ -317,12 +306,6 @@ async def _ask(client: AsyncOpenAI, messages: Sequence[Message], fields: Mapping
         if error.code == "context_length_exceeded":
             return None
         raise
-
-
-def _message_of(response: Any) -> Message:
-    message: Message = response.choices[0].message.model_dump(exclude_none=True)
-    message.setdefault("content", "")
-    return message
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:

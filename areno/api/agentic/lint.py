@@ -6,13 +6,11 @@ differently afterwards makes conversations fork: nothing is trained wrongly, but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.errors import UsageError
 from areno.rollouts.conversation.continuation import Forked, Turn, go_on
-from areno.serving.recording import Render
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 
 FindingKind = Literal["rewrites history", "drops thinking", "no turn end", "refused"]
@@ -27,13 +25,19 @@ _TOOL = {
     },
 }
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "moss"}'}}
-_THOUGHT, _SAID = "Probably a plant.", "A small green plant."
+_ASKED = {"role": "user", "content": "What is moss?"}
+_RESULT = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look_up", "content": "moss: a plant"}
 
+# What an answer has, and what follows it.
+_STEPS: dict[Step, tuple[dict[str, Any], dict[str, Any]]] = {
+    "user message": ({"content": "A small green plant."}, {"role": "user", "content": "And fern?"}),
+    "tool result": ({"content": None, "tool_calls": [_CALL]}, _RESULT),
+}
+_KINDS: dict[str, FindingKind] = {"thinking dropped": "drops thinking", "ended otherwise": "no turn end"}
 _WHAT = {
     "rewrites history": "writes earlier turns anew",
     "drops thinking": "leaves the reasoning of earlier turns out",
     "no turn end": "does not write the token that ends the model's turns",
-    "refused": "refuses such a conversation",
 }
 
 
@@ -46,9 +50,9 @@ class TemplateFinding:
     thinking: bool
 
     def __str__(self) -> str:
-        after = f"after a {self.step}" + (", where the model has reasoned" if self.thinking else "")
         if self.kind == "refused":
             return f"the chat template refuses a {self.step} behind an answer; agents that send one get an error"
+        after = f"after a {self.step}" + (", where the model has reasoned" if self.thinking else "")
         return (
             f"the chat template {_WHAT[self.kind]} {after}: such a conversation becomes several training rows with the "
             "same reward, and its earlier turns are computed again"
@@ -61,10 +65,10 @@ def lint_chat_template(tokenizer: Any, *, disable_thinking: bool = False) -> lis
     for thinking in (False, True):
         if thinking and (disable_thinking or not _knows_thinking(tokenizer)):
             continue
-        for step in ("user message", "tool result"):
-            kind = _probe(tokenizer, step, thinking, disable_thinking)  # type: ignore[arg-type]
+        for step in _STEPS:
+            kind = _probe(tokenizer, step, thinking, disable_thinking)
             if kind is not None:
-                findings.append(TemplateFinding(kind, step, thinking))  # type: ignore[arg-type]
+                findings.append(TemplateFinding(kind, step, thinking))
     return findings
 
 
@@ -74,37 +78,21 @@ def _knows_thinking(tokenizer: Any) -> bool:
 
 
 def _probe(tokenizer: Any, step: Step, thinking: bool, disable_thinking: bool) -> FindingKind | None:
-    tools = [_TOOL] if step == "tool result" else None
-
     def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
+        tools = [_TOOL] if step == "tool result" else None
         return render_generation_prompt(
             tokenizer, messages, disable_thinking, tools=tools, add_generation_prompt=add_generation_prompt
         )
 
+    said, following = _STEPS[step]
+    answer = {"role": "assistant", **said, **({"reasoning_content": "Probably a plant."} if thinking else {})}
+    end = tokenizer.eos_token_id
+    how: dict[str, Any] = {"finish": "length", "by_token": False} if end is None else {"tokens": [end]}
     try:
-        go_on(tokenizer, _past(tokenizer, step, thinking, render), _next(step), render)
+        prompt_text = render([dict(_ASKED)], True).text
+        go_on(tokenizer, Turn("", None, [], "", "", prompt_text, [_ASKED], [], answer, **how), [following], render)
     except Forked as forked:
-        kinds: dict[str, FindingKind] = {"thinking dropped": "drops thinking", "ended otherwise": "no turn end"}
-        return kinds.get(forked.reason, "rewrites history")
+        return _KINDS.get(forked.reason, "rewrites history")
     except UsageError:
         return "refused"
     return None
-
-
-def _past(tokenizer: Any, step: Step, thinking: bool, render: Render) -> Turn:
-    asked = [{"role": "user", "content": "What is moss?"}]
-    answer: dict[str, Any] = {"role": "assistant", "content": _SAID}
-    if step == "tool result":
-        answer |= {"content": None, "tool_calls": [_CALL]}
-    if thinking:
-        answer["reasoning_content"] = _THOUGHT
-    end = tokenizer.eos_token_id
-    how: dict[str, Any] = {"finish": "length", "by_token": False} if end is None else {"tokens": [end]}
-    prompt_text = render([dict(message) for message in asked], True).text
-    return Turn("", None, [], "", "", prompt_text, asked, [], answer, **how)
-
-
-def _next(step: Step) -> Sequence[dict[str, Any]]:
-    if step == "tool result":
-        return [{"role": "tool", "tool_call_id": _CALL["id"], "name": "look_up", "content": "moss: a plant"}]
-    return [{"role": "user", "content": "And fern?"}]

@@ -24,23 +24,14 @@ from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
 @dataclass(slots=True)
 class AgentSample:
-    """One task that was done.
-
-    Attributes:
-        item: the task.
-        turns: the recorded answers that count, in the order in which they were returned.
-        rows: what is trained on; several where the conversation forks or has several parts.
-        record: what the reward function sees.
-        sequence: all that the policy said, end to end.
-        turn_rewards: what the environment gave for each turn; 0 where it gave nothing.
-    """
+    """One task that was done."""
 
     item: AgentItem
-    turns: list[Turn]
-    rows: list[TrajectoryRow]
-    record: RewardRecord
-    sequence: RolloutSequence
-    turn_rewards: list[float]
+    turns: list[Turn]  # the recorded answers that count, in the order in which they were returned
+    rows: list[TrajectoryRow]  # what is trained on; several where the conversation forks or has several parts
+    record: RewardRecord  # what the reward function sees
+    sequence: RolloutSequence  # all that the policy said, end to end
+    turn_rewards: list[float]  # what the environment gave for each turn; 0 where it gave nothing
 
     @property
     def longest(self) -> int:

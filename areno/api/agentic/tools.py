@@ -123,13 +123,19 @@ class Tool:
         Raises:
             ToolError: they are not what the schema asks for.
         """
-        given = _as_object(arguments)
-        unknown = [name for name in given if name not in self._types]
-        missing = [name for name in self._required if name not in given]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except ValueError as error:
+                raise ToolError(f"the arguments are not JSON: {error}") from error
+        if not isinstance(arguments, Mapping):
+            raise ToolError(f"the arguments must be a JSON object, not {_shown(arguments)}")
+        unknown = [name for name in arguments if name not in self._types]
+        missing = [name for name in self._required if name not in arguments]
         if unknown or missing:
             problem = f"unknown argument {', '.join(unknown)}" if unknown else f"missing argument {', '.join(missing)}"
             raise ToolError(f"{problem}; {self.name} takes {', '.join(self._types) or 'no arguments'}")
-        return {name: self._types[name].read(value, name) for name, value in given.items()}
+        return {name: self._types[name].read(value, name) for name, value in arguments.items()}
 
     async def call(self, arguments: str | Mapping[str, Any], call_id: str = "") -> ToolResult:
         """Call it, with arguments as in :meth:`read_arguments`; never raises."""
@@ -246,7 +252,7 @@ _SCALARS: dict[Any, ValueType] = {
 
 def _one_of(choices: Sequence[tuple[Any, Any]]) -> ValueType:
     """One of some JSON values; gives what stands beside it."""
-    kinds = {_json_type(value) for value, _ in choices}
+    kinds = {_SCALARS[type(value)].schema["type"] if type(value) in _SCALARS else "string" for value, _ in choices}
     schema: dict[str, Any] = {"enum": [value for value, _ in choices]}
     if len(kinds) == 1:
         schema = {"type": kinds.pop(), **schema}
@@ -378,28 +384,12 @@ def _described(schema: dict[str, Any], text: str | None, default: Any = inspect.
     return {**schema, **added}
 
 
-def _as_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise ToolError(f"the arguments are not JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise ToolError(f"the arguments must be a JSON object, not {_shown(arguments)}")
-    return arguments
-
-
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, enum.Enum):
         return value.value
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def _json_type(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-    return kinds.get(type(value), "string")
 
 
 def _shown(value: Any) -> str:

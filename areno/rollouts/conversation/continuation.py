@@ -34,56 +34,36 @@ class Forked(Exception):  # noqa: N818  (an answer that is looked for, not a fai
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One request with one of its answers.
+    """One request with one of its answers."""
 
-    Attributes:
-        id: names it in responses.
-        parent: the turn that it goes on from; None where it begins anew.
-        given: tokens before the answer: the whole prompt without a parent, else what was appended to the parent's.
-        given_text: what these tokens were made of.
-        anchor: text that ``given_text`` was tokenized behind; empty for a whole prompt.
-        prompt_text: the rendered prompt as a whole.
-        logprobs: of the sampled ``tokens`` under the policy scaled by ``temperature``; ``versions``: their weight versions.
-        forced: whether a grammar left no other token to choose, for each sampled one; empty where no token was forced.
-        cut_mass: mean probability per sampled token that top-k, top-p, min-p and a grammar removed.
-        finish: why it ended; ``length`` without a token where the context was full before.
-        by_token: it ended at a stop token.
-        text: the visible text of the sampled tokens; each begins at one of ``offsets``, and ``pieces`` is what it was read as.
-        closer: marker that ends the reasoning.
-        fork: why the turn begins a row of its own though it continues a conversation; None where it does not.
-        keys: of the beginnings of its messages, see :func:`~areno.rollouts.conversation.history.prefix_keys`;
-            empty without a tape.
-        number: place among the turns of its tape.
-        response_id: what the client knows it by, without a prefix.
-        reward: what was given for it; None where nothing was.
-    """
-
-    id: str
-    parent: Turn | None
-    given: list[int]
-    given_text: str
-    anchor: str
-    prompt_text: str
-    messages: list[dict[str, Any]]
+    id: str  # names it in responses
+    parent: Turn | None  # the turn that it goes on from; None where it begins anew
+    given: list[
+        int
+    ]  # tokens before the answer: the whole prompt without a parent, else what follows the parent's answer
+    given_text: str  # what these tokens were made of
+    anchor: str  # text that `given_text` was tokenized behind; empty for a whole prompt
+    prompt_text: str  # the rendered prompt as a whole
+    messages: list[dict[str, Any]]  # of the request
     tools: list[dict[str, Any]]
-    answer: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    forced: list[bool] = field(default_factory=list)
-    cut_mass: float = 0.0
-    finish: FinishReason = "stop"
-    by_token: bool = True
+    answer: dict[str, Any] = field(default_factory=dict)  # the assistant's message
+    tokens: list[int] = field(default_factory=list)  # sampled
+    logprobs: list[float] = field(default_factory=list)  # of `tokens` under the policy, scaled by `temperature`
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    forced: list[bool] = field(default_factory=list)  # a grammar left no other token; empty where it never did
+    cut_mass: float = 0.0  # mean probability per sampled token that top-k, top-p, min-p and a grammar removed
+    finish: FinishReason = "stop"  # `length` without a token where the context was full before
+    by_token: bool = True  # it ended at a stop token
     temperature: float = 1.0
-    text: str = ""
-    offsets: Sequence[int] = ()
-    pieces: Sequence[Piece] = ()
-    closer: str = ""
-    fork: ForkReason | None = None
-    keys: Sequence[int] = ()
-    number: int = 0
-    extended: bool = False
-    response_id: str = ""
+    text: str = ""  # visible text of the sampled tokens
+    offsets: Sequence[int] = ()  # where in it each token begins
+    pieces: Sequence[Piece] = ()  # what it was read as
+    closer: str = ""  # marker that ends the reasoning
+    fork: ForkReason | None = None  # why it begins a row of its own though it continues a conversation
+    keys: Sequence[int] = ()  # of the beginnings of its messages, see `prefix_keys`; empty without a tape
+    number: int = 0  # place among the turns of its tape
+    extended: bool = False  # another turn goes on from it
+    response_id: str = ""  # what the client knows it by, without a prefix
     reward: float | None = None
 
     @property

@@ -19,31 +19,18 @@ from areno.types import RolloutSequence, TrainSequence
 
 @dataclass(slots=True)
 class TrajectoryRow:
-    """One row; all lists have one entry per token.
-
-    Attributes:
-        tokens: token ids.
-        sampled: whether the policy said the token.
-        trained: whether it counts in the loss.
-        turns: which turn of the sample it belongs to, counting from 0; for given tokens the turn that they were given for.
-        logprobs: rollout log-probs of sampled tokens, 0 elsewhere unless filled in.
-        versions: weight version of sampled tokens, -1 elsewhere.
-        temperature: that the log-probs refer to.
-        truncated: the last answer ended at the token limit.
-        roles: tells the role of each token; looked up only where it is needed.
-        context_scored: tokens that count and were not sampled have got the policy's log-probs.
-    """
+    """One row; all lists have one entry per token."""
 
     tokens: list[int]
-    sampled: list[bool]
-    trained: list[bool]
-    turns: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    temperature: float
-    truncated: bool
-    roles: Callable[[], list[Role]]
-    context_scored: bool = False
+    sampled: list[bool]  # the policy said the token
+    trained: list[bool]  # it counts in the loss
+    turns: list[int]  # turn of the sample it belongs to, from 0; for given tokens the turn that they were given for
+    logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
+    versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
+    temperature: float  # that the log-probs refer to
+    truncated: bool  # the last answer ended at the token limit
+    roles: Callable[[], list[Role]]  # of the tokens; looked up only where needed
+    context_scored: bool = False  # tokens that count and were not sampled have got the policy's log-probs
 
     @property
     def lacks_logprobs(self) -> bool:

@@ -24,25 +24,15 @@ class LossMaskPolicy:
 
     Each sampled token counts once, however many rows it stands in. Tokens that were not sampled (tool results, prompts)
     have no rollout log-prob; the policy's own at the time of the rollout stands in.
-
-    Attributes:
-        assistant_text: text that the model wrote, reasoning included, but for the last answer.
-        assistant_tool_calls: tool calls that the model made, in the last answer as well.
-        tool_results: contents of what tools returned to it.
-        final_assistant_text: text of the last answer of each conversation.
-        system_prompt: contents of system messages.
-        user_prompt: contents of user messages.
-        forced_tokens: tokens for which a grammar (a forced ``tool_choice``, structured output) left no other choice; the
-            policy did not choose them.
     """
 
-    assistant_text: bool = True
-    assistant_tool_calls: bool = True
-    tool_results: bool = False
-    final_assistant_text: bool = True
-    system_prompt: bool = False
-    user_prompt: bool = False
-    forced_tokens: bool = False
+    assistant_text: bool = True  # text that the model wrote, reasoning included, but for the last answer
+    assistant_tool_calls: bool = True  # tool calls that it made, in the last answer as well
+    tool_results: bool = False  # contents of what tools returned to it
+    final_assistant_text: bool = True  # text of the last answer of each conversation
+    system_prompt: bool = False  # contents of system messages
+    user_prompt: bool = False  # contents of user messages
+    forced_tokens: bool = False  # tokens that a grammar (forced call, structured output) left no choice about
 
 
 Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"]
@@ -56,11 +46,6 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-
-
-def trains_context(policy: LossMaskPolicy) -> bool:
-    """Whether a policy trains on tokens that were not sampled."""
-    return policy.tool_results or policy.system_prompt or policy.user_prompt
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
@@ -119,38 +104,28 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
 
 def given_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
     """Which of the tokens that a turn was given are trained on; UsageError as for :func:`given_roles`."""
-    if not trains_context(policy):
-        return [False] * len(turn.given)
     trained = {"system": policy.system_prompt, "user": policy.user_prompt, "tool": policy.tool_results}
+    if not any(trained.values()):
+        return [False] * len(turn.given)
     return [trained.get(role, False) for role in given_roles(turn, tokenizer)]
 
 
 def given_roles(turn: Turn, tokenizer: Any) -> list[Role]:
     """The role of each token that a turn was given; UsageError where the tokenizer does not say what text they show."""
-    return _roles_in(turn.given, turn.given_text, turn.anchor, _new_messages(turn), tokenizer)
-
-
-def _new_messages(turn: Turn) -> list[dict[str, Any]]:
-    known = 0 if turn.parent is None else len(turn.parent.messages) + 1
-    return turn.messages[known:]
-
-
-def _roles_in(
-    tokens: Sequence[int], text: str, anchor: str, messages: Sequence[dict[str, Any]], tokenizer: Any
-) -> list[Role]:
-    if not tokens:
+    if not turn.given:
         return []
     if not tokenizer.is_fast:
         raise UsageError(
             f"{type(tokenizer).__name__} does not say which text its tokens stand for, so the tokens of prompts and tool "
             "results cannot be told apart; leave --train-tool-results out"
         )
-    encoded = tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"][-len(tokens) :]
-    if len(encoded["input_ids"]) < len(tokens):  # a BOS that the template has not written
-        offsets = [(0, 0)] * (len(tokens) - len(encoded["input_ids"])) + encoded["offset_mapping"]
-    spans = _content_spans(text, messages)
-    begin = len(anchor)
+    encoded = tokenizer(turn.anchor + turn.given_text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"][-len(turn.given) :]
+    # A BOS that the template has not written has no text.
+    offsets = [(0, 0)] * (len(turn.given) - len(offsets)) + offsets
+    known = 0 if turn.parent is None else len(turn.parent.messages) + 1
+    spans = _content_spans(turn.given_text, turn.messages[known:])
+    begin = len(turn.anchor)
     return [_role_at(start - begin, stop - begin, spans) for start, stop in offsets]
 
 

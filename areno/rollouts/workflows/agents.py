@@ -23,9 +23,8 @@ from areno.rollouts.conversation.rows import TrajectoryRow, build_rows
 from areno.rollouts.conversation.server import AgentServer, AgentSession
 from areno.rollouts.conversation.spans import LossMaskPolicy
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode, GenerationSettings, sampling_params
-from areno.rollouts.workflows.agent_worker import returned_value
 from areno.rollouts.workflows.base import EpisodeResult, Interaction, RolloutWorkflow
-from areno.rollouts.workflows.processes import AgentProcesses
+from areno.rollouts.workflows.processes import AgentProcesses, returned_value
 from areno.rollouts.workflows.sending import name_of, pickled
 
 logger = logging.getLogger(__name__)

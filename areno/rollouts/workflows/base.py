@@ -21,21 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Interaction:
-    """One answer, or a whole conversation of them, as a training row.
+    """One answer, or a whole conversation of them, as a training row."""
 
-    Attributes:
-        id: the client's name of the answer; of the last one in a conversation.
-        row: tokens, log-probs, versions and what is trained on.
-        reward: after discounting.
-        messages: what the answer was given, and the answer.
-        num_turns: answers in the whole session.
-    """
-
-    id: str
+    id: str  # the client's name of the answer; of the last one in a conversation
     row: TrajectoryRow
-    reward: float
-    messages: list[dict[str, Any]]
-    num_turns: int
+    reward: float  # after discounting
+    messages: list[dict[str, Any]]  # what the answer was given, and the answer
+    num_turns: int  # answers in the whole session
 
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
