@@ -14,8 +14,11 @@ import os
 import resource
 import select
 import signal
+import sys
 from pathlib import Path
 from typing import NoReturn
+
+from areno.frames import Frames
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGCHLD, signal.SIGIO)
@@ -23,8 +26,8 @@ _WATCHED = (signal.SIGCHLD, signal.SIGIO)
 _OOM_SCORE = "500"
 
 
-def supervised(lifeline: int, connection: int) -> None:
-    """Fork, and return in the child: the worker.
+def supervised(lifeline: int, connection: int) -> Frames:
+    """Fork, and return in the child, which is the worker: its connection to the trainer. Its output goes to stderr.
 
     Args:
         lifeline: a socket whose other end the trainer holds; everything ends when that is shut or closed, even by SIGKILL.
@@ -46,6 +49,10 @@ def supervised(lifeline: int, connection: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return Frames.join(connection)
 
 
 def descendants(pid: int) -> set[int]:

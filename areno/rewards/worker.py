@@ -12,10 +12,8 @@ import inspect
 import json
 import math
 import numbers
-import os
 import pickle
 import resource
-import signal
 import sys
 import time
 import traceback
@@ -129,14 +127,10 @@ def main(settings: dict[str, Any]) -> None:
         settings: ``path`` (``file.py`` or ``file.py:function``), ``connection`` and ``lifeline`` (file descriptors),
             ``timeout_s``, ``memory_bytes`` (of data per process, None for no limit).
     """
-    supervised(settings["lifeline"], settings["connection"])
+    frames = supervised(settings["lifeline"], settings["connection"])
     if settings["memory_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"],) * 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [settings["path"]]
-    frames = Frames.join(settings["connection"])
 
     def receive() -> Sequence[Job] | None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from areno.rollouts.engine_client import EngineClient
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import RolloutStoppedError
 from areno.rollouts.trajectory import check_trajectory, samples_of
-from areno.rollouts.workflows.agents import AgentWorkflow
+from areno.rollouts.workflows.agents import DEFAULTS, AgentWorkflow
 from areno.rollouts.workflows.base import as_trajectory
 from areno.rollouts.workflows.processes import AgentProcesses
 from areno.rollouts.workflows.resolve import resolve_workflow
@@ -91,7 +92,7 @@ class Blocker:
 
 def run(engine: Any, agent: Any, data: dict[str, Any] = ROW, **options: Any) -> Any:
     async def main() -> Any:
-        workflow = AgentWorkflow(agent, SHORT, **options)
+        workflow = AgentWorkflow(agent, SHORT, replace(DEFAULTS, **options))
         try:
             return await workflow.arun_episode(EngineClient(engine), data)
         finally:
@@ -232,7 +233,7 @@ def test_a_subprocess_that_dies_or_raises_costs_one_episode(engine):
 
 
 def test_batches_of_agents_keep_groups(engine):
-    workflow = resolve_workflow(Talker(turns=2), SHORT, n_samples=2, agent_options={"export_style": "concat"})
+    workflow = resolve_workflow(Talker(turns=2), SHORT, n_samples=2, agent=replace(DEFAULTS, export_style="concat"))
     staleness = StalenessManager(consumer_batch_size=2)
     with BatchDispatcher(EngineClient(engine), staleness, check_trajectory_format=True) as dispatcher:
         batch = dispatcher.prepare_batch(iter([ROW, {**ROW, "prompt": "What is 3 plus 3?"}] * 3), workflow)
@@ -264,4 +265,4 @@ def test_an_agent_that_always_fails_stops_the_run(engine):
 )
 def test_wrong_options_are_named(agent, options, message):
     with pytest.raises(UsageError, match=message):
-        AgentWorkflow(agent, SHORT, **options)
+        AgentWorkflow(agent, SHORT, replace(DEFAULTS, **options))

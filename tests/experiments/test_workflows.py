@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areno.config.experiment.generation_sections import AgentConfig
 from areno.errors import RewardError, UsageError
 from areno.loss_fns.gae import discounted_returns
 from areno.rollouts.conversation.rows import TrajectoryRow
@@ -284,7 +285,7 @@ def test_a_workflow_may_be_an_object_a_class_or_a_name(named):
 
 @pytest.mark.parametrize("named", [Agent(), Agent, f"{HERE}.Agent"])
 def test_an_agent_is_wrapped(named):
-    found = resolve_workflow(named, Generation(), agent_options={"turn_discount": 0.5})
+    found = resolve_workflow(named, Generation(), agent=AgentConfig(turn_discount=0.5))
     assert type(found.workflow).__name__ == "AgentWorkflow"
     assert type(found.workflow.agent).__name__ == "Agent"
 

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,29 +177,20 @@ class AgentRunner:
             UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
         """
         samples: dict[Place, AgentSample] = {}
-        errors = self._attempt(server, [batch], samples, 0)
-        rerun = 0
-        for attempt in range(1, self._retries + 1):
+        batches, rerun, attempt = [batch], 0, 0
+        while True:
+            errors: dict[Place, str] = {}
+            for call in self._calls(server, batches, attempt):
+                errors |= self._take(call, samples)
             again = [item for item in batch.iter_samples() if item.place in errors]
-            if not again:
-                break
-            rerun += len(again)
+            if not again or attempt == self._retries:
+                return Collected([samples[place] for place in sorted(samples)], errors, rerun)
+            batches, rerun, attempt = [batch.only([item]) for item in again], rerun + len(again), attempt + 1
             logger.warning(
                 "%d samples were not finished and are run again one by one (attempt %d of %d); "
                 "the first is prompt %d, sample %d: %s",
                 *(len(again), attempt, self._retries, *again[0].place, errors[again[0].place]),
             )
-            errors = self._attempt(server, [batch.only([item]) for item in again], samples, attempt)
-        return Collected([samples[place] for place in sorted(samples)], errors, rerun)
-
-    def _attempt(
-        self, server: AgentServer, batches: Sequence[AgentBatch], samples: dict[Place, AgentSample], attempt: int
-    ) -> dict[Place, str]:
-        """Run the batches, put what they give into ``samples``, and return what went wrong."""
-        errors: dict[Place, str] = {}
-        for call in self._calls(server, batches, attempt):
-            errors |= self._take(call, samples)
-        return errors
 
     def _calls(self, server: AgentServer, batches: Iterable[AgentBatch], attempt: int) -> Iterator[AgentCall]:
         """Calls that have ended, in the order of their ends."""
@@ -208,7 +199,10 @@ class AgentRunner:
         try:
             while waiting or running:
                 while waiting and len(running) < MAX_CALLS:
-                    running.append(self._begin(server, waiting.popleft(), attempt))
+                    batch = waiting.popleft()
+                    place = next(batch.iter_samples()).place if attempt else (0, 0)
+                    context = AgentContext(server, derive_seed(server.seed, attempt, *place))
+                    running.append(AgentCall(self._function, context, batch, self._timeout_s))
                 wait([call.done for call in running], min(c.patience_s for c in running), FIRST_COMPLETED)
                 ended = [call for call in running if call.done.done() or not call.patience_s]
                 running = [call for call in running if call not in ended]
@@ -218,11 +212,6 @@ class AgentRunner:
         finally:
             for call in running:
                 call.end()
-
-    def _begin(self, server: AgentServer, batch: AgentBatch, attempt: int) -> AgentCall:
-        place = next(batch.iter_samples()).place if attempt else (0, 0)
-        context = AgentContext(server, derive_seed(server.seed, attempt, *place))
-        return AgentCall(self._function, context, batch, self._timeout_s)
 
     def _take(self, call: AgentCall, samples: dict[Place, AgentSample]) -> dict[Place, str]:
         items: dict[Place, AgentItem] = {item.place: item for item in call.batch.iter_samples()}

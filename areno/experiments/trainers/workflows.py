@@ -39,17 +39,13 @@ def workflow_of(
             named, kwargs = agent.agent_cls_path, kwargs or None
     if isinstance(named, str) and named in _WORKFLOWS:
         named, kwargs = _WORKFLOWS[named], {"reward_fn": _reward_call(config), **(kwargs or {})}
-    names = ("mode", "turn_discount", "export_style", "tool_call_parser", "reasoning_parser", "subproc_max_workers")
-    options = {name: getattr(agent, name) for name in (*names, "session_timeout_seconds", "set_reward_finish_timeout")}
-    options["engine_max_tokens"] = agent.engine_max_tokens or gconfig.max_tokens
-    if config.actor.use_lora:
-        options["model_name"] = gconfig.lora_name
     return resolve_workflow(
         named,
         gconfig,
         workflow_kwargs=kwargs or None,
         offered={"gconfig": gconfig, "tokenizer": tokenizer},
-        agent_options=options,
+        agent=agent,
+        model_name=gconfig.lora_name if config.actor.use_lora else "default",
         n_samples=gconfig.n_samples,
     )
 

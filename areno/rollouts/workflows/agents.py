@@ -12,8 +12,9 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from areno.config.experiment.generation_sections import AgentConfig
 from areno.config.packages import install_command, missing_server_packages
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError, UsageError
@@ -29,8 +30,8 @@ from areno.rollouts.workflows.sending import name_of, pickled
 
 logger = logging.getLogger(__name__)
 
-AgentMode = Literal["inline", "subproc"]
-ExportStyle = Literal["individual", "concat"]
+DEFAULTS = AgentConfig(tool_call_parser="auto", reasoning_parser="auto")
+"""Of agents outside of experiments."""
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -41,69 +42,38 @@ class AgentWorkflow(RolloutWorkflow):
 
     Args:
         agent: has ``async run(data, **extra)``; ``extra`` are ``base_url``, ``api_key`` and, inline, ``http_client``, as far
-            as it takes them, and what ``extra`` here adds.
+            as it takes them.
         gconfig: what its requests are sampled with unless they say otherwise.
-        mode: ``inline`` runs it in the event loop of all episodes, ``subproc`` in processes that find address and key in
-            their environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
-        turn_discount: what an answer earns of the reward of the next one, see :func:`export_interactions`.
-        export_style: ``individual`` or ``concat``, see there.
-        engine_max_tokens: most tokens of a conversation.
-        tool_call_parser: how the model writes tool calls.
-        reasoning_parser: how the model writes reasoning.
-        subproc_max_workers: processes.
-        session_timeout_seconds: longest that a run may take.
-        set_reward_finish_timeout: how long further rewards are waited for when the run has ended.
+        options: how it is run. With ``subproc`` it finds address and key in its environment (``OPENAI_BASE_URL``,
+            ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``).
         model_name: the model's name in requests.
-        extra: further arguments of every run.
 
     Raises:
         UsageError: the object is no agent, an option is unknown, or the server's packages are not installed.
     """
 
     def __init__(
-        self,
-        agent: Any,
-        gconfig: GenerationSettings,
-        *,
-        mode: AgentMode = "inline",
-        turn_discount: float = 1.0,
-        export_style: ExportStyle = "individual",
-        engine_max_tokens: int | None = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        subproc_max_workers: int = 4,
-        session_timeout_seconds: float = 3600,
-        set_reward_finish_timeout: float = 0.0,
-        model_name: str = "default",
-        extra: dict[str, Any] | None = None,
+        self, agent: Any, gconfig: GenerationSettings, options: AgentConfig = DEFAULTS, model_name: str = "default"
     ) -> None:
         if not is_agent(agent):
             raise UsageError(f"{name_of(agent)} is no agent: it has no method `async def run(self, data, **extra)`")
-        if mode not in ("inline", "subproc"):
-            raise UsageError(f"agent.mode {mode!r} is not here; use inline or subproc")
-        if export_style not in ("individual", "concat"):
-            raise UsageError(f"agent.export_style {export_style!r} is unknown; use individual or concat")
+        if options.mode not in ("inline", "subproc"):
+            raise UsageError(f"agent.mode {options.mode!r} is not here; use inline or subproc")
+        if options.export_style not in ("individual", "concat"):
+            raise UsageError(f"agent.export_style {options.export_style!r} is unknown; use individual or concat")
         if gconfig.min_new_tokens:
             raise UsageError(
                 f"gconfig.min_new_tokens={gconfig.min_new_tokens}: requests of agents have no such field; set it to 0"
             )
         if missing := missing_server_packages():
             raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
-        self.agent, self.gconfig, self.mode = agent, gconfig, mode
-        self._turn_discount, self._style, self._extra = turn_discount, export_style, dict(extra or {})
-        self._timeout_s, self._finish_s = session_timeout_seconds, set_reward_finish_timeout
-        self._max_tokens = engine_max_tokens
-        self._serving: dict[str, Any] = {
-            "model_name": model_name,
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "request_timeout_s": session_timeout_seconds,
-        }
+        self.agent, self.gconfig = agent, gconfig
+        self._options, self._model_name, self._timeout_s = options, model_name, options.session_timeout_seconds
         self._server: AgentServer | None = None
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
-        self._sent = pickled(agent, "agent") if mode == "subproc" else b""
-        self._processes = AgentProcesses(subproc_max_workers) if mode == "subproc" else None
+        self._sent = pickled(agent, "agent") if options.mode == "subproc" else b""
+        self._processes = AgentProcesses(options.subproc_max_workers) if options.mode == "subproc" else None
 
     async def arun_episode(self, engine: EngineClient, data: dict[str, Any]) -> EpisodeResult:
         """See :meth:`RolloutWorkflow.arun_episode`."""
@@ -112,8 +82,8 @@ class AgentWorkflow(RolloutWorkflow):
         session = server.open(derive_seed(server.seed, episode.task_id, episode.sample))
         try:
             _set_rewards(session, await self._run(session, data))
-            if self._finish_s:
-                await asyncio.sleep(self._finish_s)
+            if self._options.set_reward_finish_timeout:
+                await asyncio.sleep(self._options.set_reward_finish_timeout)
         finally:
             server.end(session)
         turns = list(session.tape.turns)
@@ -126,7 +96,7 @@ class AgentWorkflow(RolloutWorkflow):
                 f"agent {name_of(self.agent)} returned no reward and set none; return a number from run, or a dictionary "
                 "from ids of answers to rewards"
             )
-        return export_interactions(turns, self._turn_discount, self._style, engine.tokenizer)
+        return export_interactions(turns, self._options, engine.tokenizer)
 
     async def aclose(self) -> None:
         """End processes and server."""
@@ -144,12 +114,21 @@ class AgentWorkflow(RolloutWorkflow):
 
     def _serve(self, client: EngineClient) -> AgentServer:
         context = client.engine.context_length
-        limit = min(limit for limit in (self._max_tokens, self.gconfig.max_tokens, context) if limit)
+        limit = min(limit for limit in (self._options.engine_max_tokens, self.gconfig.max_tokens, context) if limit)
         sampling = sampling_params(self.gconfig, 0, limit)
-        return AgentServer(client.engine, sampling, limit, seed=client.seed, **self._serving)
+        return AgentServer(
+            client.engine,
+            sampling,
+            limit,
+            seed=client.seed,
+            model_name=self._model_name,
+            tool_call_parser=self._options.tool_call_parser,
+            reasoning_parser=self._options.reasoning_parser,
+            request_timeout_s=self._timeout_s,
+        )
 
     async def _run(self, session: AgentSession, data: dict[str, Any]) -> float | dict[str, float] | None:
-        extra = {"base_url": session.base_url, "api_key": session.api_key, **self._extra}
+        extra = {"base_url": session.base_url, "api_key": session.api_key}
         if self._processes is not None:
             wanted = _accepted(self.agent.run, extra)
             return await self._processes.run(self._sent, data, wanted, session.environment, self._timeout_s)
@@ -193,9 +172,7 @@ def _set_rewards(session: AgentSession, returned: float | dict[str, float] | Non
         session.tape.set_reward(returned)
 
 
-def export_interactions(
-    turns: Sequence[Turn], turn_discount: float, style: ExportStyle, tokenizer: Any
-) -> EpisodeResult:
+def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: Any) -> EpisodeResult:
     """The training rows of a session's turns, which are in the order in which they were given.
 
     ``individual`` makes every answer a row of its own, behind the prompt that it was given. ``concat`` makes one row of each
@@ -204,8 +181,9 @@ def export_interactions(
     its own reward (0 where it has none) and ``turn_discount`` times what the next one earns.
     """
     said = [turn for turn in turns if turn.tokens]
-    returns = dict(zip(said, discounted_returns([turn.reward or 0.0 for turn in said], turn_discount), strict=True))
-    if style == "individual":
+    earned = discounted_returns([turn.reward or 0.0 for turn in said], options.turn_discount)
+    returns = dict(zip(said, earned, strict=True))
+    if options.export_style == "individual":
         rows = [(turn, _alone(turn, tokenizer)) for turn in said]
     else:
         rows = [(said[max(row.turns)], row) for row in build_rows(said, LossMaskPolicy(), tokenizer)]

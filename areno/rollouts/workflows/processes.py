@@ -10,8 +10,6 @@ import asyncio
 import json
 import os
 import pickle
-import signal
-import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from areno.errors import AgentError
-from areno.frames import FrameError, Frames
+from areno.frames import FrameError
 from areno.rewards.lanes import WorkerProcess
 from areno.rewards.supervisor import supervised
 
@@ -101,11 +99,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
 
 def main(settings: dict[str, Any]) -> None:
     """Run agents until the parent closes the connection; ``connection`` and ``lifeline`` are file descriptors."""
-    supervised(settings["lifeline"], settings["connection"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the agent prints belongs to the log
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    frames = Frames.join(settings["connection"])
+    frames = supervised(settings["lifeline"], settings["connection"])
     while True:
         try:
             sent = frames.receive()

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from areno.config.experiment.generation_sections import AgentConfig
 from areno.config.hooks import named_object
 from areno.errors import UsageError
 from areno.rollouts.engine_client import GenerationSettings
-from areno.rollouts.workflows.agents import AgentWorkflow, is_agent
+from areno.rollouts.workflows.agents import DEFAULTS, AgentWorkflow, is_agent
 from areno.rollouts.workflows.base import GroupedRolloutWorkflow, RolloutWorkflow
 from areno.rollouts.workflows.sending import name_of
 
@@ -20,7 +21,8 @@ def resolve_workflow(
     *,
     workflow_kwargs: dict[str, Any] | None = None,
     offered: dict[str, Any] | None = None,
-    agent_options: dict[str, Any] | None = None,
+    agent: AgentConfig = DEFAULTS,
+    model_name: str = "default",
     n_samples: int = 1,
     drop_incomplete: bool = False,
 ) -> RolloutWorkflow:
@@ -31,7 +33,7 @@ def resolve_workflow(
         gconfig: sampling of agents; workflows of other kinds get theirs through ``workflow_kwargs``.
         workflow_kwargs: arguments of a class.
         offered: further ones, which it gets as far as it takes them.
-        agent_options: further arguments of :class:`AgentWorkflow`.
+        agent: how an agent is run; ``model_name`` is the model's in its requests.
         n_samples: samples per row.
         drop_incomplete: see :class:`GroupedRolloutWorkflow`.
 
@@ -57,7 +59,7 @@ def resolve_workflow(
                 f"workflow {name_of(found)} has neither `async def arun_episode(self, engine, data)` nor `async def run(self, "
                 "data, **extra)`"
             )
-        found = AgentWorkflow(found, gconfig, **(agent_options or {}))
+        found = AgentWorkflow(found, gconfig, agent, model_name)
     return GroupedRolloutWorkflow(found, n_samples, drop_incomplete)
 
 
