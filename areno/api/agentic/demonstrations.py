@@ -32,17 +32,14 @@ class Course:
 
     def conversations(self, count: int, seed: int) -> list[tuple[list[Message], list[dict[str, Any]]]]:
         """So many conversations of the expert, each with its tools; equal seeds give equal ones."""
-        return asyncio.run(self._play(count, seed))
+        return [asyncio.run(self._play(random.Random(f"{seed}:{index}"))) for index in range(count)]
 
-    async def _play(self, count: int, seed: int) -> list[tuple[list[Message], list[dict[str, Any]]]]:
-        played = []
-        for index in range(count):
-            environment, record = self.make(), self.draw(random.Random(f"{seed}:{index}"))
-            try:
-                played.append(await demonstrate(environment, record, self.expert, max_turns=self.max_turns))
-            finally:
-                environment.close()
-        return played
+    async def _play(self, draws: random.Random) -> tuple[list[Message], list[dict[str, Any]]]:
+        environment = self.make()
+        try:
+            return await demonstrate(environment, self.draw(draws), self.expert, max_turns=self.max_turns)
+        finally:
+            environment.close()
 
 
 def says(text: str) -> Message:

@@ -114,13 +114,18 @@ async def converse(
         openai.OpenAIError: the server refuses or fails.
         UsageError: the environment adds nothing to an answer that called no tool.
     """
+    from openai import BadRequestError
+
     conversation = begin_conversation(environment, record)
     fields: dict[str, Any] = {"model": model, **(request or {})}
     if len(conversation.toolset):
         fields |= {"tools": conversation.toolset.schemas, "tool_choice": _choice(tool_choice)}
     for _ in range(max_turns):
-        response = await _ask(client, conversation.messages, fields)
-        if response is None:
+        try:
+            response = await client.chat.completions.create(**{**fields, "messages": conversation.messages})
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
             conversation.ending = "too long"
             break
         conversation.turns.append((len(conversation.messages), response))
@@ -165,7 +170,15 @@ def run_environment(
     Raises:
         UsageError: the package ``openai`` is not installed.
     """
-    make_client = _client_maker()
+    try:
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+    except ImportError as error:
+        raise UsageError("an agent made of an environment needs the OpenAI client: pip install openai") from error
+
+    def make_client(ctx: Any) -> AsyncOpenAI:
+        """A client of a session: it has deadlines of its own, and at its address on this machine there are no certificates."""
+        http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
+        return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
 
     async def run_agent(ctx: Any, batch: AgentBatch) -> AsyncIterator[AgentTrajectory]:
         items = list(batch.iter_samples())
@@ -275,37 +288,11 @@ async def _play(
     return AgentTrajectory(turns=turns)
 
 
-def _client_maker() -> Callable[[Any], AsyncOpenAI]:
-    try:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-    except ImportError as error:
-        raise UsageError("an agent made of an environment needs the OpenAI client: pip install openai") from error
-
-    def make_client(ctx: Any) -> AsyncOpenAI:
-        """A client of a session: it has deadlines of its own, and at its address on this machine there are no certificates."""
-        http_client = DefaultAsyncHttpxClient(verify=False, timeout=None)
-        return AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, http_client=http_client)
-
-    return make_client
-
-
 def begin_conversation(environment: Environment, record: Mapping[str, Any]) -> Conversation:
     """Reset an environment; the conversation has its opening messages."""
     opening = environment.reset(record)
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(each) for each in opening]
     return Conversation(messages, Toolset(environment.tools()))
-
-
-async def _ask(client: AsyncOpenAI, messages: Sequence[Message], fields: Mapping[str, Any]) -> Any:
-    """The response; None where the conversation has outgrown the model."""
-    from openai import BadRequestError
-
-    try:
-        return await client.chat.completions.create(**{**fields, "messages": messages})
-    except BadRequestError as error:
-        if error.code == "context_length_exceeded":
-            return None
-        raise
 
 
 async def take_answer(environment: Environment, conversation: Conversation, message: Mapping[str, Any]) -> bool:

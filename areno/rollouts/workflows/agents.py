@@ -105,27 +105,24 @@ class AgentWorkflow(RolloutWorkflow):
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    async def _served(self, engine: EngineClient) -> AgentServer:
+    async def _served(self, client: EngineClient) -> AgentServer:
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.to_thread(self._serve, engine)
+                limits = (self._options.engine_max_tokens, self.gconfig.max_tokens, client.engine.context_length)
+                limit = min(limit for limit in limits if limit)
+                self._server = await asyncio.to_thread(
+                    AgentServer,
+                    client.engine,
+                    sampling_params(self.gconfig, 0, limit),
+                    limit,
+                    seed=client.seed,
+                    model_name=self._model_name,
+                    tool_call_parser=self._options.tool_call_parser,
+                    reasoning_parser=self._options.reasoning_parser,
+                    request_timeout_s=self._timeout_s,
+                )
                 logger.info("agents find the model at %s", self._server.url)
         return self._server
-
-    def _serve(self, client: EngineClient) -> AgentServer:
-        context = client.engine.context_length
-        limit = min(limit for limit in (self._options.engine_max_tokens, self.gconfig.max_tokens, context) if limit)
-        sampling = sampling_params(self.gconfig, 0, limit)
-        return AgentServer(
-            client.engine,
-            sampling,
-            limit,
-            seed=client.seed,
-            model_name=self._model_name,
-            tool_call_parser=self._options.tool_call_parser,
-            reasoning_parser=self._options.reasoning_parser,
-            request_timeout_s=self._timeout_s,
-        )
 
     async def _run(self, session: AgentSession, data: dict[str, Any]) -> float | dict[str, float] | None:
         extra = {"base_url": session.base_url, "api_key": session.api_key}
