@@ -208,7 +208,7 @@ def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began:
         except StopRequested as stop:
             logger.warning("run stopped; continue it with: areno train --resume %s", run_dir.path)
             return 128 + stop.signum
-    latest = loop.checkpoints.latest()
+    latest = loop.checkpointing.folder.latest()
     run_dir.write_summary(
         {
             "algo": options.algo,
@@ -238,7 +238,7 @@ def _evaluations(options: TrainOptions, loop: DataTrainer) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"evaluation": {"step": last["step"], **last["metrics"]}, "best_evaluation": best}
     if best is not None:
-        kept = options.ckpt if best["step"] == 0 else loop.checkpoints.find(best["step"])
+        kept = options.ckpt if best["step"] == 0 else loop.checkpointing.folder.find(best["step"])
         found["best_evaluation"] = {**best, "checkpoint": None if kept is None else str(kept)}
         logger.info(
             "best evaluation: %s=%g after %d steps, checkpoint %s",

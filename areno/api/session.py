@@ -6,9 +6,9 @@ serve``; the session itself is then the agent's ``ctx``. See :mod:`areno.api.age
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areno.api import arguments
 from areno.errors import UsageError
 from areno.types import SamplingParams, tightest
 
@@ -21,38 +21,25 @@ if TYPE_CHECKING:
     from areno.rollouts.conversation.spans import LossMaskPolicy
 
 
+@dataclass(eq=False)
 class RolloutSession:
     """Context manager, sync or async; made by :meth:`areno.Trainer.rollout_session`, which explains the arguments.
 
     Sessions nest: the outermost one prepares the backend and ends the rollout.
     """
 
-    def __init__(
-        self,
-        trainer: Sampler,
-        sampling_params: SamplingParams,
-        max_running_prompts: int | None,
-        *,
-        proxy: bool = False,
-        loss_mask_policy: LossMaskPolicy | None = None,
-        timeout_s: float = 300.0,
-        seed: int = 0,
-        disable_thinking: bool = False,
-    ) -> None:
-        if loss_mask_policy is not None:
-            from areno.rollouts.conversation.spans import LossMaskPolicy
+    trainer: Sampler
+    sampling_params: SamplingParams
+    max_running_prompts: int | None
+    wants_proxy: bool = False
+    loss_mask_policy: LossMaskPolicy | None = None
+    timeout_s: float = 300.0
+    seed: int = 0
+    disable_thinking: bool = False
 
-            arguments.of_type("loss_mask_policy", loss_mask_policy, LossMaskPolicy)
-        self.trainer = trainer
-        self.sampling_params = sampling_params
-        self.max_running_prompts = max_running_prompts
-        self.loss_mask_policy, self.timeout_s = loss_mask_policy, timeout_s
-        self.seed, self.disable_thinking = seed, disable_thinking
-        self._wants_proxy = proxy
+    def __post_init__(self) -> None:
         self._proxy: AgentServer | None = None
         self._context: AgentContext | None = None
-
-    # -- for agents ------------------------------------------------------------------------------------------------
 
     @property
     def proxy(self) -> AgentServer:
@@ -60,7 +47,7 @@ class RolloutSession:
         if self._proxy is None:
             raise RuntimeError(
                 "rollout session proxy is disabled: open it with proxy=True"
-                if not self._wants_proxy
+                if not self.wants_proxy
                 else "the rollout session has not begun: use it as `async with trainer.rollout_session(...) as ctx`"
             )
         return self._proxy
@@ -119,12 +106,10 @@ class RolloutSession:
         fill_context_logprobs(self.trainer, samples)
         return samples
 
-    # -- beginning and end -----------------------------------------------------------------------------------------
-
     def __enter__(self) -> RolloutSession:
         self.trainer.begin_rollout_session(self.max_running_prompts)
         try:
-            if self._wants_proxy:
+            if self.wants_proxy:
                 self._proxy = self._start_proxy()
         except BaseException:
             self.trainer.end_rollout_session()

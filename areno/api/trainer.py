@@ -97,15 +97,18 @@ class Trainer(Sampler):
             seed: what the draws of agents derive from; None derives one, so that a repeated program repeats them.
             disable_thinking: pass ``enable_thinking=False`` to the chat template in agents' requests.
         """
-        options: dict[str, Any] = {"proxy": proxy, "loss_mask_policy": loss_mask_policy, "timeout_s": timeout_s}
         params = arguments.sampling(sampling_params)
+        if loss_mask_policy is not None:
+            from areno.rollouts.conversation.spans import LossMaskPolicy
+
+            arguments.of_type("loss_mask_policy", loss_mask_policy, LossMaskPolicy)
         arguments.real("timeout_s", timeout_s, above=0)
         self._sampled_at.add(params.logprob_temperature)
         if seed is None:
             seed = self._seeds(1, params.seed)[0] if proxy else 0
         arguments.whole("seed", seed, -(2**63))
-        options |= {"seed": seed, "disable_thinking": disable_thinking}
-        return RolloutSession(self, params, running_sequences(max_running_prompts), **options)
+        running = running_sequences(max_running_prompts)
+        return RolloutSession(self, params, running, proxy, loss_mask_policy, timeout_s, seed, disable_thinking)
 
     def train(
         self,
@@ -152,8 +155,6 @@ class Trainer(Sampler):
         """Close a step that trains no policy, such as a critic's warm-up; returns its times in seconds."""
         self._steps += 1
         return self.clock.close_step()
-
-    # -- auxiliary roles -------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: dict[str, ModelRole]) -> None:
         """Load auxiliary models: references, critics, reward models. A role that is there already is kept.
@@ -267,8 +268,6 @@ class Trainer(Sampler):
             ValueError: the rate is negative or not finite.
         """
         self.backend.set_learning_rate(role, arguments.real("the learning rate", value, least=0))
-
-    # -- the end ---------------------------------------------------------------------------------------------------
 
     def evaluate(
         self,

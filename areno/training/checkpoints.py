@@ -48,7 +48,7 @@ class Checkpoints:
         self.folder = CheckpointFolder(spec.folder, spec.newest, spec.remedy)
         self.frequency = FrequencyControl(spec.every)
         self.writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext()
-        self._saved_step = 0
+        self.saved_step = 0
 
     def find(self, step: int | None = None) -> Path | None:
         """The newest checkpoint that is what was written, or the one of a step; None where there is none.
@@ -69,7 +69,7 @@ class Checkpoints:
 
     def resume(self, checkpoint: Path, state: RunState) -> None:
         """Count what the run has, which goes on from a checkpoint; those of later steps are renamed."""
-        self._saved_step = state.step if checkpoint != self.folder.best else 0
+        self.saved_step = state.step if checkpoint != self.folder.best else 0
         self.folder.sound_until = state.unusable
         self.folder.rewind(state.step)
         self.folder.prune()
@@ -85,7 +85,7 @@ class Checkpoints:
         :class:`CheckpointError` if the disk is full, or a write failed.
         """
         step, path = state.step, self.folder.path(state.step)
-        if step == self._saved_step:
+        if step == self.saved_step:
             return path
         best = self.folder.best if self.folder.best_step() == step else None
         with (
@@ -93,12 +93,12 @@ class Checkpoints:
             self.folder.writing(step, _needed_bytes(backend, best), copy_of=best) as folder,
         ):
             self._fill(folder, state, backend, best, rollout_state)
-        self._saved_step = step
+        self.saved_step = step
         return path
 
     def save_best(self, state: RunState, backend: Backend, rollout_state: Callable[[], Any] = lambda: None) -> None:
         """Keep the last completed step as the best one; arguments and errors as for :meth:`save`."""
-        same = self.folder.path(state.step) if state.step == self._saved_step else None
+        same = self.folder.path(state.step) if state.step == self.saved_step else None
         with (
             self.writing(self.folder.best),
             self.folder.writing_best(_needed_bytes(backend, same), copy_of=same) as folder,
@@ -107,13 +107,8 @@ class Checkpoints:
 
     def update(self, state: RunState) -> None:
         """Replace the state of the last completed step's checkpoint, where there is one: it has been evaluated since."""
-        if state.step and state.step == self._saved_step:
+        if state.step and state.step == self.saved_step:
             write_state(self.folder.path(state.step), asdict(state))
-
-    @property
-    def saved_step(self) -> int:
-        """Completed steps of the newest checkpoint of this process; 0 has none."""
-        return self._saved_step
 
     def _fill(
         self, folder: Path, state: RunState, backend: Backend, copied: Path | None, rollout_state: Callable[[], Any]

@@ -20,7 +20,6 @@ from areno.errors import UsageError
 from areno.observability import lifecycle, tracing
 from areno.observability.health import LOGPROB_GAP_LIMIT, LOGPROB_GAP_LIMIT_FP32, HealthMonitor
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
-from areno.storage.checkpoints import CheckpointFolder
 from areno.storage.layout import OPTIONS
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
@@ -101,8 +100,6 @@ class DataTrainer(TrainingLoop):
             self.saver = Saver(config.checkpoint_path, every, self.saved_roles, mode, OPTIONS, DISK_REMEDY)
         self.set_up(spec_of(config), instance.backend, StepReporter(config, self.logger, health))
 
-    # -- what an algorithm supplies --------------------------------------------------------------------------------
-
     @abstractmethod
     def batches(self, order: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Batches of an epoch from position ``start`` of ``order``, each with the position after it."""
@@ -118,17 +115,10 @@ class DataTrainer(TrainingLoop):
             "option out, or give the trainer a method evaluate(rows)"
         )
 
-    # -- the run ---------------------------------------------------------------------------------------------------
-
     @property
     def run_dir(self) -> RunDirectory:
         """The run's files."""
         return self.report.run_dir
-
-    @property
-    def checkpoints(self) -> CheckpointFolder:
-        """The run's checkpoints."""
-        return self.checkpointing.folder
 
     @property
     def context_limit(self) -> int | None:

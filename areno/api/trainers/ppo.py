@@ -81,8 +81,6 @@ class PPOTrainer(RolloutTrainer):
             | spread("normalized_advantage", trained_values(rows, "advantages"))
         )
 
-    # -- updates ---------------------------------------------------------------------------------------------------
-
     def _train_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """One train call of the critic with the run's sizes."""
         config = self.config

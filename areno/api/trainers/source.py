@@ -60,8 +60,6 @@ class SampleSource:
             self.close()
             raise
 
-    # -- training --------------------------------------------------------------------------------------------------
-
     def steps(self, planned: Iterator[PlannedStep]) -> Iterator[PlannedStep]:
         """The same steps; batches of later ones begin in the rollout processes."""
         return planned if self._fleet is None else self._ahead.steps(planned)
@@ -124,8 +122,6 @@ class SampleSource:
             for prompt, (item, result) in enumerate(zip(batch.items, results, strict=True))
             for index, sequence in enumerate(result.sequences)
         ]
-
-    # -- workflows -------------------------------------------------------------------------------------------------
 
     def _running(self, *, evaluates: bool) -> Episodes:
         """Episodes of training, on whatever generates for it, or of evaluations, on the engine of this process."""
@@ -191,8 +187,6 @@ class SampleSource:
             for index, rows in enumerate(group or [[]] * config.eval_n_samples):
                 found.append(workflow_sample(tokenizer, item, number, index, rows[-1]).answer if rows else None)
         return found
-
-    # -- checkpoints and the end -----------------------------------------------------------------------------------
 
     def export_state(self) -> Any:
         """Samples that no step has been trained on, as :mod:`areno.training.plain_objects` holds them; None without any."""
