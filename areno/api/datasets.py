@@ -62,16 +62,10 @@ def load_training_dataset(
     option: str = "--dataset-path",
     split: str = TRAIN,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the rows that a trainer reads, through the user's loader if there is one.
+    """The rows that a trainer reads, at least one mapping, through the user's loader if there is one.
 
-    Args:
-        dataset_path: as in :func:`load_rows`; a loader may give it a meaning of its own.
-        loader_fn: called with the path and the keywords ``default_loader``, ``load_dataset`` and ``load_from_disk``.
-        option: flag that named the path, for error messages.
-        split: as in :func:`load_rows`; a loader gets it with ``default_loader``.
-
-    Returns:
-        A list or ``datasets.Dataset`` of mappings, at least one.
+    A loader is called with the path, to which it may give a meaning of its own, and the keywords ``default_loader``,
+    ``load_dataset`` and ``load_from_disk``; the split goes to ``default_loader``.
 
     Raises:
         DataError: a file is malformed.

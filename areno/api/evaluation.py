@@ -96,8 +96,7 @@ def evaluate_prompts(
         rewards: scores the answers of one piece at a time.
         sampling: generation controls; see :func:`evaluation_sampling`.
         n_samples: answers per prompt.
-        max_prompt_tokens: longer prompts are passed over and counted, as are those that the model's context, or that of
-            ``sampling``, leaves no room behind.
+        max_prompt_tokens: longer prompts are passed over and counted, as are those that leave the context no room.
         max_running: most answers generated at the same time.
         seed: fixes every draw; the same seed, rows and policy give the same answers.
         disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
@@ -111,8 +110,7 @@ def evaluate_prompts(
         reward_errors, eval_time_s``. Answers without a reward count in the lengths only.
 
     Raises:
-        DataError: a row has no usable prompt.
-        RewardError: no answer at all got a reward, or ``rewards`` gave a wrong number of them, or one that is not finite.
+        RewardError: no answer at all got a reward, or ``rewards`` gave a wrong number of them, or one not finite.
         UsageError: every prompt is too long.
         ValueError: no rows, or ``n_samples`` or ``max_running`` is below 1.
     """

@@ -88,22 +88,13 @@ class Sampler:
 
     @property
     def backend(self) -> Backend:
-        """What holds the models.
-
-        Raises:
-            EngineError: :meth:`init` was not called, or :meth:`close` was.
-        """
+        """What holds the models; EngineError before :meth:`init` and after :meth:`close`."""
         if self._backend is None:
             raise EngineError("the trainer is not initialized: call trainer.init() first, and not after close()")
         return self._backend
 
     def init(self) -> None:
-        """Load tokenizer and model. Call it once, before anything else; after :meth:`close` it opens the trainer anew.
-
-        Raises:
-            EngineError: it was called before.
-            UsageError: there is no usable checkpoint.
-        """
+        """Load tokenizer and model, once and before anything else; after :meth:`close` it opens the trainer anew."""
         if self._backend is not None:
             raise EngineError(
                 "the trainer is initialized already; loading the model again would drop what it has learned. "
@@ -149,11 +140,7 @@ class Sampler:
         self._depth += 1
 
     def end_rollout_session(self) -> None:
-        """Leave a session by hand; the outermost one aborts what is still pending. After :meth:`close` it does nothing.
-
-        Raises:
-            EngineError: no session is open.
-        """
+        """Leave a session by hand; the outermost one aborts what is pending. After :meth:`close` it does nothing."""
         if self._closed:
             return
         if self._depth == 0:

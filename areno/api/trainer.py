@@ -26,7 +26,7 @@ from areno.types import ModelRole, PromptBatch, RewardRecord, SamplingParams, Tr
 class Trainer(Sampler):
     """Owns a backend: generates inside rollout sessions, trains with any loss, saves checkpoints.
 
-    The constructor is cheap; :meth:`init` loads the model.
+    The constructor is cheap, and raises TypeError or UsageError for what cannot work; :meth:`init` loads the model.
 
     Args:
         world_size: number of devices or worker ranks.
@@ -34,10 +34,6 @@ class Trainer(Sampler):
         backend_type: ``areno.Areno`` (the default), a name, or a registered backend of your own.
         custom_config: the backend's configuration; ``areno.ArenoConfig()`` when omitted.
         metrics_log_dir: folder for TensorBoard events of every :meth:`train` call; None writes none.
-
-    Raises:
-        TypeError: ``custom_config`` is not of the backend's class.
-        UsageError: the configuration cannot work.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ BUILT_IN_WORKFLOWS = ("rlvr", "multi_turn")
 
 def check_inputs(config: BaseExperimentConfig) -> None:
     """Check that models, data and functions exist, and that files can be written; one :class:`UsageError` names all."""
-    problems = Problems()
-    found = (*place_problems(config), *function_problems(config), *package_problems(config))
-    for text in found:
-        problems.add(text)
-    problems.raise_if_any()
+    Problems.raise_all((*place_problems(config), *function_problems(config), *package_problems(config)))
 
 
 NO_REWARD = (

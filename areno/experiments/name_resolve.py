@@ -168,18 +168,12 @@ class Repository:
         keepalive_ttl: float | None = None,
         replace: bool = False,
     ) -> None:
-        """Give a name a value.
+        """Give a name, words with slashes between them, a value.
 
         Args:
-            name: words with slashes between them.
-            value: written as text.
             delete_on_exit: :meth:`reset` deletes it.
             keepalive_ttl: seconds after which it is gone if this process has died; None never.
-            replace: a name that has a value gets this one.
-
-        Raises:
-            NameEntryExists: the name has a value, and it is not to be replaced.
-            UsageError: it is no name.
+            replace: a name that has a value gets this one; else it is a NameEntryExists.
         """
         name = _normal(name)
         if keepalive_ttl is not None and keepalive_ttl <= 0:

@@ -114,11 +114,9 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """The engines of an experiment.
+    """The engines of an experiment: ``actor`` trains, each ``rollout`` generates, None where the actor's does, or none.
 
     Attributes:
-        actor: the one that trains.
-        rollout: each of those that generate; None where the actor's does, or nothing is generated.
         titles: what the two are called.
         transfer: bytes of shared memory through which new weights go.
         together: both lie in one memory, and must fit into it at once.

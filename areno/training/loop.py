@@ -37,13 +37,7 @@ from areno.training.stopping import StopController, StopRequested
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that is to be done.
-
-    Attributes:
-        batch: what :meth:`TrainingLoop.run_step` gets.
-        at: its place in the run.
-        position: rows of the epoch's order that are done with after it.
-    """
+    """A step that is to be done: batch, place, and how many rows of the epoch's order are done with after it."""
 
     batch: Any
     at: StepInfo

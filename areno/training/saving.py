@@ -32,19 +32,15 @@ StageModel = Callable[[], WriteModel]
 
 
 class Saver:
-    """Saves models at their times.
+    """Saves models at their times; ``roles`` have counters of their own, and ``default`` is the actor.
 
     Args:
         root: the trial's folder for models.
         every: how often each role is saved.
-        roles: ``default`` is the actor.
-        mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for models
-            that can be copied, else ``sync``.
+        mode: ``sync`` writes before it returns; ``async`` copies and writes in a thread; ``auto`` is ``async`` for
+            models that can be copied, else ``sync``.
         layout: table of paths.
         remedy: what helps where the disk is full.
-
-    Raises:
-        UsageError: an unknown mode.
     """
 
     def __init__(

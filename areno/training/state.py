@@ -25,8 +25,7 @@ class RunState:
         rng: state of the global random generators.
         unusable: completed steps before the first update that was not usable; None if all were.
         evaluation_due: the evaluation after the last step has yet to be done.
-        evaluation: the last evaluation: ``step`` (completed steps of the model that was measured), ``metrics``, and the
-            ``settings`` under which others are comparable with it.
+        evaluation: the last one: ``step``, ``metrics``, and the ``settings`` under which others are comparable with it.
         best: the best evaluation so far: ``step``, ``metric``, ``value``.
         not_best: evaluations since the best one.
         parts: counters of the parts of a run by name, as JSON has them: frequencies, data position, statistics.

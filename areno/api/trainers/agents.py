@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areno.api.agentic.collect import AgentRunner, Collected
@@ -31,14 +30,6 @@ _SHOWN_PROMPT = 120
 _SHOWN_FAILED = 3
 
 
-@dataclass(slots=True)
-class AgentDraw:
-    """The usable samples of a batch, and figures about the others."""
-
-    samples: list[AgentSample]
-    stats: dict[str, float]
-
-
 class AgentRollouts:
     """Runs the agent of ``--agent-fn``; raises :class:`UsageError` if its file cannot be used."""
 
@@ -57,8 +48,8 @@ class AgentRollouts:
 
     def draw(
         self, batch: PromptBatch, n_samples: int, sampling: SamplingParams, seed: int, *, may_be_empty: bool = False
-    ) -> AgentDraw:
-        """Run the agent over ``n_samples`` tasks per prompt; :class:`AgentError` if too many fail or none is usable."""
+    ) -> tuple[list[AgentSample], dict[str, float]]:
+        """The usable samples of ``n_samples`` tasks per prompt, and figures about the others."""
         config, agents = self._config, AgentBatch.from_prompt_batch(batch, n_samples)
         lifecycle.agentic_rollout_batch(self._logger, len(batch.items), n_samples, config.running_sequences)
         session = self._instance.rollout_session(
@@ -81,7 +72,7 @@ class AgentRollouts:
             )
         fill_context_logprobs(self._instance, kept, config.score_micro_bs)
         self._say_built(kept)
-        return AgentDraw(kept, self._stats(collected, kept))
+        return kept, self._stats(collected, kept)
 
     def _check_failures(self, collected: Collected, total: int) -> None:
         """Say what failed; stop where it is too much."""

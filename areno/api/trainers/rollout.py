@@ -261,8 +261,9 @@ class RolloutTrainer(DataTrainer):
         if self._agents is None:
             samples, self._drawn_stats = self._source.draw(batch, step)
         else:
-            drawn = self._agents.draw(batch, config.n_samples, self.sampling, derive_seed(config.seed, step))
-            samples, self._drawn_stats = [Sample.of_agent(sample, batch) for sample in drawn.samples], drawn.stats
+            seed = derive_seed(config.seed, step)
+            drawn, self._drawn_stats = self._agents.draw(batch, config.n_samples, self.sampling, seed)
+            samples = [Sample.of_agent(sample, batch) for sample in drawn]
         lifecycle.rollout_end(self.logger, epoch, step, self.role)
         if self._log_limit:
             self._log_samples(samples[: self._log_limit])
@@ -374,9 +375,9 @@ class RolloutTrainer(DataTrainer):
         """What the agent makes of held-out prompts."""
         config = self.config
         seed = derive_seed(config.seed, EVALUATION_STREAM, prompts[0])
-        drawn = agents.draw(piece, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
+        drawn, _ = agents.draw(piece, config.eval_n_samples, evaluation_sampling(config), seed, may_be_empty=True)
         found: list[Answer | None] = [None] * (len(prompts) * config.eval_n_samples)
-        for sample in (Sample.of_agent(each, piece) for each in drawn.samples):
+        for sample in (Sample.of_agent(each, piece) for each in drawn):
             sample.record.metadata["prompt_index"] = prompts[sample.prompt_index]
             found[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
         return found

@@ -150,10 +150,7 @@ class ExperimentTrainer(TrainingLoop):
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
         """The rows that were not given; read before a model is loaded, because data is wrong more often."""
         config, given = self.config, {"train_dataset": train, "valid_dataset": valid}
-        problems = Problems()
-        for text in data_problems(config, tuple(name for name in DATASETS if given[name] is None)):
-            problems.add(text)
-        problems.raise_if_any()
+        Problems.raise_all(data_problems(config, tuple(name for name in DATASETS if given[name] is None)))
         if train is None and valid is None and held_out_is_trained(config):
             _log.warning("valid_dataset names rows of train_dataset: the evaluation measures rows that are trained on")
         train = load_dataset(config.train_dataset, "train_dataset") if train is None else train

@@ -36,18 +36,12 @@ Tokens = tuple[list[int], list[int]]
 def build_preference_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[Pair], int]:
-    """Tokenize preference rows.
+    """Tokenize preference rows to pairs (chosen, rejected) in row order, numbered as ``group``; count the dropped.
 
     An answer in text is the encoded prompt, the answer and an EOS token (unless it ends with one). Conversations go
     through the chat template; the tokens that the two share at the beginning are context, the rest is trained. Pairs
-    that are too long, that have an empty answer or two equal ones are dropped. The two bounds on prompt and answer count
-    together.
-
-    Returns:
-        Pairs (chosen, rejected) in row order, their number as ``group``; and how many rows were dropped.
-
-    Raises:
-        DataError: a row lacks a key or has an unusable value there, or every row was dropped.
+    that are too long, that have an empty answer or two equal ones are dropped. The bounds on prompt and answer count
+    together. Raises :class:`DataError` if a row lacks a usable key, or every row was dropped.
     """
     source, loader, eos = bounds.source, bounds.loader, bounds.eos_token_ids
     texts: list[tuple[RenderedPrompt, str]] = []

@@ -60,7 +60,6 @@ class Reference:
         actor_path: checkpoint that the policy began from.
         trained: the policy is no longer what it was in the beginning.
         micro_bs: rows of one forward pass.
-        logger: gets the documented lines.
         random_seed: of random weights that the policy began from in place of its checkpoint's.
     """
 

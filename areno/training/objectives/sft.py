@@ -16,16 +16,10 @@ from areno.types import TrainSequence
 def build_sft_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds
 ) -> tuple[list[TrainSequence], int]:
-    """Tokenize rows for supervised training: ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``.
+    """Tokenize rows of ``prompt`` and ``response``, ``question`` and ``answer``, or ``messages``; count the dropped.
 
-    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without a
-    response, and rows that are too long, are dropped.
-
-    Returns:
-        The sequences in row order, and how many rows were dropped.
-
-    Raises:
-        DataError: a row has no usable ``prompt`` or ``response`` key, or every row was dropped.
+    A sequence is the encoded prompt, the response and an EOS token (unless the response ends with one). Rows without
+    a response, and rows that are too long, are dropped. Raises :class:`DataError` for an unusable key, or if all are.
     """
     source, most = bounds.source, bounds.context_limit
     kept: list[tuple[RenderedPrompt, str]] = []
