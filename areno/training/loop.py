@@ -54,6 +54,7 @@ class TrainingLoop(ABC):
         saved_roles: models that are saved beside checkpoints; the first is the actor.
         saver: saves them at their times; None saves none.
         resumed_from: checkpoint whose weights are loaded already; None begins at the first step.
+        eval_rows: held-out rows; None evaluates nothing.
         state: how far the run has come.
     """
 
@@ -65,6 +66,7 @@ class TrainingLoop(ABC):
     saved_roles: Sequence[str] = (ACTOR_MODELS,)
     saver: Saver | None = None
     resumed_from: Path | None = None
+    eval_rows: Sequence[Any] | None = None
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
         """Take what the loop works with; ``checkpoints`` are those that have been looked for already."""
@@ -90,10 +92,6 @@ class TrainingLoop(ABC):
     @abstractmethod
     def run_step(self, batch: Any) -> StepOutcome:
         """Do one step; work that can be repeated belongs inside ``self.stop.interruptible()``."""
-
-    @abstractmethod
-    def has_held_out(self) -> bool:
-        """Whether there are rows to evaluate on."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
@@ -243,7 +241,7 @@ class TrainingLoop(ABC):
 
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
         """The numbers of an evaluation that belong to the record of the step before it."""
-        if not self.has_held_out():
+        if self.eval_rows is None:
             return {}
         self.state.evaluation_due |= self.evaluation.check(at)
         if not self.state.evaluation_due:
@@ -253,7 +251,7 @@ class TrainingLoop(ABC):
     def _evaluate(self, apart: bool = True) -> dict[str, float]:
         """Measure the model once per step; ``apart`` tells the numbers as a record of their own, else returns them."""
         step, done = self.state.step, self.state.evaluation
-        if not self.has_held_out() or (done is not None and done["step"] == step):
+        if self.eval_rows is None or (done is not None and done["step"] == step):
             return {}
         self.display.phase("evaluate")
         rng = capture_rng()

@@ -52,7 +52,7 @@ def test_every_trainer_evaluates_on_the_test_split(tiny_checkpoint, tmp_path, ki
     trainer = HereTrainer if kind == "rl" else trainer_class(config)
     with trainer(config) as made:
         assert len(made.rows.rows) == 12
-        assert len(made.valid_rows) == 5
+        assert len(made.eval_rows) == 5
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_training_rows_are_measured_only_on_purpose(tmp_path, tiny_checkpoint, c
     config = configured("sft", tiny_checkpoint, tmp_path, file, file, valid_dataset__split="train")
     check_inputs(config)
     with caplog.at_level(logging.WARNING), trainer_class(config)(config) as trainer:
-        assert len(trainer.valid_rows) == 12
+        assert len(trainer.eval_rows) == 12
     assert "rows that are trained on" in caplog.text
 
 

@@ -67,11 +67,7 @@ def optimizer_settings(config: TrainOptions, prefix: str = "") -> dict[str, Any]
 
 
 class DataTrainer(TrainingLoop):
-    """Base of the trainers; see the module's text.
-
-    Attributes:
-        eval_rows: held-out rows, in the run's schema; None evaluates nothing.
-    """
+    """Base of the trainers; see the module's text. ``eval_rows`` are in the run's schema."""
 
     def __init__(
         self,
@@ -84,7 +80,6 @@ class DataTrainer(TrainingLoop):
     ) -> None:
         self.config, self.instance, self.dataset = config, instance, dataset
         self.reward_fn, self.loss_fn = reward_fn, loss_fn
-        self.eval_rows: Sequence[dict[str, Any]] | None = None
         fp32 = instance.backend.config.compute_dtype == "float32"
         gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
@@ -186,10 +181,6 @@ class DataTrainer(TrainingLoop):
         self._updating = True  # until the step is complete, the weights belong to no step that could be saved
         with self.timed("train_step"):
             return self.instance.train(rows, self.loss_fn, self.config.mini_bs, self.config.gradient_accumulation_steps)
-
-    def has_held_out(self) -> bool:
-        """Whether ``--eval-dataset-path`` gave rows."""
-        return self.eval_rows is not None
 
     def measure(self) -> dict[str, float]:
         """:meth:`evaluate` on the held-out rows, with its seconds."""

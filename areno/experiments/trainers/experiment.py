@@ -110,7 +110,7 @@ class ExperimentTrainer(TrainingLoop):
             self._check_rows(*found)
             self._services = self._open_services()
             self.engine: Backend = self._make_engine(self.resumed_from)
-            self.rows, self.valid_rows = self.make_rows(*found)
+            self.rows, self.eval_rows = self.make_rows(*found)
             self.saver = self._make_saver()
             self.set_up(spec, self.engine, self._make_reporter(), checkpoints)
         except BaseException:
@@ -237,21 +237,14 @@ class ExperimentTrainer(TrainingLoop):
             _log.warning("no model will be saved, not even the last one: saver.mode is %s", SAVES_NOTHING)
         elif not frequency(config.saver).given:
             _log.warning("only the last model will be saved: saver.freq_epochs, freq_steps and freq_secs are null")
-        every = frequency(config.saver, last=saves)
-        return Saver(
-            ExperimentFolders.of(config, config.saver.fileroot).checkpoints,
-            every,
-            self.saved_roles,
-            config.saver.mode if saves else "auto",
-        )
+        root, mode = ExperimentFolders.of(config, config.saver.fileroot).checkpoints, config.saver.mode
+        return Saver(root, frequency(config.saver, last=saves), self.saved_roles, mode if saves else "auto")
 
     def _make_reporter(self) -> ExperimentReporter:
         config = self.config
+        epochs, steps = config.total_train_epochs, self.rows.steps_per_epoch
         self.stats_logger = StatsLogger(
-            self.run_dir,
-            total_epochs=config.total_train_epochs,
-            steps_per_epoch=self.rows.steps_per_epoch,
-            services=self._services,
+            self.run_dir, total_epochs=epochs, steps_per_epoch=steps, services=self._services
         )
         return ExperimentReporter(self.run_dir, _log, config, self.stats_logger, self.tracker, self.known_names())
 
@@ -286,21 +279,11 @@ class ExperimentTrainer(TrainingLoop):
         with super().around_step(step), self.memory.step(step):
             yield
 
-    def has_held_out(self) -> bool:
-        """Whether there is a ``valid_dataset``."""
-        return self.valid_rows is not None
-
     def end(self) -> None:
         """Save the last models where an early stop came unforeseen."""
         self._save_last_models()
-        self.run_dir.write_summary(
-            {
-                "global_step": self.state.step,
-                "sequences": self.state.sequences,
-                "finished": True,
-                "best_evaluation": self.state.best,
-            }
-        )
+        done = {"global_step": self.state.step, "sequences": self.state.sequences, "finished": True}
+        self.run_dir.write_summary({**done, "best_evaluation": self.state.best})
 
     @contextmanager
     def timed(self, key: str) -> Iterator[None]:

@@ -202,7 +202,7 @@ class PPOTrainer(ExperimentTrainer):
 
     def _dispatcher(self, evaluates: bool = False) -> BatchDispatcher:
         config, rollout = self.config, self.config.rollout
-        size = len(self.valid_rows or ()) if evaluates else rollout.consumer_batch_size
+        size = len(self.eval_rows or ()) if evaluates else rollout.consumer_batch_size
         staleness = StalenessManager(
             max_concurrent_rollouts=rollout.max_concurrent_rollouts,
             consumer_batch_size=size,
@@ -264,7 +264,7 @@ class PPOTrainer(ExperimentTrainer):
         """
         self.plan_steps(total_epochs)
         self.workflow = workflow_of(self.config, workflow, workflow_kwargs, self.engine.tokenizer)
-        if self.valid_rows is not None:
+        if self.eval_rows is not None:
             again = (workflow, workflow_kwargs) if eval_workflow is None else (eval_workflow, eval_workflow_kwargs)
             self.eval_workflow = workflow_of(self.config, *again, self.engine.tokenizer, evaluates=True)
             self.eval_dispatcher = self._dispatcher(evaluates=True)
@@ -370,8 +370,8 @@ class PPOTrainer(ExperimentTrainer):
 
     def measure(self) -> dict[str, float]:
         """Run the held-out rows through the evaluation workflow; training rollouts go on beside it."""
-        assert self.valid_rows is not None
-        rows = [self.valid_rows[index] for index in range(len(self.valid_rows))]
+        assert self.eval_rows is not None
+        rows = [self.eval_rows[index] for index in range(len(self.eval_rows))]
         assert self.fleet is not None
         with self.fleet.generating():
             found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)

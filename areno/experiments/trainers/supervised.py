@@ -90,8 +90,8 @@ class SupervisedTrainer(ExperimentTrainer):
 
     def measure(self) -> dict[str, float]:
         """The loss and its statistics on the held-out rows, without training."""
-        assert self.valid_rows is not None
-        rows = sequences(self.valid_rows)
+        assert self.eval_rows is not None
+        rows = sequences(self.eval_rows)
         stats = self.engine.measure(rows, self.loss_fn, self.batching)
         return in_scope(f"{self.section}/eval", {**stats, **_sizes(rows)})
 
@@ -136,7 +136,7 @@ class DPOTrainer(SupervisedTrainer):
             return
         self.display.phase("reference")
         examples: Any = self.rows.rows
-        held_out: Any = self.valid_rows
+        held_out: Any = self.eval_rows
         actor, ref = self.config.actor, self.config.ref
         rows_at_once = rows_per_pass(ref.mb_spec, [row.tokens for row in examples.rows])
         reference = Reference(
@@ -144,7 +144,7 @@ class DPOTrainer(SupervisedTrainer):
             random_seed=self.config.seed if actor.init_from_scratch else None,
         )
         with self.timed("ref_logp"), self.stop.interruptible():
-            self.rows.rows, self.valid_rows = reference.score(examples, held_out)
+            self.rows.rows, self.eval_rows = reference.score(examples, held_out)
 
     def loss(self) -> LossFn:
         """DPO's, IPO's or SLiC's."""
