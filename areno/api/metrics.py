@@ -6,7 +6,7 @@ Importing this module does not import torch; the event writer does it in a threa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from areno.observability.scalars import step_scalars
 from areno.observability.services import ServiceGroup
 from areno.observability.tensorboard import EventWriter
 from areno.storage.run_dir import RunDirectory
-from areno.types import TrainSequence
 
 
 class MetricsRecorder:
@@ -38,35 +37,13 @@ class MetricsRecorder:
         self._events = EventWriter(log_dir, purge_step) if log_dir is not None else None
         self._run_dir = run_dir
 
-    def record_step(
-        self,
-        step: int,
-        *,
-        rows: Sequence[TrainSequence],
-        train_stats: Mapping[str, Any],
-        timings: Mapping[str, float],
-        skipped_long: int = 0,
-        total_skipped_long: int = 0,
-        rewards: Sequence[float] | None = None,
-        extra: Mapping[str, float] | None = None,
-    ) -> dict[str, float]:
-        """Record one step; the arguments are those of ``areno.observability.scalars.step_scalars``.
-
-        Returns:
-            The recorded scalars by tag.
+    def record_step(self, step: int, **values: Any) -> dict[str, float]:
+        """Record one step, and return its scalars by tag; values are :func:`areno.observability.scalars.step_scalars`'s.
 
         Raises:
             ArenoError: the events or ``metrics.jsonl`` cannot be written.
         """
-        scalars = step_scalars(
-            rows=rows,
-            train_stats=train_stats,
-            timings=timings,
-            skipped_long=skipped_long,
-            total_skipped_long=total_skipped_long,
-            rewards=rewards,
-            extra=extra,
-        )
+        scalars = step_scalars(**values)
         self.record_scalars(step, scalars)
         return scalars
 

@@ -140,9 +140,9 @@ class Trainer(Sampler):
         if self._recorder is not None:
             rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
-            told: dict[str, Any] = {"rows": rows, "rewards": rewards, "train_stats": stats, "timings": timings}
-            skipped, total = self._skipped
-            self._recorder.record_step(self._steps, **told, skipped_long=skipped, total_skipped_long=total)
+            skipped = dict(zip(("skipped_long", "total_skipped_long"), self._skipped, strict=True))
+            step = {"rows": rows, "rewards": rewards, "train_stats": stats, "timings": timings, **skipped}
+            self._recorder.record_step(self._steps, **step)
             self._skipped[0] = 0
         self._steps += 1
         return stats

@@ -22,9 +22,9 @@ def step_scalars(
     rows: Sequence[TrainSequence],
     train_stats: Mapping[str, Any],
     timings: Mapping[str, float],
-    skipped_long: int,
-    total_skipped_long: int,
-    rewards: Sequence[float] | None,
+    skipped_long: int = 0,
+    total_skipped_long: int = 0,
+    rewards: Sequence[float] | None = None,
     extra: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """All scalars of a step by tag.

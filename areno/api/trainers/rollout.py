@@ -106,15 +106,11 @@ class RolloutTrainer(DataTrainer):
 
     def load_models(self) -> None:
         """Load the auxiliary models that are not there yet."""
-        for role in [*self.roles(), *self._reward_role()]:
+        reward = self.config.reward_ckpt
+        for role in [*self.roles(), *([ModelRole("reward", reward, False)] if reward else [])]:
             lifecycle.role_init_start(self.logger, role.name, role.trainable, role.path)
             self.instance.ensure_roles({role.name: role})
             lifecycle.role_init_end(self.logger, role.name)
-
-    def _reward_role(self) -> list[ModelRole]:
-        """The reward model, where one gives the rewards."""
-        path = self.config.reward_ckpt
-        return [ModelRole("reward", path, False)] if path else []
 
     def reference_role(self) -> ModelRole:
         """The frozen policy that a KL term compares with: ``--ref-ckpt``, else ``--ckpt``."""
@@ -145,7 +141,7 @@ class RolloutTrainer(DataTrainer):
         self._drawn_stats: dict[str, float] = {}
         self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
         self._runner: RewardRunner | None = None
-        if not self._reward_role() and config.workflow is None:
+        if not config.reward_ckpt and config.workflow is None:
             self._runner = RewardRunner(
                 None if config.reward_fn_path else self.reward_fn,
                 path=config.reward_fn_path,
@@ -301,7 +297,9 @@ class RolloutTrainer(DataTrainer):
         }
         stats["sampling_cut_mass"] = sum(s.sequence.cut_mass for s in samples) / len(samples)
         stats |= self._drawn_stats
-        return stats | (spread("reward_model_raw_reward", [s.reward for s in samples]) if self._reward_role() else {})
+        return stats | (
+            spread("reward_model_raw_reward", [s.reward for s in samples]) if self.config.reward_ckpt else {}
+        )
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -357,9 +356,7 @@ class ExperimentTrainer(TrainingLoop):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             _log.error("the experiment has failed: %s: %s", type(error).__name__, error)
         self.close()
