@@ -2,6 +2,9 @@
 
 from areno.config.experiment.engine_sections import (
     DPOEngineConfig,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
     PPOActorConfig,
     PPOCriticConfig,
     TeacherConfig,
@@ -26,11 +29,6 @@ from areno.config.experiment.loader import (
     to_structured_cfg,
 )
 from areno.config.experiment.saving import conf_as_dict, save_config
-from areno.config.experiment.update_sections import (
-    MicroBatchSpec,
-    NormConfig,
-    OptimizerConfig,
-)
 from areno.config.policy_loss_options import RejectionSamplingConfig
 
 __all__ = [

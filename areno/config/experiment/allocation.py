@@ -245,11 +245,7 @@ class AllocationMode:
             AllocationValidationError: a backend cannot be divided so.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
-        groups = tuple(
-            tuple(ModelAllocation.from_str(member) for member in _members(component))
-            for component in compact.split("+")
-        )
-        mode = cls(groups)
+        mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
         mode._validate(text)
         return mode
 
@@ -282,24 +278,22 @@ class AllocationMode:
 
     def _validate(self, text: str) -> None:
         names = [engine.name for engine in self.engines if engine.name]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise InvalidAllocationModeError(
                 f"{text!r}: two engines are called {twice[0]}; give each a name of its own"
             )
         if len(self.components) > 2 and any(not group[0].name for group in self.components):
             raise InvalidAllocationModeError(f"{text!r}: three or more parts must all be named, as in fsdp[critic]:d1")
-        for group in self.components:
-            for engine in group[1:]:
-                if not engine.name:
-                    raise InvalidAllocationModeError(
-                        f"{text!r}: {engine} shares devices and has no name; write {engine.backend}[actor]:..."
-                    )
-                if engine.world_size != group[0].world_size:
-                    raise InvalidAllocationModeError(
-                        f"{text!r}: {engine} takes {engine.world_size} devices and {group[0]} {group[0].world_size}; "
-                        "engines that share devices must have as many"
-                    )
+        for first, engine in ((first, engine) for first, *later in self.components for engine in later):
+            if not engine.name:
+                raise InvalidAllocationModeError(
+                    f"{text!r}: {engine} shares devices and has no name; write {engine.backend}[actor]:..."
+                )
+            if engine.world_size != first.world_size:
+                raise InvalidAllocationModeError(
+                    f"{text!r}: {engine} takes {engine.world_size} devices and {first} {first.world_size}; engines that share "
+                    "devices must have as many"
+                )
 
 
 def translate_legacy(text: str) -> str:
@@ -314,8 +308,8 @@ def translate_legacy(text: str) -> str:
         return _by_model(text, compact)
     if _SIZES.fullmatch(compact):
         return f"areno[rollout]:{_modern(compact)}|{_trains(compact, '[actor]')}"
-    parts = [_component(part, first=not index) for index, part in enumerate(compact.split("+"))]
-    return text if parts == compact.split("+") else "+".join(parts)
+    translated = "+".join(_component(part, first=not index) for index, part in enumerate(compact.split("+")))
+    return text if translated == compact else translated
 
 
 def _component(part: str, *, first: bool) -> str:

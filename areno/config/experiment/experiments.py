@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.engine_sections import (
+    NO_OFFLOAD,
     DPOEngineConfig,
     PPOActorConfig,
     PPOCriticConfig,
@@ -28,7 +29,6 @@ from areno.config.experiment.run_sections import (
     WorkflowConfig,
 )
 from areno.config.experiment.settings import section, setting
-from areno.config.experiment.update_sections import NO_OFFLOAD
 from areno.config.experiment.worker_sections import ClusterSpecConfig, SchedulerConfig
 
 
@@ -73,14 +73,7 @@ class BaseExperimentConfig:
 
     @classmethod
     def dependent_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that depend on what else is given.
-
-        Args:
-            given: dotted paths of the file and the overrides, with their values.
-
-        Returns:
-            Values by dotted path, for paths that are not given.
-        """
+        """Defaults that depend on ``given``, the settings of the file and the overrides; all by dotted path."""
         return {}
 
 

@@ -115,7 +115,7 @@ class AgentConfig:
         help="inline runs agents in the rollout process, subproc in killable processes.",
         refused_values={
             "online": "sessions from outside (online) are not supported; write mode=inline or mode=subproc, with an agent of "
-            "yours",
+            "yours"
         },
     )
     tool_call_parser: str = setting("qwen", help="How tool calls are read from an answer.")
@@ -168,9 +168,7 @@ class InferenceEngineConfig:
         help="Prompt groups that one training step takes.",
     )
     max_head_offpolicyness: int = setting(
-        0,
-        minimum=0,
-        help="How many versions ahead of training a rollout may be admitted; 0 is synchronous training.",
+        0, minimum=0, help="How many versions ahead of training a rollout may be admitted; 0 is synchronous training."
     )
     max_staleness: int | None = setting(
         None,

@@ -118,9 +118,8 @@ def config_from(tree: Tree, config_cls: type[Config]) -> Config:
     """
     problems = Problems()
     config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
-    if config is not None:
-        for text in check_config(config):
-            problems.add(text)
+    for text in check_config(config) if config is not None else ():
+        problems.add(text)
     problems.raise_if_any()
     assert config is not None  # else there are problems
     return config

@@ -8,6 +8,7 @@ from typing import Any
 
 from areno.config.algorithms import PAIR_TRAINER, POLICY_TRAINER, AlgorithmSpec, get_algorithm
 from areno.config.experiment.engine_sections import DPOEngineConfig, PPOActorConfig
+from areno.config.experiment.settings import changed
 from areno.config.parser import Problems, build_options, convert_values
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.train_options import TrainOptions
@@ -74,16 +75,14 @@ def check_algorithm(actor: PPOActorConfig | DPOEngineConfig, has_teacher: bool =
         return
     if is_family(spec):
         return
-    with_kl = isinstance(actor, PPOActorConfig) and actor.kl_loss_coef > 0
-    if with_kl and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
-        yield f"actor.kl_loss_coef has no effect with actor.algorithm {actor.algorithm}: its loss has no KL term; leave it out"
+    names: tuple[str, ...] = ("beta", "loss_type", "label_smoothing")
+    if isinstance(actor, PPOActorConfig):
+        names = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
+        if actor.kl_loss_coef > 0 and "kl_coef" not in {entry.name for entry in spec.built_in_knobs().values()}:
+            with_algorithm = f"with actor.algorithm {actor.algorithm}"
+            yield f"actor.kl_loss_coef has no effect {with_algorithm}: its loss has no KL term; leave it out"
     because = f"has no effect with actor.algorithm {actor.algorithm}, which has a loss of its own"
-    knobs = (*(entry.name for entry in fields(PolicyLossOptions)), "rejection_sampling")
-    names = knobs if isinstance(actor, PPOActorConfig) else ("beta", "loss_type", "label_smoothing")
-    plain = type(actor)()
-    for name in names:
-        if getattr(actor, name) != getattr(plain, name):
-            yield f"actor.{name} {because}; leave it out"
+    yield from (f"actor.{name} {because}; leave it out" for name in changed(actor, names))
     if has_teacher:
         yield f"teacher {because}; leave one of the two out"
 

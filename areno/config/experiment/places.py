@@ -28,11 +28,11 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
     seen = set()
     if isinstance(config, PPOConfig) and config.reward_section.path:
         yield ckpt_problem(config.reward_section.path, "reward.path")
-    for path, entry, value in walk(config):
-        if entry.shape == "section" and isinstance(value, TrainEngineConfig | TeacherConfig) and value.path not in seen:
+    for path, _, value in walk(config):
+        if isinstance(value, TrainEngineConfig | TeacherConfig) and value.path not in seen:
             seen.add(value.path)
             yield ckpt_problem(value.path, f"{path}.path")
-        if entry.shape == "section" and isinstance(value, TrainEngineConfig):
+        if isinstance(value, TrainEngineConfig):
             yield _family(value, path)
 
 
@@ -51,23 +51,19 @@ def _family(engine: TrainEngineConfig, path: str) -> str:
 
 def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASETS) -> Iterator[str]:
     """Say which data sections name nothing that can be read, and whether an evaluation would take training rows."""
-    found = False
+    readable = True
     for name in names:
         section = getattr(config, name)
         if section is None or LOADER in section.dataset_kwargs:
             continue
         problem = dataset_problem(section.path, has_loader=False, option=f"{name}.path")
         problem = problem or split_problem(section.path, section.split, f"{name}.path") or _split(config, name)
-        found |= bool(problem)
+        readable &= not problem
         yield problem
     train, valid = config.train_dataset, config.valid_dataset
-    if (
-        not found
-        and valid is not None
-        and names == DATASETS
-        and valid.split != train.split
-        and held_out_is_trained(config)
-    ):
+    if not readable or valid is None or names != DATASETS or valid.split == train.split:
+        return
+    if held_out_is_trained(config):
         yield (
             f"valid_dataset.path {valid.path}: these are the rows that are trained on, because they do not depend on "
             f"valid_dataset.split {valid.split}; name held-out rows, or set valid_dataset.split={train.split} to measure "
@@ -77,14 +73,9 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
     """Say that a split has no effect: one file has none, and a hub reference may name its own."""
-    section = getattr(config, name)
-    if has_splits(section.path) or section.split in (
-        settings_of(type(section))["split"].default,
-        config.train_dataset.split,
-    ):
-        return ""
-    own = own_split(section.path)
-    if own == section.split:
+    section, own = getattr(config, name), own_split(getattr(config, name).path)
+    harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, own)
+    if has_splits(section.path) or section.split in harmless:
         return ""
     why = f"the path names the split {own}" if own else f"{section.path} has no splits"
     return f"{name}.split {section.split} has no effect: {why}; leave it out"
@@ -94,12 +85,10 @@ def held_out_is_trained(config: BaseExperimentConfig) -> bool:
     """Whether ``valid_dataset`` names rows that ``train_dataset`` names too."""
     if config.valid_dataset is None:
         return False
-    named = []
-    for section in (config.train_dataset, config.valid_dataset):
-        loaded = section.dataset_kwargs
-        named.append(
-            frozenset({f"{section.path} {section.split} {loaded}"})
-            if LOADER in loaded
-            else rows_named(section.path, section.split)
-        )
-    return bool(named[0] & named[1])
+    train, valid = (
+        frozenset({f"{section.path} {section.split} {section.dataset_kwargs}"})
+        if LOADER in section.dataset_kwargs
+        else rows_named(section.path, section.split)
+        for section in (config.train_dataset, config.valid_dataset)
+    )
+    return bool(train & valid)

@@ -64,18 +64,14 @@ def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
     return path
 
 
-def _public(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _public_value(str(key), item) for key, item in value.items() if key not in SECRETS}
-    return [_public(item) for item in value] if isinstance(value, list) else value
-
-
-def _public_value(name: str, value: Any) -> Any:
+def _public(value: Any, name: str = "") -> Any:
     if name == "env_vars" and isinstance(value, dict):
         return {key: f"${{oc.env:{key}}}" for key in value}
+    if isinstance(value, dict):
+        return {key: _public(item, str(key)) for key, item in value.items() if key not in SECRETS}
     if isinstance(value, str) and value and (_is_secret(name) or _URL_WITH_PASSWORD.search(value)):
         return f"${{oc.env:{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}}}"
-    return _public(value)
+    return [_public(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_secret(name: str) -> bool:

@@ -9,6 +9,9 @@ from typing import Any
 from areno.config.experiment.engine_sections import (
     ATTENTION,
     ATTENTION_HERE,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
     PPOActorConfig,
     TeacherConfig,
     TrainEngineConfig,
@@ -16,7 +19,6 @@ from areno.config.experiment.engine_sections import (
 from areno.config.experiment.generation_sections import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
 from areno.config.experiment.run_sections import SAVES_NOTHING, SaverConfig
 from areno.config.experiment.settings import changed
-from areno.config.experiment.update_sections import MicroBatchSpec, NormConfig, OptimizerConfig
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.options import nearest
 from areno.config.packages import lora_packages_problem

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.engine_sections import TrainEngineConfig
+from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
+from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.machine import Machine
-from areno.config.experiment.update_sections import MicroBatchSpec
-from areno.config.experiment.update_sections import OptimizerConfig as OptimizerSection
 from areno.config.update_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
