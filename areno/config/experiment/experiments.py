@@ -36,38 +36,36 @@ from areno.config.experiment.worker_sections import ClusterSpecConfig, Scheduler
 class BaseExperimentConfig:
     """What every experiment has."""
 
-    experiment_name: str = setting("", required=True, help="Name of the experiment, without _ and /.")
-    trial_name: str = setting("", required=True, help="Name of the trial, without - and /.")
-    cluster: ClusterSpecConfig = section(ClusterSpecConfig, help="The machines, and the folder that they share.")
+    experiment_name: str = setting("", "Name of the experiment, without _ and /.", required=True)
+    trial_name: str = setting("", "Name of the trial, without - and /.", required=True)
+    cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines, and the folder that they share.")
     allocation_mode: str = setting(
-        "", help="All backends in one text, such as areno:d1+fsdp:d1; it is translated to each section's backend."
+        "", "All backends in one text, such as areno:d1+fsdp:d1; it is translated to each section's backend."
     )
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="Fixes the data order and every random draw.")
+    seed: int = setting(1, "Fixes the data order and every random draw.", minimum=0, maximum=2**32 - 1)
     enable_offload: bool = setting(
-        False, help="Let engines give device memory back while others compute.", refused=NO_OFFLOAD
+        False, "Let engines give device memory back while others compute.", refused=NO_OFFLOAD
     )
-    total_train_epochs: int = setting(1, minimum=1, help="Passes over the training rows.")
-    total_train_steps: int | None = setting(None, minimum=1, help="End after so many steps; null goes by epochs.")
+    total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
+    total_train_steps: int | None = setting(None, "End after so many steps; null goes by epochs.", minimum=1)
     total_train_n_seqs: int | None = setting(
-        None, minimum=1, help="End after the step in which so many sequences were trained on; null goes by epochs."
+        None, "End after the step in which so many sequences were trained on; null goes by epochs.", minimum=1
     )
-    tokenizer_path: str = setting(
-        "", inherits="actor.path", shown="actor.path", help="Folder or repo id of the tokenizer."
-    )
-    train_dataset: TrainDatasetConfig = section(TrainDatasetConfig, help="The rows to train on.")
-    valid_dataset: ValidDatasetConfig | None = section(None, help="The held-out rows; null evaluates nothing.")
-    saver: SaverConfig = section(SaverConfig, help="Checkpoints to keep.")
-    evaluator: EvaluatorConfig = section(EvaluatorConfig, help="When to evaluate.")
-    stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, help="Where statistics go.")
-    perf_tracer: PerfTracerConfig | None = section(None, help="Traces of what each process does; null writes none.")
-    memory_profiler: MemoryProfilerConfig | None = section(None, help="Snapshots of CUDA memory; null takes none.")
-    recover: RecoverConfig = section(RecoverConfig, help="Restart points.")
-    sglang: SGLangConfig = section(SGLangConfig, help="SGLang servers.")
-    vllm: vLLMConfig = section(vLLMConfig, help="vLLM servers.")
-    scheduler: SchedulerConfig = section(SchedulerConfig, help="Who starts the worker processes.")
+    tokenizer_path: str = setting("", "Folder or repo id of the tokenizer.", inherits="actor.path", shown="actor.path")
+    train_dataset: TrainDatasetConfig = section(TrainDatasetConfig, "The rows to train on.")
+    valid_dataset: ValidDatasetConfig | None = section(None, "The held-out rows; null evaluates nothing.")
+    saver: SaverConfig = section(SaverConfig, "Checkpoints to keep.")
+    evaluator: EvaluatorConfig = section(EvaluatorConfig, "When to evaluate.")
+    stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Where statistics go.")
+    perf_tracer: PerfTracerConfig | None = section(None, "Traces of what each process does; null writes none.")
+    memory_profiler: MemoryProfilerConfig | None = section(None, "Snapshots of CUDA memory; null takes none.")
+    recover: RecoverConfig = section(RecoverConfig, "Restart points.")
+    sglang: SGLangConfig = section(SGLangConfig, "SGLang servers.")
+    vllm: vLLMConfig = section(vLLMConfig, "vLLM servers.")
+    scheduler: SchedulerConfig = section(SchedulerConfig, "Who starts the worker processes.")
     launcher: dict[str, Any] = setting(
         {},
-        help="Resources for the launchers of earlier versions.",
+        "Resources for the launchers of earlier versions.",
         no_effect="the scheduler of this machine needs no launcher",
     )
 
@@ -81,30 +79,29 @@ class BaseExperimentConfig:
 class PPOConfig(BaseExperimentConfig):
     """PPO, GRPO and the other policy-gradient algorithms: the knobs of ``actor`` make the difference."""
 
-    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, help="How answers are sampled.")
+    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, "How answers are sampled.")
     eval_gconfig: GenerationHyperparameters | None = section(
-        None, help="How answers are sampled in evaluation; null takes gconfig."
+        None, "How answers are sampled in evaluation; null takes gconfig."
     )
-    rollout: InferenceEngineConfig = section(InferenceEngineConfig, help="The engine that generates.")
-    actor: PPOActorConfig = section(PPOActorConfig, help="The policy.")
-    ref: PPOActorConfig | None = section(None, help="A frozen policy that the actor is held to; null has none.")
-    critic: PPOCriticConfig | None = section(None, help="A value model; null has none.")
-    teacher: TeacherConfig | None = section(None, help="A policy to learn from; null has none.")
+    rollout: InferenceEngineConfig = section(InferenceEngineConfig, "The engine that generates.")
+    actor: PPOActorConfig = section(PPOActorConfig, "The policy.")
+    ref: PPOActorConfig | None = section(None, "A frozen policy that the actor is held to; null has none.")
+    critic: PPOCriticConfig | None = section(None, "A value model; null has none.")
+    teacher: TeacherConfig | None = section(None, "A policy to learn from; null has none.")
     async_training: bool | None = setting(
-        None,
-        help="Of earlier versions: must agree with rollout.max_head_offpolicyness, which decides; null asks nothing.",
+        None, "Of earlier versions: must agree with rollout.max_head_offpolicyness, which decides; null asks nothing."
     )
     dynamic_bs: bool = setting(
-        False, help="End a batch when accepted and rejected groups together make batch_size, and train on fewer."
+        False, "End a batch when accepted and rejected groups together make batch_size, and train on fewer."
     )
     success_rate_lb: float | None = setting(
-        None, minimum=0, maximum=1, help="Leave out prompts whose mean reward is below this; null sets no bound."
+        None, "Leave out prompts whose mean reward is below this; null sets no bound.", minimum=0, maximum=1
     )
     success_rate_ub: float | None = setting(
-        None, minimum=0, maximum=1, help="Leave out prompts whose mean reward is above this; null sets no bound."
+        None, "Leave out prompts whose mean reward is above this; null sets no bound.", minimum=0, maximum=1
     )
-    reward: RewardConfig = section(RewardConfig, help="The reward function and its deadline, or the reward model.")
-    workflow: WorkflowConfig = section(WorkflowConfig, help="How a prompt becomes a trajectory.")
+    reward: RewardConfig = section(RewardConfig, "The reward function and its deadline, or the reward model.")
+    workflow: WorkflowConfig = section(WorkflowConfig, "How a prompt becomes a trajectory.")
 
     @property
     def workflow_section(self) -> WorkflowConfig:
@@ -138,22 +135,22 @@ class GRPOConfig(PPOConfig):
 class SFTConfig(BaseExperimentConfig):
     """Supervised fine-tuning."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, help="The model.")
+    actor: TrainEngineConfig = section(TrainEngineConfig, "The model.")
 
 
 @dataclass
 class RWConfig(BaseExperimentConfig):
     """Training a reward model on pairs."""
 
-    actor: TrainEngineConfig = section(TrainEngineConfig, help="The model; needs is_critic.")
+    actor: TrainEngineConfig = section(TrainEngineConfig, "The model; needs is_critic.")
 
 
 @dataclass
 class DPOConfig(BaseExperimentConfig):
     """Learning from pairs without a reward model: DPO, IPO."""
 
-    actor: DPOEngineConfig = section(DPOEngineConfig, help="The policy.")
-    ref: DPOEngineConfig = section(DPOEngineConfig, help="The frozen policy that it starts from.")
+    actor: DPOEngineConfig = section(DPOEngineConfig, "The policy.")
+    ref: DPOEngineConfig = section(DPOEngineConfig, "The frozen policy that it starts from.")
 
 
 EXPERIMENTS: dict[str, type[BaseExperimentConfig]] = {

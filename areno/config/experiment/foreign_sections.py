@@ -42,7 +42,7 @@ class SGLangConfig:
     enable_torch_compile: bool = _sglang(False)
     torch_compile_max_bs: int = _sglang(32)
     cuda_graph_max_bs: int | None = _sglang(None)
-    cuda_graph_bs: list[int] | None = setting(None, help=_SGLANG, no_effect=UNUSED_BACKEND)
+    cuda_graph_bs: list[int] | None = setting(None, _SGLANG, no_effect=UNUSED_BACKEND)
     torchao_config: str = _sglang("")
     enable_nan_detection: bool = _sglang(False)
     enable_p2p_check: bool = _sglang(False)
@@ -71,7 +71,7 @@ class SGLangConfig:
     enable_lora: bool | None = _sglang(None)
     max_lora_rank: int | None = _sglang(None)
     max_loaded_loras: int = _sglang(8)
-    lora_paths: list[str] | None = setting(None, help=_SGLANG, no_effect=UNUSED_BACKEND)
+    lora_paths: list[str] | None = setting(None, _SGLANG, no_effect=UNUSED_BACKEND)
     lora_backend: str = _sglang("triton")
     log_level: str = _sglang("warning")
     log_level_http: str | None = _sglang("warning")
@@ -109,7 +109,7 @@ class vLLMConfig:  # noqa: N801
     enable_lora: bool = _vllm(False)
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
-    lora_modules: list[str] | None = setting(None, help=_VLLM, no_effect=UNUSED_BACKEND)
+    lora_modules: list[str] | None = setting(None, _VLLM, no_effect=UNUSED_BACKEND)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class ArchonFP8Config:
     """8-bit training of the backend archon."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
-    exclude_modules: list[str] = setting(["output", "router", "score"], help=_ARCHON, no_effect=UNUSED_BACKEND)
+    exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=UNUSED_BACKEND)
     include_experts: bool = _archon(False)
     use_triton: bool = _archon(True)
 
@@ -141,7 +141,7 @@ class ArchonEngineConfig:
     pp_first_stage_less_layers: int = _archon(1, minimum=0)
     pp_last_stage_less_layers: int = _archon(1, minimum=0)
     reshard_after_forward_policy: str = _archon("default", choices=("default", "always", "never"))
-    fp8_config: ArchonFP8Config = section(ArchonFP8Config, help="8-bit training.", no_effect=UNUSED_BACKEND)
+    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "8-bit training.", no_effect=UNUSED_BACKEND)
     use_deterministic_algorithms: bool = _archon(False)
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
@@ -189,7 +189,7 @@ class MegatronEngineConfig:
     use_torch_fsdp2: bool = _megatron(False)
     use_custom_fsdp: bool = _megatron(False)
     ddp: DistributedDataParallelConfig = section(
-        DistributedDataParallelConfig, help="Data parallelism.", no_effect=UNUSED_BACKEND
+        DistributedDataParallelConfig, "Data parallelism.", no_effect=UNUSED_BACKEND
     )
     virtual_pipeline_parallel_size: int = _megatron(1)
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
@@ -205,13 +205,13 @@ class MegatronEngineConfig:
     recompute_method: str | None = _megatron("uniform")
     recompute_num_layers: int | None = _megatron(1)
     distribute_saved_activations: bool | None = _megatron(None)
-    recompute_modules: list[str] | None = setting(None, help=_MEGATRON, no_effect=UNUSED_BACKEND)
+    recompute_modules: list[str] | None = setting(None, _MEGATRON, no_effect=UNUSED_BACKEND)
     moe_router_dtype: str | None = _megatron("fp32")
     moe_shared_expert_overlap: bool = _megatron(False)
     moe_enable_deepep: bool = _megatron(False)
     moe_token_dispatcher_type: str = _megatron("alltoall")
     moe_permute_fusion: bool = _megatron(False)
-    fp8_config: FP8EngineConfig | None = section(None, help="8-bit training; null is off.", no_effect=UNUSED_BACKEND)
+    fp8_config: FP8EngineConfig | None = section(None, "8-bit training; null is off.", no_effect=UNUSED_BACKEND)
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)
     use_bridge_for_update_weights: bool = _megatron(False)

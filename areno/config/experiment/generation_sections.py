@@ -43,23 +43,23 @@ _OPENAI_NAMES = {
 class GenerationHyperparameters:
     """How text is sampled."""
 
-    n_samples: int = setting(1, minimum=1, help="Answers per prompt; they make one group.")
-    max_new_tokens: int = setting(16384, minimum=1, help="Most tokens of an answer.")
-    min_new_tokens: int = setting(0, minimum=0, help="No end of sequence and no stop before this many tokens.")
-    max_tokens: int = setting(32768, minimum=1, help="Most tokens of prompt and answer together.")
-    greedy: bool = setting(False, help="Always take the most likely token.")
-    top_p: float = setting(1.0, above=0, maximum=1, help="Sample from the most likely tokens with this much mass.")
-    top_k: int = setting(100_000_000, minimum=1, help="Sample from this many most likely tokens.")
-    temperature: float = setting(1.0, above=0, help="Sampling temperature; log-probs are those of the scaled policy.")
-    stop_token_ids: list[int] = setting([], minimum=0, help="Token ids that end an answer, besides the model's own.")
-    ignore_eos: bool = setting(False, help="Go on after an end-of-sequence token.")
-    skip_special_tokens: bool = setting(True, help="Leave special tokens out of the decoded text.")
-    stop: list[str] | None = setting(None, help="Texts that end an answer.")
+    n_samples: int = setting(1, "Answers per prompt; they make one group.", minimum=1)
+    max_new_tokens: int = setting(16384, "Most tokens of an answer.", minimum=1)
+    min_new_tokens: int = setting(0, "No end of sequence and no stop before this many tokens.", minimum=0)
+    max_tokens: int = setting(32768, "Most tokens of prompt and answer together.", minimum=1)
+    greedy: bool = setting(False, "Always take the most likely token.")
+    top_p: float = setting(1.0, "Sample from the most likely tokens with this much mass.", above=0, maximum=1)
+    top_k: int = setting(100_000_000, "Sample from this many most likely tokens.", minimum=1)
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are those of the scaled policy.", above=0)
+    stop_token_ids: list[int] = setting([], "Token ids that end an answer, besides the model's own.", minimum=0)
+    ignore_eos: bool = setting(False, "Go on after an end-of-sequence token.")
+    skip_special_tokens: bool = setting(True, "Leave special tokens out of the decoded text.")
+    stop: list[str] | None = setting(None, "Texts that end an answer.")
     frequency_penalty: float = setting(
-        0.0, minimum=-2, maximum=2, help="Lower a token's logit by this much for each time it was generated."
+        0.0, "Lower a token's logit by this much for each time it was generated.", minimum=-2, maximum=2
     )
-    lora_name: str = setting("default_lora", help="Name under which the adapter is served.")
-    use_beam_search: bool = setting(False, help="Search with beams instead of sampling.", refused=_NO_BEAMS)
+    lora_name: str = setting("default_lora", "Name under which the adapter is served.")
+    use_beam_search: bool = setting(False, "Search with beams instead of sampling.", refused=_NO_BEAMS)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with some values changed."""
@@ -100,46 +100,46 @@ class AgentConfig:
     """Agents: how they are run, and how their conversations become rows to train on."""
 
     agent_cls_path: str = setting(
-        "", help="The agent as module.Class or file.py:NAME, with async run(data, ...); empty takes the workflow's."
+        "", "The agent as module.Class or file.py:NAME, with async run(data, ...); empty takes the workflow's."
     )
     admin_api_key: str = setting(
         "",
+        "Key that manages sessions at the proxy. It cannot ask for completions.",
         shown=ADMIN_KEY,
-        help="Key that manages sessions at the proxy. It cannot ask for completions.",
         no_effect="only the trainer opens and ends sessions, which needs no key",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, help="What the agent's process needs; exactly one.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "What the agent's process needs; exactly one.")
     mode: str = setting(
         "inline",
+        "inline runs agents in the rollout process, subproc in killable processes.",
         choices=("inline", "subproc", "online"),
-        help="inline runs agents in the rollout process, subproc in killable processes.",
         refused_values={
             "online": "sessions from outside (online) are not supported; write mode=inline or mode=subproc, with an agent of "
             "yours"
         },
     )
-    tool_call_parser: str = setting("qwen", help="How tool calls are read from an answer.")
-    reasoning_parser: str = setting("qwen3", help="How reasoning is parted from an answer.")
+    tool_call_parser: str = setting("qwen", "How tool calls are read from an answer.")
+    reasoning_parser: str = setting("qwen3", "How reasoning is parted from an answer.")
     chat_template_type: str = setting(
         "hf",
+        "hf renders each request with the chat template; concat appends to the tokens of the request before.",
         choices=("hf", "concat"),
-        help="hf renders each request with the chat template; concat appends to the tokens of the request before.",
     )
     engine_max_tokens: int | None = setting(
-        None, minimum=1, help="Most tokens of prompt and completion in a session; null takes gconfig.max_tokens."
+        None, "Most tokens of prompt and completion in a session; null takes gconfig.max_tokens.", minimum=1
     )
     turn_discount: float = setting(
-        1.0, minimum=0, maximum=1, help="Factor by which a turn inherits the reward of the turn after it."
+        1.0, "Factor by which a turn inherits the reward of the turn after it.", minimum=0, maximum=1
     )
     export_style: str = setting(
         "individual",
+        "individual makes a row of each interaction; concat one of each conversation (needs chat_template_type).",
         choices=("individual", "concat"),
-        help="individual makes a row of each interaction; concat one of each conversation (needs chat_template_type).",
     )
-    subproc_max_workers: int = setting(4, minimum=1, help="Most processes of mode subproc.")
-    session_timeout_seconds: int = setting(3600, minimum=1, help="A session idle for so long is closed.")
+    subproc_max_workers: int = setting(4, "Most processes of mode subproc.", minimum=1)
+    session_timeout_seconds: int = setting(3600, "A session idle for so long is closed.", minimum=1)
     set_reward_finish_timeout: float = setting(
-        0.0, minimum=0, help="Seconds to wait for further rewards after a session has ended."
+        0.0, "Seconds to wait for further rewards after a session has ended.", minimum=0
     )
 
 
@@ -147,88 +147,82 @@ class AgentConfig:
 class InferenceEngineConfig:
     """Rollout: the engine that generates, how far it may run ahead, and the agents on top."""
 
-    experiment_name: str | None = setting(None, inherits="experiment_name", help="Written once, at the top.")
-    trial_name: str | None = setting(None, inherits="trial_name", help="Written once, at the top.")
-    fileroot: str | None = setting(None, inherits="cluster.fileroot", help="Root of logs and dumps.")
+    experiment_name: str | None = setting(None, "Written once, at the top.", inherits="experiment_name")
+    trial_name: str | None = setting(None, "Written once, at the top.", inherits="trial_name")
+    fileroot: str | None = setting(None, "Root of logs and dumps.", inherits="cluster.fileroot")
     max_concurrent_rollouts: int | None = setting(
         None,
+        "Most prompt groups in work at the same time.",
         minimum=1,
         inherits="rollout.consumer_batch_size",
         shown="rollout.consumer_batch_size",
-        help="Most prompt groups in work at the same time.",
     )
     queue_size: int | None = setting(
-        None, minimum=1, help="Most finished groups that wait; null is as many as staleness allows."
+        None, "Most finished groups that wait; null is as many as staleness allows.", minimum=1
     )
     consumer_batch_size: int = setting(
         0,
+        "Prompt groups that one training step takes.",
         minimum=1,
         inherits="train_dataset.batch_size",
         shown="train_dataset.batch_size",
-        help="Prompt groups that one training step takes.",
     )
     max_head_offpolicyness: int = setting(
-        0, minimum=0, help="How many versions ahead of training a rollout may be admitted; 0 is synchronous training."
+        0, "How many versions ahead of training a rollout may be admitted; 0 is synchronous training.", minimum=0
     )
     max_staleness: int | None = setting(
         None,
+        "Exact bound: a trajectory with a token older than this many versions is not trained on; null sets none.",
         minimum=0,
-        help="Exact bound: a trajectory with a token older than this many versions is not trained on; null sets none.",
     )
     on_stale: str = setting(
-        "drop", choices=("drop", "regenerate"), help="What max_staleness does with a trajectory that is too old."
+        "drop", "What max_staleness does with a trajectory that is too old.", choices=("drop", "regenerate")
     )
-    enable_rollout_tracing: bool = setting(False, help="Log each generation request.")
-    check_trajectory_format: bool = setting(False, help="Check what a workflow returns, with its keys and shapes.")
-    tokenizer_path: str = setting("", inherits="tokenizer_path", shown="tokenizer_path", help="Tokenizer of dumps.")
-    dump_to_file: bool = setting(False, help="Write every trajectory as text under the run directory.")
-    setup_timeout: float = setting(300.0, above=0, help="Seconds that an engine may take to load.")
-    workers_ready_timeout: float = loading_timeout(
-        30.0, above=0, help="Seconds that a worker process may take to answer."
-    )
-    request_timeout: float = setting(3600.0, above=0, help="Seconds that one generation may take.")
-    request_retries: int = setting(3, minimum=0, help="How often a failed request is repeated.")
+    enable_rollout_tracing: bool = setting(False, "Log each generation request.")
+    check_trajectory_format: bool = setting(False, "Check what a workflow returns, with its keys and shapes.")
+    tokenizer_path: str = setting("", "Tokenizer of dumps.", inherits="tokenizer_path", shown="tokenizer_path")
+    dump_to_file: bool = setting(False, "Write every trajectory as text under the run directory.")
+    setup_timeout: float = setting(300.0, "Seconds that an engine may take to load.", above=0)
+    workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to answer.", above=0)
+    request_timeout: float = setting(3600.0, "Seconds that one generation may take.", above=0)
+    request_retries: int = setting(3, "How often a failed request is repeated.", minimum=0)
     pause_grace_period: float = setting(
         0.0,
+        "Seconds to wait after generation is paused.",
         minimum=0,
-        help="Seconds to wait after generation is paused.",
         no_effect="a weight update stops generation between two tokens and drops no request",
     )
-    scheduling_spec: list[SchedulingSpec] = section(one_spec, help="What a rollout worker needs; one or two.")
-    backend: str = setting(
-        "", required=True, help="Engine and parallelism, such as areno:d2 (areno is the engine here)."
-    )
-    scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, help="Whether rollout has its own devices.")
+    scheduling_spec: list[SchedulingSpec] = section(one_spec, "What a rollout worker needs; one or two.")
+    backend: str = setting("", "Engine and parallelism, such as areno:d2 (areno is the engine here).", required=True)
+    scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether rollout has its own devices.")
     use_lora: bool = setting(
-        False, inherits="actor.use_lora", shown="actor.use_lora", help="Serve the actor's adapter instead of weights."
+        False, "Serve the actor's adapter instead of weights.", inherits="actor.use_lora", shown="actor.use_lora"
     )
     lora_name: str = setting(
-        "", inherits="gconfig.lora_name", shown="gconfig.lora_name", help="Name under which the adapter is served."
+        "", "Name under which the adapter is served.", inherits="gconfig.lora_name", shown="gconfig.lora_name"
     )
-    agent: AgentConfig = section(AgentConfig, help="Agents on top of the engine.")
+    agent: AgentConfig = section(AgentConfig, "Agents on top of the engine.")
     speculate: int = setting(
         0,
+        "Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
         minimum=0,
         maximum=63,
-        help="Tokens to guess ahead by prompt lookup; answers stay the same. Pays for large models and few sequences.",
     )
     return_routed_experts: bool = setting(
-        False,
-        help="Return which experts each token was routed to.",
-        refused="expert routing is not returned; remove it",
+        False, "Return which experts each token was routed to.", refused="expert routing is not returned; remove it"
     )
     _version: str = setting(
-        "v1", choices=("v1", "v2"), help="v2 runs rollout as services behind a gateway.", refused=NO_GATEWAY
+        "v1", "v2 runs rollout as services behind a gateway.", choices=("v1", "v2"), refused=NO_GATEWAY
     )
-    model: str = of_gateway("default", help="Model name that a gateway shows.")
-    routing_strategy: str = of_gateway("round_robin", help="How a router spreads requests.")
-    poll_interval: float = of_gateway(5.0, above=0, help="Seconds between a router's health checks.")
-    admin_api_key: str = of_gateway("", shown=ADMIN_KEY, help="Key of the services of v2.")
+    model: str = of_gateway("default", "Model name that a gateway shows.")
+    routing_strategy: str = of_gateway("round_robin", "How a router spreads requests.")
+    poll_interval: float = of_gateway(5.0, "Seconds between a router's health checks.", above=0)
+    admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
-        help="OpenAI-compatible server outside that generates.",
+        "OpenAI-compatible server outside that generates.",
         refused="generating with an outside server is not supported; remove it, and use areno:dN",
     )
     provider_api_key: str | None = setting(
-        None, help="Key of that server.", refused="generating with an outside server is not supported; remove it"
+        None, "Key of that server.", refused="generating with an outside server is not supported; remove it"
     )

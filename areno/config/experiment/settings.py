@@ -102,29 +102,31 @@ class Setting(Option):
         return self.info.refused or (self.info.refused_values.get(value, "") if isinstance(value, str) else "")
 
 
-def setting(default: Any, **info: Any) -> Any:
+def setting(default: Any, help: str, **info: Any) -> Any:
     """Declare a setting as a dataclass field.
 
     Args:
         default: its value when it is not given; a list or dict is copied for each use.
-        **info: fields of `SettingInfo`; ``help`` is required.
+        help: one or two sentences.
+        **info: further fields of `SettingInfo`.
     """
-    metadata = {METADATA_KEY: SettingInfo(**info)}
+    metadata = {METADATA_KEY: SettingInfo(help=help, **info)}
     if isinstance(default, list | dict):
         return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(factory: Any, **info: Any) -> Any:
+def section(factory: Any, help: str, **info: Any) -> Any:
     """Declare a section as a dataclass field.
 
     Args:
         factory: makes the section when it is not given: its class, or a function for a list of sections; None is absent.
-        **info: fields of `SettingInfo`; ``help`` is required.
+        help: one or two sentences.
+        **info: further fields of `SettingInfo`.
     """
     if factory is None:
-        return setting(None, **info)
-    return field(default_factory=factory, metadata={METADATA_KEY: SettingInfo(**info)})
+        return setting(None, help, **info)
+    return field(default_factory=factory, metadata={METADATA_KEY: SettingInfo(help=help, **info)})
 
 
 def _cached(function: _Listing) -> _Listing:

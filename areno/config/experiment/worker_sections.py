@@ -27,36 +27,36 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
+        "nfs keeps one file per name; memory lives in one process.",
         choices=("nfs", "memory", "etcd3", "ray"),
         refused_values={"etcd3": _NO_ETCD, "ray": _NO_ETCD},
-        help="nfs keeps one file per name; memory lives in one process.",
     )
-    nfs_record_root: str = _names("/tmp/areno/name_resolve", help="Folder of the files of nfs, seen by all workers.")
-    etcd3_addr: str = _names("localhost:2379", help="Address of an etcd server.")
-    ray_actor_name: str = _names("ray_kv_store", help="Name of the Ray actor that holds the names.")
+    nfs_record_root: str = _names("/tmp/areno/name_resolve", "Folder of the files of nfs, seen by all workers.")
+    etcd3_addr: str = _names("localhost:2379", "Address of an etcd server.")
+    ray_actor_name: str = _names("ray_kv_store", "Name of the Ray actor that holds the names.")
 
 
 @dataclass
 class ClusterSpecConfig:
     """The machines, and the folder that they share."""
 
-    name_resolve: NameResolveConfig = section(NameResolveConfig, help="Where workers publish their addresses.")
-    cluster_name: str = _names("local", help="Name of the cluster, written into the run's description.")
-    fileroot: str = setting(DEFAULT_FILEROOT, help="Root of logs and checkpoints; every machine must see it.")
+    name_resolve: NameResolveConfig = section(NameResolveConfig, "Where workers publish their addresses.")
+    cluster_name: str = _names("local", "Name of the cluster, written into the run's description.")
+    fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints; every machine must see it.")
     n_nodes: int = setting(
         1,
+        "Number of machines.",
         minimum=1,
         documented=32,
         shown="this machine: 1 (cluster: 32)",
-        help="Number of machines.",
         refused="several machines are not supported; write cluster.n_nodes=1",
     )
     n_gpus_per_node: int | None = setting(
         None,
+        "Devices per machine; 0 is a machine without a GPU, where processes share the CPU.",
         minimum=0,
         documented=8,
         shown="what this machine has (node: 8)",
-        help="Devices per machine; 0 is a machine without a GPU, where processes share the CPU.",
     )
 
 
@@ -66,21 +66,21 @@ class SchedulerConfig:
 
     type: str | None = setting(
         None,
+        "local starts processes on this machine; null means local.",
         choices=("local", "ray", "slurm"),
-        help="local starts processes on this machine; null means local.",
         refused_values={
             "ray": "Ray is not supported; write scheduler.type=local, which runs on this machine",
             "slurm": "Slurm is not supported; write scheduler.type=local, which runs on this machine",
         },
     )
-    endpoint: str = _worker("http://localhost:8081", help="Address of an external scheduling service.")
-    deploy_mode: str = _worker("separation", help="How an external service places rollout and training.")
-    functioncall_service_domain: str = _remote("http://localhost:8080", help="Address of an external reward service.")
+    endpoint: str = _worker("http://localhost:8081", "Address of an external scheduling service.")
+    deploy_mode: str = _worker("separation", "How an external service places rollout and training.")
+    functioncall_service_domain: str = _remote("http://localhost:8080", "Address of an external reward service.")
     reward_functioncall_config: dict[str, Any] = setting(
-        {}, help="Settings of an external reward service.", refused=_REMOTE_REWARD
+        {}, "Settings of an external reward service.", refused=_REMOTE_REWARD
     )
-    reward_model_path: str = _remote("", help="Model of an external reward service.")
-    reward_model_service_url: str = _remote("http://localhost:30000/classify", help="Address of its classifier.")
+    reward_model_path: str = _remote("", "Model of an external reward service.")
+    reward_model_service_url: str = _remote("http://localhost:30000/classify", "Address of its classifier.")
 
 
 @dataclass
@@ -88,30 +88,27 @@ class SchedulingSpec:
     """What one worker of a role needs."""
 
     cpu: int | None = setting(
-        None,
-        minimum=1,
-        shown="this machine's share (node: 8)",
-        help="CPU cores: the threads that the worker computes with.",
+        None, "CPU cores: the threads that the worker computes with.", minimum=1, shown="this machine's share (node: 8)"
     )
-    gpu: int = _worker(0, minimum=0, help="GPUs of a pod.")
-    mem: int = _worker(32, minimum=1, help="Memory in GB.")
-    port_count: int = _worker(2, minimum=1, help="Ports that the worker may open.")
-    image: str = _cluster("", help="Container image.")
-    task_type: str = _worker("worker", choices=("worker", "engine"), help="What the worker runs.")
-    env_vars: dict[str, Any] = setting({}, help="Environment variables of the worker.")
-    cmd: str | None = _worker(None, help="Command to run instead of the worker's own.")
-    srun_additional_args: str = _cluster("--unbuffered --mpi=pmi2 -K --chdir $PWD", help="Further arguments of srun.")
+    gpu: int = _worker(0, "GPUs of a pod.", minimum=0)
+    mem: int = _worker(32, "Memory in GB.", minimum=1)
+    port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
+    image: str = _cluster("", "Container image.")
+    task_type: str = _worker("worker", "What the worker runs.", choices=("worker", "engine"))
+    env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
+    cmd: str | None = _worker(None, "Command to run instead of the worker's own.")
+    srun_additional_args: str = _cluster("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Further arguments of srun.")
     additional_bash_cmds: list[str] | None = setting(
         None,
-        help="Shell commands to run before the worker.",
+        "Shell commands to run before the worker.",
         no_effect="read by Slurm only; run these commands yourself, before the experiment",
     )
-    container_type: str = _cluster("apptainer", choices=("apptainer", "none"), help="Container runtime under Slurm.")
-    mount: str = _cluster("/storage:/storage", help="Mounts of the container.")
-    nodelist: str | None = _cluster(None, help="Slurm nodes to use.")
-    exclude: str | None = _cluster(None, help="Slurm nodes not to use.")
+    container_type: str = _cluster("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
+    mount: str = _cluster("/storage:/storage", "Mounts of the container.")
+    nodelist: str | None = _cluster(None, "Slurm nodes to use.")
+    exclude: str | None = _cluster(None, "Slurm nodes not to use.")
     ray_placement_strategy: str = _cluster(
-        "shared", choices=("shared", "separate", "deferred"), help="How Ray groups the workers of a role."
+        "shared", "How Ray groups the workers of a role.", choices=("shared", "separate", "deferred")
     )
 
     def environment(self) -> dict[str, str]:
@@ -125,12 +122,12 @@ class SchedulingStrategy:
 
     type: str = setting(
         "separation",
+        "separation gives the role its own devices; colocation shares those of the target.",
         choices=("separation", "colocation"),
-        help="separation gives the role its own devices; colocation shares those of the target.",
     )
-    target: str | None = setting(None, help="Role whose devices are shared, such as actor.")
+    target: str | None = setting(None, "Role whose devices are shared, such as actor.")
     fork: bool = setting(
-        True, help="With colocation: a process of its own; false shares the target's engine, in turn with it."
+        True, "With colocation: a process of its own; false shares the target's engine, in turn with it."
     )
 
 
