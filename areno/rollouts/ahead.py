@@ -17,12 +17,7 @@ from areno.training.loop import PlannedStep
 
 
 class BatchesAhead:
-    """See the module's text.
-
-    Args:
-        begin: begins parts of a batch; called with the step and the parts by their index, returns a future for each.
-        max_staleness: steps that generation may be ahead of training.
-    """
+    """Begins batches with ``begin``, which is called with a step and the parts of its batch by their index."""
 
     def __init__(self, begin: Callable[[int, dict[int, Any]], Sequence[Future[Any]]], max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -43,9 +38,12 @@ class BatchesAhead:
 
     def begin(self, step: int, parts: Sequence[Any]) -> None:
         """Begin the batch of a step, but for parts that a checkpoint has brought."""
-        done = {index: _finished(result) for index, result in self._restored.pop(step, {}).items()}
-        missing = {index: part for index, part in enumerate(parts) if index not in done}
-        begun = done | dict(zip(missing, self._begin(step, missing), strict=True))
+        begun: dict[int, Future[Any]] = {}
+        for index, result in self._restored.pop(step, {}).items():
+            begun[index] = Future()
+            begun[index].set_result(result)
+        missing = {index: part for index, part in enumerate(parts) if index not in begun}
+        begun |= zip(missing, self._begin(step, missing), strict=True)
         self._begun[step] = [begun[index] for index in range(len(parts))]
 
     def take(self, step: int) -> list[Future[Any]]:
@@ -67,12 +65,6 @@ class BatchesAhead:
     def load_state(self, state: dict[int, dict[int, Any]]) -> None:
         """Use results of :meth:`export_state` instead of beginning their parts anew."""
         self._restored = dict(state)
-
-
-def _finished(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
 
 
 def _succeeded(future: Future[Any]) -> bool:

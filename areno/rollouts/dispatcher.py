@@ -33,10 +33,15 @@ from areno.rollouts.workflows.base import as_trajectory
 
 logger = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Listener = Callable[[int, str, str], None]
 """Called with the task's id, its status (``running, accepted, rejected, failed, dropped``) and a reason."""
 
+_COUNTERS: dict[Rejection, str] = {
+    "raised": "failed",
+    "returned None": "empty",
+    "was refused by the filter": "filtered",
+}
 _LOOK_S = 0.5
 _CLOSE_S = 30.0
 _QUEUE_PER_ROLLOUT = 16
@@ -53,13 +58,11 @@ class BatchDispatcher:
             accepted ones only. ``staleness`` must have been made with ``replaces_rejected=False``.
         queue_size: most rows that wait; None is 16 for each concurrent rollout. Staleness control bounds it further.
         max_staleness: most versions that a token may be behind when it is used; None bounds nothing beyond the admission.
-        on_stale: what becomes of the row of such a trajectory: ``regenerate`` runs it again, ``drop`` leaves it out.
+        on_stale: ``regenerate`` runs the row of such a trajectory again, ``drop`` leaves it out.
         max_errors_in_a_row: episodes that may raise one after the other; None is twice the batch size, at least 8.
         max_rejections_in_a_row: episodes that may be left out one after the other; None is 16 batches, at least 128.
-        stall_report_s: how often a wait without progress is reported, in seconds.
-        stall_timeout_s: how long a wait may go without progress.
+        stall_report_s, stall_timeout_s: when a wait without progress is reported, and when it ends, in seconds.
         check_trajectory_format: check every trajectory's keys, shapes and numbers.
-        dump: writes trajectories down; None writes nothing.
         listener: hears of every episode, in any thread.
         stops_on: errors of episodes of which the first ends the run.
         on_wait: called repeatedly while a caller waits; what it raises ends the wait, and loses nothing.
@@ -151,13 +154,9 @@ class BatchDispatcher:
     ) -> Batch:
         """The next batch for training; rows are read ahead for those that follow.
 
-        What this call says about workflow and filter holds for all that it returns: rows that wait take it over, and rows
-        that were run otherwise are run again (counted as ``restarted``).
-
-        Args:
-            rows: endless, or long enough; read in the caller's thread.
-            workflow: runs the episodes.
-            should_accept_fn: keeps a trajectory of the whole group, or leaves it out.
+        Workflow and filter of this call hold for all that it returns: rows that wait take them over, and rows that were
+        run otherwise are run again (counted as ``restarted``). ``should_accept_fn`` keeps the trajectory of a whole group,
+        or leaves it out; ``rows`` are read in the caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
@@ -175,9 +174,7 @@ class BatchDispatcher:
     ) -> list[Trajectory]:
         """Run rows to their end, for an evaluation; trajectories come in the order of rows, without those left out.
 
-        Raises:
-            EngineError: nothing has happened for too long, or nothing can ever happen.
-            RolloutStoppedError: episodes are left out one after the other.
+        Errors are those of :meth:`prepare_batch`.
         """
         plan = Plan(workflow, should_accept_fn)
         with self._changed:
@@ -205,8 +202,7 @@ class BatchDispatcher:
             self._closed = True
             workflows, self._workflows = self._workflows, []
         for task in list(self._running.values()):
-            if task.future is not None:
-                task.future.cancel()
+            _cancel(task)
         for workflow in workflows:
             if hasattr(workflow, "aclose"):
                 with contextlib.suppress(TimeoutError):  # an episode blocks the loop, which then reports it
@@ -224,8 +220,8 @@ class BatchDispatcher:
     def export_state(self) -> dict[str, Any]:
         """What recovery needs, between two batches: rows that wait or run, trajectories that no batch has used, counters.
 
-        Rows that run are told as waiting, in the order in which they began: they are run again. With the position of the
-        data source, saved at the same time, every row ends in one accepted batch.
+        Rows that run count as waiting, in the order in which they began. With the position of the data source, saved at the
+        same time, every row ends in one accepted batch.
         """
         with self._changed:
             running = sorted(self._running.values(), key=lambda task: task.order)
@@ -293,8 +289,7 @@ class BatchDispatcher:
             for task in [task for task in self._running.values() if task.plan != plan]:
                 del self._running[task.id]
                 self.staleness.withdraw()
-                if task.future is not None:
-                    task.future.cancel()
+                _cancel(task)
                 again.append(task)
             for task in [task for task in self._finished if task.plan is not None and task.plan != plan]:
                 self._finished.remove(task)
@@ -337,15 +332,9 @@ class BatchDispatcher:
         self._changed.notify_all()
 
     def _may_begin(self) -> bool:
-        if (
-            not self._pending
-            or self._paused
-            or self._closed
-            or self._failure is not None
-            or self._pending[0].plan is None
-        ):
+        if not self._pending or self._paused or self._closed or self._failure is not None:
             return False
-        return self.staleness.capacity(self._version) > 0
+        return self._pending[0].plan is not None and self.staleness.capacity(self._version) > 0
 
     async def _run(self, task: Task) -> Trajectory | None:
         EPISODE.set(Episode(task.id))
@@ -371,28 +360,22 @@ class BatchDispatcher:
             self._pump()
 
     def _keep(self, task: Task, verdict: Verdict) -> None:
-        task.trajectory = verdict.trajectory
-        if verdict.why is None:
+        task.trajectory, why, error = verdict.trajectory, verdict.why, verdict.error
+        if why is None or self._dynamic:
+            self._finished.append(task)
+        if why is None:
             self.staleness.accept()
             self._watchdog.accepted()
-            self._finished.append(task)
             self._say(task, "accepted", "")
             return
         self.staleness.reject()
-        if self._dynamic:
-            self._finished.append(task)
-        self._count(task, verdict.why, verdict.error)
-        self._failure = self._failure or self._watchdog.rejected(verdict.why, verdict.error)
-
-    def _count(self, task: Task, why: Rejection, error: BaseException | None) -> None:
-        name = {"raised": "failed", "returned None": "empty", "was refused by the filter": "filtered"}[why]
-        self._counts[name] += 1
+        self._counts[_COUNTERS[why]] += 1
         self._say(task, "failed" if error is not None else "rejected", why if error is None else repr(error))
-        if error is None:
-            return
-        first = self._counts["failed"] == 1
-        shown = "\n" + "".join(traceback.format_exception(error)) if first else f" {type(error).__name__}: {error}"
-        logger.warning("episode %d is left out:%s", task.id, shown)
+        if error is not None:
+            first = self._counts["failed"] == 1
+            shown = "\n" + "".join(traceback.format_exception(error)) if first else f" {type(error).__name__}: {error}"
+            logger.warning("episode %d is left out:%s", task.id, shown)
+        self._failure = self._failure or self._watchdog.rejected(why, error)
 
     def _say(self, task: Task, status: str, reason: str) -> None:
         if self._listener is not None:
@@ -415,24 +398,24 @@ class BatchDispatcher:
         """Take out what is too old for the exact bound."""
         if self._max_staleness is None:
             return
-        bound, again = self._max_staleness, []
-        for task in [
-            t for t in self._finished if t.trajectory is not None and too_old(t.trajectory, self._version, bound)
-        ]:
-            keeps_place = self._dynamic and self._on_stale == "drop"
+        again = []
+        keeps_place = self._dynamic and self._on_stale == "drop"
+        for task in list(self._finished):
+            if task.trajectory is None or not too_old(task.trajectory, self._version, self._max_staleness):
+                continue
             self._leave_out(task, stale=True, claimed=keeps_place)
             self._say(task, "dropped", "became too old")
             if keeps_place:
                 task.trajectory = None
                 continue
             self._finished.remove(task)
-            again += [task] if self._on_stale == "regenerate" else []
-        self._requeue(again)
+            again.append(task)
+        self._requeue(again if self._on_stale == "regenerate" else [])
         self._pump()
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait(self, name: str, ready: Callable[[], Found | None], more: Callable[[], bool]) -> Found:
+    def _wait(self, name: str, ready: Callable[[], Result | None], more: Callable[[], bool]) -> Result:
         """Wait until ``ready`` finds something; ``more`` reads rows and says whether there can be further ones."""
         began = quiet_since = reported = looked = time.monotonic()
         seen: tuple[int, int] | None = None
@@ -445,15 +428,14 @@ class BatchDispatcher:
                 if self._closed:
                     raise EngineError(f"waiting for {name}: the dispatcher is closed")
                 self._pump()
-                found = ready()
-                if found is not None:
-                    return found
+                if (result := ready()) is not None:
+                    return result
                 self._refuse_hopeless(name, may_come)
                 self._changed.wait(_LOOK_S)
             now = time.monotonic()
             if now - looked < _LOOK_S:
                 continue  # woken by an episode; asking the engine each time would hold batches up
-            looked, progress = now, self._progress()
+            looked, progress = now, (self._ended, self.client.engine.load().generated_total)
             if progress != seen:
                 seen, quiet_since, reported = progress, now, now
             if now - reported >= self._report_s:
@@ -461,9 +443,6 @@ class BatchDispatcher:
                 logger.warning("waiting for %s since %.0f s: %s", name, now - began, self.describe())
             if now - quiet_since >= self._timeout_s:
                 raise EngineError(f"waiting for {name}: nothing happened for {self._timeout_s:g} s; {self.describe()}")
-
-    def _progress(self) -> tuple[int, int]:
-        return self._ended, self.client.engine.load().generated_total
 
     def _refuse_hopeless(self, name: str, may_come: bool) -> None:
         """Nothing runs and nothing can begin: say so at once, and not after an hour."""
@@ -497,3 +476,8 @@ class BatchDispatcher:
             load = self.client.engine.load()
             parts.append(f"engine: {load.running} samples running, {load.waiting} waiting")
             return "; ".join(parts)
+
+
+def _cancel(task: Task) -> None:
+    if task.future is not None:
+        task.future.cancel()

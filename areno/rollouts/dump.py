@@ -10,12 +10,7 @@ from areno.rollouts.trajectory import Trajectory, samples_of
 
 
 class TrajectoryDump:
-    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``.
-
-    Args:
-        folder: ``{log}/rollout`` or ``{log}/eval-rollout``.
-        tokenizer: decodes prompts and completions, special tokens included.
-    """
+    """Writes ``{folder}/{tail_version}/{task_id}.jsonl``; texts are decoded with special tokens."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self.folder, self._tokenizer = Path(folder), tokenizer
@@ -35,15 +30,15 @@ class TrajectoryDump:
 
     def _line(self, task_id: int, index: int, row: dict[str, Any]) -> dict[str, Any]:
         tokens, versions = row["input_ids"], row["versions"]
-        said = [version for version in versions if version >= 0]
-        begin = next((place for place, version in enumerate(versions) if version >= 0), len(versions))
+        sampled = [place for place, version in enumerate(versions) if version >= 0]
+        begin = sampled[0] if sampled else len(versions)
         return {
             "task_id": task_id,
             "sample_idx": index,
             "seqlen": len(tokens),
             "prompt_len": begin,
-            "head_version": said[0] if said else -1,
-            "tail_version": said[-1] if said else -1,
+            "head_version": versions[sampled[0]] if sampled else -1,
+            "tail_version": versions[sampled[-1]] if sampled else -1,
             "reward": row["rewards"],
             "prompt": self._tokenizer.decode(tokens[:begin]),
             "completion": self._tokenizer.decode(tokens[begin:]),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from areno.config.experiment.generation_sections import GenerationHyperparameters as GenerationSettings
 from areno.engine.backend import Generator
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, EngineError, UsageError
@@ -35,39 +36,17 @@ class RolloutEngine(Generator, Protocol):
         """Version of the weights that are loaded."""
 
 
-class GenerationSettings(Protocol):
-    """How to sample; :func:`sampling_params` says what each field means."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    max_tokens: int
-    greedy: bool
-    top_p: float
-    top_k: int
-    temperature: float
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    stop: list[str] | None
-    frequency_penalty: float
-
-
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """What the engine is asked for.
 
-    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind the prompt.
-    A ``top_k`` beyond every vocabulary keeps all tokens.
-
-    Args:
-        gconfig: generation settings.
-        prompt_len: tokens of the prompt.
-        context_length: of the model.
+    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind a prompt of
+    ``prompt_len`` tokens. A ``top_k`` beyond every vocabulary keeps all tokens.
 
     Raises:
         DataError: the prompt leaves no room.
         UsageError: a setting cannot work.
     """
-    if getattr(gconfig, "use_beam_search", False):
+    if gconfig.use_beam_search:
         raise UsageError(
             "use_beam_search=True: beam search draws no samples, so nothing can be trained on; set it to false"
         )
@@ -99,13 +78,7 @@ def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length
 
 @dataclass(slots=True)
 class ModelRequest:
-    """A prompt to be continued.
-
-    Args:
-        input_ids: its tokens.
-        gconfig: how to sample.
-        rid: names the request in messages.
-    """
+    """A prompt's tokens to be continued, and how to sample; ``rid`` names the request in messages."""
 
     input_ids: list[int]
     gconfig: GenerationSettings
@@ -117,13 +90,10 @@ class ModelResponse:
     """One answer.
 
     Attributes:
-        input_tokens: the prompt.
         output_tokens: what was sampled; a stop token, where one ended the answer, is the last of them.
         output_logprobs: natural log-prob of each under the temperature-scaled policy.
         output_versions: weight version that made each.
-        stop_reason: ``stop`` or ``length``.
-        latency: seconds until the answer was whole.
-        ttft: the same, because an answer comes as a whole.
+        latency: seconds until the answer was complete; so is ``ttft``, because an answer comes as a whole.
         temperature: that log-probs refer to; 1 for greedy answers.
         stop_ids: tokens that end an answer.
     """
@@ -160,10 +130,7 @@ class ModelResponse:
 class Episode:
     """Whose tokens are drawn: what makes seeds differ between episodes and their samples, and equal between runs.
 
-    Attributes:
-        task_id: of the episode.
-        sample: index in its group.
-        draws: counts the requests of the sample.
+    ``sample`` is the index in the episode's group, ``draws`` counts the requests of the sample.
     """
 
     task_id: int
@@ -231,8 +198,8 @@ class EngineClient:
         answers = [self._response(request, sampling, sequence, latency) for sequence in sequences]
         if self._tracing:
             for answer in answers:
-                said = len(answer.output_tokens), answer.stop_reason, answer.latency
-                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *said)
+                ended = len(answer.output_tokens), answer.stop_reason, answer.latency
+                logger.info("request %s: %d tokens, ended by %s after %.3f s", request.rid, *ended)
         return answers
 
     async def _seeds(self, samples: int) -> list[int]:
@@ -246,14 +213,12 @@ class EngineClient:
         return [derive_seed(self.seed, episode.task_id, episode.sample + index, draw) for index in range(samples)]
 
     async def _retried(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
-        for attempt in itertools.count():
+        for attempt in range(1, self._retries + 1):
             try:
                 return await self._answer(request, rid)
             except EngineError as error:
-                if attempt >= self._retries:
-                    raise
-                logger.warning("request %s is sent again (%d of %d): %s", rid, attempt + 1, self._retries, error)
-        raise AssertionError
+                logger.warning("request %s is sent again (%d of %d): %s", rid, attempt, self._retries, error)
+        return await self._answer(request, rid)
 
     async def _answer(self, request: Request, rid: str) -> Sequence[RolloutSequence]:
         future = self.engine.submit([request])[0]

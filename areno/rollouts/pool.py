@@ -29,7 +29,7 @@ class EpisodeLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel all that runs, give it a moment to clean up, and end the thread; a second call does nothing."""
+        """Cancel all that runs, give it a moment to clean up, and end the thread."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

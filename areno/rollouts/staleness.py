@@ -21,13 +21,11 @@ from areno.errors import UsageError
 
 @dataclass(slots=True)
 class RolloutStat:
-    """Episodes by what became of them.
+    """Episodes that wait for capacity and that run now; and what became of all since the beginning of training.
 
     Attributes:
-        enqueued: wait for capacity, now.
-        running: run now.
-        accepted: have ended and been kept, since the beginning of training; those that a batch has used included.
-        rejected: have ended and been left out.
+        accepted: have been kept; those that a batch has used included.
+        rejected: have been left out.
         stale: were accepted, and left out later because they had become too old; not counted in the other two.
         claimed: rejected ones that are not replaced, because a dynamic batch counts them.
     """
@@ -67,8 +65,7 @@ class StalenessManager:
                 f"max_head_offpolicyness must be at least 0, got {max_head_offpolicyness}; 0 is synchronous"
             )
         self.batch_size = max(1, consumer_batch_size)
-        asked = self.batch_size if max_concurrent_rollouts is None else max_concurrent_rollouts
-        self.max_concurrent = max(1, asked)
+        self.max_concurrent = max(1, self.batch_size if max_concurrent_rollouts is None else max_concurrent_rollouts)
         self.max_head_offpolicyness = int(max_head_offpolicyness)
         self.replaces_rejected = replaces_rejected
         self._stat = RolloutStat()
@@ -94,7 +91,7 @@ class StalenessManager:
             return min(room, (self.max_head_offpolicyness + version + 1) * self.batch_size - used)
 
     def enqueue(self, episodes: int = 1) -> None:
-        """Episodes wait for capacity; a negative number leaves the queue without running."""
+        """Episodes wait for capacity."""
         self._add(enqueued=episodes)
 
     def begin(self) -> None:
@@ -114,11 +111,9 @@ class StalenessManager:
         self._add(running=-1)
 
     def discard(self, stale: bool = True, claimed: bool = False) -> None:
-        """One that was accepted is not used after all, and another may begin in its place.
+        """One that was accepted is not used after all, because it is ``stale`` or its workflow is not wanted any more.
 
-        Args:
-            stale: it had become too old; otherwise it was made by a workflow that is not wanted any more.
-            claimed: a dynamic batch counts it, so that nothing takes its place.
+        Another may begin in its place, unless a dynamic batch has ``claimed`` it.
         """
         self._add(accepted=-1, stale=int(stale), claimed=int(claimed))
 
@@ -127,10 +122,7 @@ class StalenessManager:
         self._add(claimed=-1)
 
     def recover(self, version: int, unused: int = 0, claimed: int = 0) -> None:
-        """Begin again at a version.
-
-        One batch per version has been used; ``unused`` accepted episodes and ``claimed`` rejected ones wait for the next.
-        """
+        """Begin again where ``unused`` accepted episodes and ``claimed`` rejected ones wait for the next batch."""
         with self._lock:
             self._stat = RolloutStat(accepted=version * self.batch_size + unused, claimed=claimed)
 

@@ -1,4 +1,4 @@
-"""What the dispatcher keeps books of: rows on their way, batches, and rows of rejections that must end a run."""
+"""What the dispatcher tracks: rows on their way, batches, and runs of rejections that must end a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areno.rollouts.trajectory import Trajectory
 
 Accept = Callable[[Trajectory], Any]
 OnStale = Literal["regenerate", "drop"]
-Rejection = Literal["raised", "returned None", "was refused by the filter", "became too old"]
+Rejection = Literal["raised", "returned None", "was refused by the filter"]
 
 
 class RolloutStoppedError(ArenoError):
@@ -34,11 +34,8 @@ class Task:
     """One row on its way.
 
     Attributes:
-        id: names it, also in dumps.
-        data: the row.
         plan: what is done with it; None until a batch is asked for.
-        order: when it began, among all.
-        began_s: the same on the clock.
+        order: when it began, among all; ``began_s`` is the same on the clock.
         future: of its coroutine.
         trajectory: what it gave; None where it was rejected, which only dynamic batches keep.
     """
@@ -84,8 +81,7 @@ class Batch:
     """What a training step uses.
 
     Attributes:
-        trajectories: one per prompt group, in random order.
-        task_ids: of the same groups.
+        trajectories: one per prompt group, in random order; ``task_ids`` are of the same groups.
         version: of the weights that are to be trained.
         staleness: for each group, how many versions its oldest token is behind.
         rejected: episodes that a dynamic batch counts in their place.
@@ -113,12 +109,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Ends a run whose episodes are all rejected, with the first exception of that row.
-
-    Args:
-        max_errors: episodes in a row that may raise.
-        max_rejections: episodes in a row that may be rejected for whatever reason.
-        stops_on: errors of which the first ends the run.
+    """Ends a run whose episodes are all rejected, or at the first error that it ``stops_on``; arguments as for the dispatcher.
 
     Raises:
         UsageError: a number is below 1.
@@ -148,19 +139,19 @@ class Watchdog:
         self.errors_in_a_row = self.errors_in_a_row + 1 if error is not None else 0
         self.first_error = self.first_error or error
         if error is not None and isinstance(error, self.stops_on):
-            stopped = RolloutStoppedError(f"the run stops at its first {type(error).__name__}: {error}")
-            stopped.__cause__ = error
-            return stopped
+            return _stopped(f"the run stops at its first {type(error).__name__}: {error}", error)
         rejected = sum(self.counts.values())
         if self.errors_in_a_row < self.max_errors and rejected < self.max_rejections:
             return None
         what = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         text = f"the last {rejected} episodes were all left out ({what}), so there is nothing to train on"
         if self.first_error is None:
-            return RolloutStoppedError(
-                f"{text}; look at the filter, at the rewards, and at rows that the model can solve"
-            )
+            return _stopped(f"{text}; look at the filter, at the rewards, and at rows that the model can solve", None)
         shown = "".join(traceback.format_exception(self.first_error))
-        stopped = RolloutStoppedError(f"{text}. The first exception was:\n{shown}")
-        stopped.__cause__ = self.first_error
-        return stopped
+        return _stopped(f"{text}. The first exception was:\n{shown}", self.first_error)
+
+
+def _stopped(text: str, cause: BaseException | None) -> RolloutStoppedError:
+    error = RolloutStoppedError(text)
+    error.__cause__ = cause
+    return error

@@ -34,25 +34,22 @@ _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "r
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
-    """Rows with their rewards as tensors ``[n, L]``, padded on the right.
-
-    Args:
-        rows: at least one.
-    """
-    return stack([_one(row, reward) for row, reward in rows])
-
-
-def _one(row: TrajectoryRow, reward: float) -> Trajectory:
-    return {
-        "input_ids": torch.tensor([row.tokens]),
-        "loss_mask": torch.tensor([row.trained], dtype=torch.int64),
-        "logprobs": torch.tensor([row.logprobs], dtype=torch.float32),
-        "versions": torch.tensor([row.versions]),
-        "attention_mask": torch.ones(1, len(row.tokens), dtype=torch.bool),
-        "rewards": torch.tensor([reward], dtype=torch.float32),
-        "truncated": torch.tensor([row.truncated]),
-        "temperature": torch.tensor([row.temperature], dtype=torch.float32),
-    }
+    """Rows, at least one, with their rewards as tensors ``[n, L]``, padded on the right."""
+    return stack(
+        [
+            {
+                "input_ids": torch.tensor([row.tokens]),
+                "loss_mask": torch.tensor([row.trained], dtype=torch.int64),
+                "logprobs": torch.tensor([row.logprobs], dtype=torch.float32),
+                "versions": torch.tensor([row.versions]),
+                "attention_mask": torch.ones(1, len(row.tokens), dtype=torch.bool),
+                "rewards": torch.tensor([reward], dtype=torch.float32),
+                "truncated": torch.tensor([row.truncated]),
+                "temperature": torch.tensor([row.temperature], dtype=torch.float32),
+            }
+            for row, reward in rows
+        ]
+    )
 
 
 def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -113,20 +110,15 @@ def check_trajectory(trajectory: Any) -> None:
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
             raise UsageError(f"{name} of a trajectory holds a number that is not finite")
-    unsaid = trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)
-    if bool(unsaid.any()):
+    if bool((trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)).any()):
         raise UsageError("loss_mask of a trajectory marks tokens that no version has sampled; mask what was given")
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
     """Each row as plain lists without padding, under the same keys; numbers for keys of shape ``[n]``."""
+    tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
-        row: dict[str, Any] = {}
-        for name, values in trajectory.items():
-            if not isinstance(values, Tensor):
-                continue
-            row[name] = values[index][keep].tolist() if values.ndim == 2 else values[index].item()
-        yield row
+        yield {n: v[index][keep].tolist() if v.ndim == 2 else v[index].item() for n, v in tensors.items()}
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
@@ -134,16 +126,15 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
 
     Each trajectory is one group, whatever number of rows it has: a group that lost samples stays a group of its own, and
     shifts no other. Weight versions and further log-probs are set where :class:`TrainSequence` has a place for them.
-
-    Args:
-        trajectories: one per prompt, as :meth:`BatchDispatcher.prepare_batch` returns them.
-        eos_token_id: EOS id of the model.
     """
-    return [
-        _train_sequence(row, group, eos_token_id)
-        for group, trajectory in enumerate(trajectories)
-        for row in samples_of(trajectory)
-    ]
+    made = []
+    for group, trajectory in enumerate(trajectories):
+        for row in samples_of(trajectory):
+            sequence = trajectory_row(row).train_sequence(reward=row["rewards"], group=group, eos_token_id=eos_token_id)
+            for key in _CARRIED.keys() & row.keys():
+                setattr(sequence, _CARRIED[key], row[key])
+            made.append(sequence)
+    return made
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
@@ -162,11 +153,3 @@ def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
         roles=lambda: ["text" if said else "user" for said in sampled],
         context_scored=True,
     )
-
-
-def _train_sequence(row: dict[str, Any], group: int, eos_token_id: int) -> TrainSequence:
-    made = trajectory_row(row).train_sequence(reward=row["rewards"], group=group, eos_token_id=eos_token_id)
-    for mine, theirs in _CARRIED.items():
-        if mine in row:
-            setattr(made, theirs, row[mine])
-    return made

@@ -53,26 +53,14 @@ class WeightOptions:
 
 
 def refuse_unknown(mode: str) -> None:
-    """Check the name of a mode.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """Raise a UsageError where there is no mode of this name."""
     if mode not in get_args(Mode):
         raise UsageError(f"weight_update_mode={mode}: use one of {', '.join(get_args(Mode))}")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update was like.
-
-    Attributes:
-        version: of the weights.
-        mode: how they travelled.
-        nbytes: size of the weights.
-        seconds: from the call to its end.
-        pauses_s: how long generation rested, by replica.
-    """
+    """What an update was like: size of the weights, seconds that the call took, and pauses of generation by replica."""
 
     version: int
     mode: Mode
@@ -82,12 +70,9 @@ class UpdateReport:
 
 
 class Delivery:
-    """Carries weights; one update at a time.
+    """Carries the weights that the replicas want; one update at a time.
 
-    Args:
-        specs: what the replicas want.
-        options: how.
-        keeps: keep the newest weights where a replica that starts later finds them.
+    With ``keeps`` the newest are kept where a replica that starts later finds them.
     """
 
     def __init__(self, specs: list[TensorSpec], options: WeightOptions, *, keeps: bool) -> None:
@@ -134,11 +119,7 @@ class Delivery:
         self.newest, self._torn = update if self._keeps else None, False
 
     def catch_up(self, replica: EngineGroup) -> None:
-        """Bring the newest weights to a replica that has just started.
-
-        Raises:
-            EngineError: the last update has failed, so that nobody knows them.
-        """
+        """Bring the newest weights to a replica that has just started; an EngineError where the last update has failed."""
         if self._torn:
             raise EngineError("the last weight update has failed; update_weights must bring new ones first")
         if self.newest is not None:

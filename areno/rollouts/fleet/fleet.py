@@ -38,20 +38,14 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """How a fleet is laid out, and what happens when a replica dies.
+    """How a fleet is laid out, and what happens when a replica dies; for further fields see :class:`Job`.
 
     Attributes:
-        replicas: engines that generate.
-        tp_size: ranks of each.
-        role: names log files and messages.
-        log_folder: gets ``{role}-{number}.log``.
-        restart: start a dead or stuck replica again, with the current weights.
+        replicas: engines that generate, of ``tp_size`` ranks each.
+        restart: restart a dead or stuck replica, with the current weights.
         max_restarts: of each replica, within ten minutes; with one more failure the fleet ends.
-        backoff_s: pause before the first restart; it doubles each time.
-        startup_timeout_s: how long a replica may take to start.
         stall_s: a replica that has work and makes no progress for so long is stuck.
-        threads: of PyTorch in each process; None shares the cores out between all ranks and one trainer.
-        environment: variables for the processes.
+        threads: of PyTorch in each process; None divides the cores between all ranks and one trainer.
     """
 
     replicas: int = 1
@@ -104,7 +98,6 @@ class RolloutFleet:
     Args:
         path: checkpoint folder or hub id of the policy, as the trainer's.
         config: of the trainer's engine; optimizer and training are left out.
-        options: layout and failures.
         weights: how weights travel, unless an update says otherwise.
         devices: one per rank, replica by replica; None takes the CPU, or GPUs from 0 on.
 
@@ -184,14 +177,10 @@ class RolloutFleet:
     def update_weights(
         self, engine: Backend, version: int, mode: Mode | None = None, verify: bool | None = None
     ) -> UpdateReport:
-        """Bring the trainer's weights to all replicas. Generation goes on, but for a pause between two tokens of each
-        replica; every later token carries ``version``.
+        """Bring the weights of a trainer, which must not train meanwhile, to all replicas.
 
-        Args:
-            engine: the trainer, which must not train meanwhile.
-            version: of its weights.
-            mode: how they travel; None as the fleet was made.
-            verify: compare checksums; None as the fleet was made.
+        Generation goes on, but for a pause between two tokens of each replica; every later token carries ``version``.
+        ``mode`` and ``verify`` are those of the :class:`WeightOptions`, unless given.
 
         Raises:
             UsageError: there is no such mode, or trainer and replicas have different models.
@@ -211,8 +200,7 @@ class RolloutFleet:
     def share_cores(self, threads: int | None = None) -> None:
         """Take this process's part of the CPU cores, where the replicas compute on them too.
 
-        Args:
-            threads: of PyTorch in this process; None takes as many as each rank of a replica.
+        It computes with ``threads``, or as many as each rank of a replica has.
         """
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)

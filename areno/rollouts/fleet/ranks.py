@@ -41,15 +41,14 @@ class BrokenChannelError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One transfer.
+    """One transfer of weights.
 
     Attributes:
-        version: of the weights.
         specs: what travels, in this order.
         segment: shared memory that holds, or is to hold, all tensors.
         channel: key of a collective that was joined before.
         bucket_bytes: of one broadcast, at most, unless a single tensor is larger.
-        folder: checkpoint that holds them.
+        folder: checkpoint that holds the tensors.
         digests: checksum of each tensor, by name; with them, what arrives is checked.
     """
 
@@ -192,8 +191,7 @@ def _from_folder(engine: Engine, update: Update) -> dict[str, Tensor]:
 
 
 def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
-    wrong = [name for name, tensor in tensors.items() if digest(tensor) != digests[name]]
-    if wrong:
+    if wrong := [name for name, tensor in tensors.items() if digest(tensor) != digests[name]]:
         raise EngineError(
             f"{len(wrong)} of {len(digests)} weights have arrived as something else than was sent: {', '.join(wrong[:3])}"
         )
