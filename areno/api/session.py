@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areno.errors import UsageError
 from areno.types import SamplingParams, tightest
 
 if TYPE_CHECKING:
@@ -117,11 +116,9 @@ class RolloutSession:
         return self
 
     def _start_proxy(self) -> AgentServer:
-        from areno.config.packages import install_command, missing_server_packages
+        from areno.config.packages import require_packages
 
-        missing = missing_server_packages()
-        if missing:
-            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
+        require_packages("serve", "agents need")
         from areno.rollouts.conversation.server import AgentServer
 
         backend = self.trainer.backend

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from areno.cli.serve import load_engine, need_server_packages
+from areno.cli.serve import load_engine
+from areno.config.packages import require_packages
 from areno.config.serve_options import ChatOptions, ServeOptions, parse_chat
 from areno.errors import ArenoError
 from areno.observability.chart import printable
@@ -36,7 +37,7 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
         client = ChatClient(options.base_url, options.api_key)
         yield client, options.model or client.first_model()
         return
-    need_server_packages("areno chat --model-path")
+    require_packages("serve", "areno chat --model-path needs")
     from areno.serving.server import ServerThread
     from areno.serving.service import Service, ServingConfig
 

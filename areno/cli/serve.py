@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from areno.config.packages import install_command, missing_server_packages
+from areno.config.packages import require_packages
 from areno.config.serve_options import ServeOptions, parse_serve
-from areno.errors import UsageError
 from areno.observability.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     options = parse_serve(argv)
-    need_server_packages("areno serve")
+    require_packages("serve", "areno serve needs")
     from areno.serving.server import ServerProcess, listen
     from areno.serving.service import Service, ServingConfig
 
@@ -69,10 +68,3 @@ def load_engine(options: ServeOptions) -> Backend:
         decode_progress_interval_s=options.decode_progress_interval_s,
     )
     return prepare(str(options.model_path), options.world_size, config)()
-
-
-def need_server_packages(command: str) -> None:
-    """Raise a `UsageError` if an optional package of the server is missing."""
-    missing = missing_server_packages()
-    if missing:
-        raise UsageError(f"{command} needs the packages {', '.join(missing)}; install them: {install_command('serve')}")

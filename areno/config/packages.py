@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+from areno.errors import UsageError
+
 _PACKAGE = Path(__file__).parents[1]
+_IMPORTED = {
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "lora": ("peft",),
+    "qlora": ("peft", "bitsandbytes"),
+}
 
 
 def install_command(extra: str) -> str:
@@ -44,17 +51,13 @@ def _packages_of(extra: str) -> list[str]:
     return [need.split(";")[0].strip() for need in needs if mark in need]
 
 
-def missing_server_packages() -> list[str]:
-    """Names of the packages that serving needs and that are not installed."""
-    return _missing("fastapi", "uvicorn", "prometheus_client")
+def missing_packages(extra: str) -> str:
+    """What an extra lacks here, as the end of a sentence: ``the packages ...; install them: ...``; empty if nothing."""
+    missing = [name for name in _IMPORTED[extra] if importlib.util.find_spec(name) is None]
+    return f"the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
 
 
-def lora_packages_problem(*, four_bit: bool) -> str:
-    """The end of a sentence: what adapters, and a base in 4 bits with ``four_bit``, lack here; empty if nothing."""
-    missing = _missing("peft", *(["bitsandbytes"] if four_bit else []))
-    extra = "qlora" if four_bit else "lora"
-    return f"needs the packages {', '.join(missing)}; install them: {install_command(extra)}" if missing else ""
-
-
-def _missing(*names: str) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]
+def require_packages(extra: str, who: str) -> None:
+    """Raise a `UsageError` if an extra lacks packages here; ``who`` is the start of its sentence, such as ``agents need``."""
+    if missing := missing_packages(extra):
+        raise UsageError(f"{who} {missing}")

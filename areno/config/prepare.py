@@ -9,7 +9,7 @@ from typing import Any
 
 from areno.config import hooks
 from areno.config.machine import resolved_device, rollout_gpu_problem, with_layout
-from areno.config.packages import install_command, missing_server_packages
+from areno.config.packages import require_packages
 from areno.config.parser import parse_train
 from areno.config.resume import apply_resume
 from areno.config.train_options import TrainOptions
@@ -82,8 +82,4 @@ def check_workflow(named: str) -> None:
             f"--workflow {named}: it has neither `async def arun_episode(self, engine, data)` nor `async def run(self, data, "
             "**extra)`; define one of them"
         )
-    if missing := missing_server_packages():
-        raise UsageError(
-            f"--workflow {named}: agents are served over HTTP, which needs the packages {', '.join(missing)}; install them: "
-            f"{install_command('serve')}"
-        )
+    require_packages("serve", f"--workflow {named}: agents are served over HTTP, which needs")

@@ -17,7 +17,7 @@ from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
 from areno.config.options import Option, flag_of, nearest, options_of
-from areno.config.packages import install_command, lora_packages_problem, missing_server_packages
+from areno.config.packages import missing_packages
 from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.policy_loss_options import PolicyLossOptions
@@ -83,7 +83,9 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
         yield from _updates(options)
         yield _warm_up(options, spec, options.max_steps, f"--max-steps {options.max_steps}")
         if options.agent_fn is not None:
-            yield from _agent(options.agent_fn)
+            yield hooks.hook_file_problem(options.agent_fn, hooks.AGENT_HOOK)
+            if missing := missing_packages("serve"):
+                yield f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs {missing}"
         if options.workflow is not None:
             yield from _workflow(options, options.workflow)
         if options.rollout == "async":
@@ -194,8 +196,8 @@ def decoding_problems(options: TrainOptions) -> Iterator[str]:
 
 
 def _adapter(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[str]:
-    if problem := lora_packages_problem(four_bit=options.load_in_4bit):
-        yield f"{'--load-in-4bit' if options.load_in_4bit else '--lora-rank'} {problem}"
+    if missing := missing_packages("qlora" if options.load_in_4bit else "lora"):
+        yield f"{'--load-in-4bit' if options.load_in_4bit else '--lora-rank'} needs {missing}"
     if options.load_in_4bit and options.tp_size > 1:
         yield (
             f"--load-in-4bit with --tp-size {options.tp_size}: weights in 4 bits cannot be spread over ranks; leave one of the "
@@ -298,15 +300,6 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
             yield f"--fsdp with {option}: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
     if options.tune_params:
         yield "--fsdp with --tune-params: the memory of spread weights is not planned yet; give the sizes, or --no-fsdp"
-
-
-def _agent(agent_fn: str) -> Iterator[str]:
-    yield hooks.hook_file_problem(agent_fn, hooks.AGENT_HOOK)
-    if missing := missing_server_packages():
-        yield (
-            f"--agent-fn {agent_fn}: agents are served over HTTP, which needs the packages {', '.join(missing)}; "
-            f"install them: {install_command('serve')}"
-        )
 
 
 def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:

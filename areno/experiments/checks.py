@@ -11,7 +11,7 @@ from areno.config.experiment.places import DATASETS, place_problems
 from areno.config.experiment.run_sections import LOADER
 from areno.config.hooks import named_object
 from areno.config.options import nearest
-from areno.config.packages import install_command, missing_server_packages
+from areno.config.packages import missing_packages
 from areno.config.parser import Problems
 from areno.config.tracking import SERVICES, service_problem
 from areno.errors import UsageError
@@ -69,8 +69,8 @@ def package_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """Say which parsers are unknown, and which packages and logins are missing, without importing anything heavy."""
     if isinstance(config, PPOConfig):
         yield from parser_problems(config.rollout.agent)
-        if config.rollout.agent.agent_cls_path and (missing := missing_server_packages()):
-            yield f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}"
+        if config.rollout.agent.agent_cls_path and (missing := missing_packages("serve")):
+            yield f"agents need {missing}"
     for name in SERVICES:
         section = getattr(config.stats_logger, name)
         mode = "online" if section.mode is True else section.mode

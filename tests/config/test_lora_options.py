@@ -35,7 +35,7 @@ def save_adapter(folder: Path, base: str = "model") -> str:
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
     """These rules do not depend on what is installed."""
-    monkeypatch.setattr("areno.config.packages._missing", lambda *names: [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_adapters_that_cannot_work_are_refused_with_a_remedy(workspace, argv, me
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(workspace, monkeypatch, argv, package, message):
-    monkeypatch.setattr("areno.config.packages._missing", lambda *names: [package])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
     with pytest.raises(UsageError) as caught:
         check(*GSPO, *argv)
     assert message in str(caught.value)

@@ -21,7 +21,7 @@ from areno.config.experiment.run_sections import SAVES_NOTHING, SaverConfig
 from areno.config.experiment.settings import changed
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.options import nearest
-from areno.config.packages import lora_packages_problem
+from areno.config.packages import missing_packages
 from areno.config.policy_loss_options import RejectionSamplingConfig
 
 _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
@@ -90,8 +90,8 @@ def _check_train_engine(config: TrainEngineConfig) -> Problems:
     if not config.use_lora:
         names = ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
         yield from idle(config, names, "without an adapter; set use_lora too")
-    elif problem := lora_packages_problem(four_bit=config.load_in_4bit):
-        yield ("load_in_4bit" if config.load_in_4bit else "use_lora"), problem
+    elif missing := missing_packages("qlora" if config.load_in_4bit else "lora"):
+        yield ("load_in_4bit" if config.load_in_4bit else "use_lora"), f"needs {missing}"
     if not config.gradient_checkpointing:
         because = "without gradient_checkpointing, which leaves inputs of layers to offload; set that too"
         yield from idle(config, ("offload_activations",), because)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from areno.config.packages import lora_packages_problem
+from areno.config.packages import require_packages
 from areno.config.update_options import ALL_LINEAR
 from areno.errors import UsageError
 
@@ -53,7 +53,7 @@ class AdapterOptions:
         options = cls(**values)
         if options.rank < 1 and options.adapter_path is None:
             raise UsageError(f"{owner} rank={options.rank}: give a rank of at least 1, or adapter_path")
-        require_packages(four_bit=options.load_in_4bit)
+        require_packages("qlora" if options.load_in_4bit else "lora", "LoRA needs")
         return options
 
     @property
@@ -161,12 +161,6 @@ class Adapter:
             return
         self._wrapped.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         (Path(folder) / "README.md").unlink(missing_ok=True)  # an empty form for a model card
-
-
-def require_packages(*, four_bit: bool = False) -> None:
-    """Check that what adapters need is installed."""
-    if problem := lora_packages_problem(four_bit=four_bit):
-        raise UsageError(f"LoRA {problem}")
 
 
 def adapted_layers(wrapped: nn.Module) -> list[Any]:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from areno.config.packages import require_packages
 from areno.config.paths import adapter_config
-from areno.engine.model.adapter import NAME, Adapter, AdapterOptions, adapted_layers, require_packages
+from areno.engine.model.adapter import NAME, Adapter, AdapterOptions, adapted_layers
 from areno.errors import ArenoError, UsageError
 
 _TASKS = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}
@@ -27,7 +28,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
     Raises:
         UsageError: the adapter does not fit the model; or no layer has the wanted name.
     """
-    require_packages()
+    require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _made_whole(module):
         warnings.simplefilter("ignore")  # of names in transformers that peft still uses, and of what it sets itself
         if options.adapter_path is not None:
@@ -47,7 +48,7 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
 
 def merge_for_good(module: nn.Module, path: str) -> nn.Module:
     """Add the adapter in ``path`` to a model's weights, and return the model."""
-    require_packages()
+    require_packages("lora", "LoRA needs")
     with _made_whole(module):
         wrapped = _load(module, path, trainable=False)
     if _is_spread(module):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from areno.config.experiment.generation_sections import AgentConfig
-from areno.config.packages import install_command, missing_server_packages
+from areno.config.packages import require_packages
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError, UsageError
 from areno.loss_fns.gae import discounted_returns
@@ -65,8 +65,7 @@ class AgentWorkflow(RolloutWorkflow):
             raise UsageError(
                 f"gconfig.min_new_tokens={gconfig.min_new_tokens}: requests of agents have no such field; set it to 0"
             )
-        if missing := missing_server_packages():
-            raise UsageError(f"agents need the packages {', '.join(missing)}; install them: {install_command('serve')}")
+        require_packages("serve", "agents need")
         self.agent, self.gconfig = agent, gconfig
         self._options, self._model_name, self._timeout_s = options, model_name, options.session_timeout_seconds
         self._server: AgentServer | None = None
