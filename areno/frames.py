@@ -60,9 +60,7 @@ class Frames:
     def arrived(self) -> list[bytes]:
         """All messages that have arrived whole; does not wait for the rest of one.
 
-        Raises:
-            EOFError: the other side is gone, and there is no message left.
-            FrameError: what comes next is no message, or too large a one.
+        An `EOFError` if the other side is gone and none is left; a `FrameError` if no message follows, or too large a one.
         """
         self._read()
         found = list(self._whole)
@@ -74,10 +72,7 @@ class Frames:
     def receive(self, timeout_s: float | None = None) -> bytes:
         """Wait for the next message; ``timeout_s`` is how long no byte of it may come, None as long as the other side lives.
 
-        Raises:
-            EOFError: the other side is gone.
-            FrameError: as for :meth:`arrived`.
-            TimeoutError: nothing came in time.
+        The errors of :meth:`arrived`, and a `TimeoutError`.
         """
         while not self._whole:
             self._wait(select.POLLIN, timeout_s)
@@ -89,8 +84,7 @@ class Frames:
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
         """Write a message; if the other side takes nothing off for ``timeout_s``, the connection cannot be used any more.
 
-        Raises:
-            OSError: the other side is gone, or does not read (TimeoutError).
+        An `OSError` if the other side is gone, or does not read (`TimeoutError`).
         """
         parts = [memoryview(_HEADER.pack(self._key, len(body))), memoryview(body)]
         while parts:

@@ -1,7 +1,6 @@
 """``areno env``: what this machine and its Python have, as text or JSON, for bug reports and for ``areno check``.
 
-Each part is probed on its own, and what fails is recorded in the report with its error, so that a broken installation
-still gives one.
+Each part is probed on its own, and what fails is in the report, so that a broken installation still gives one.
 """
 
 from __future__ import annotations

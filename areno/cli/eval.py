@@ -6,8 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +84,18 @@ class AnswerFile:
 
     def __init__(self, place: str) -> None:
         self._path = Path(place).expanduser()
-        with self._writing():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_bytes(b"")
+        self._write("wb", b"")
 
     def append(self, records: Sequence[RewardRecord], rewards: Sequence[float | None]) -> None:
         """Add answers; the reward is None where it failed."""
         lines = "".join(_line(record, reward) for record, reward in zip(records, rewards, strict=True))
-        with self._writing(), open(self._path, "ab") as file:
-            file.write(lines.encode(errors="backslashreplace"))
+        self._write("ab", lines.encode(errors="backslashreplace"))
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _write(self, mode: str, data: bytes) -> None:
         try:
-            yield
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, mode) as file:
+                file.write(data)
         except OSError as error:
             raise ArenoError(
                 f"--output {self._path} cannot be written: {error.strerror or error}; choose another file"

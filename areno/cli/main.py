@@ -1,7 +1,6 @@
 """``areno``: picks the command, and turns typed errors into messages and exit codes.
 
-Exit codes: 0 success, 1 a failure, 2 wrong usage, 130 interrupted. Only the chosen command's module is imported, so
-that ``areno --help`` is quick; no traceback is shown for an error that areno raised on purpose.
+1 is a failure, 2 wrong usage, 130 interrupted. Only the chosen command's module is imported, so that ``areno --help`` is quick.
 """
 
 from __future__ import annotations

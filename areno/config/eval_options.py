@@ -1,7 +1,6 @@
 """Options of ``areno eval``: those of training that matter for a measurement, under shorter names where they are its own.
 
-They are mapped to one internal form, `TrainOptions`, so that a checkpoint is measured by the very code that evaluates a
-run, and gives the same numbers.
+They are mapped to `TrainOptions`, so that the code that evaluates a run measures a checkpoint, with the same numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Loads a user's Python file, checked step by step so that a mistake costs seconds and not a model load.
 
-The file must exist, parse, import, define the function, and the function must take the arguments it will be called
-with. It really is imported, so lambdas, assigned names, imported callables and callable objects all work as hooks. Its
-folder stays on ``sys.path``, because a hook may import its siblings late, inside a function.
+It really is imported, so that any callable works as a hook. Its folder stays on ``sys.path``, because a hook may import
+its siblings late, inside a function.
 """
 
 from __future__ import annotations
@@ -29,14 +28,9 @@ from areno.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A callable of the user's that an option names as ``file.py`` or ``file.py:function``.
+    """A callable of the user's that ``option`` names as ``file.py``, which has ``default_name``, or as ``file.py:function``.
 
-    Attributes:
-        option: the flag.
-        default_name: function looked for where none is named.
-        signature: its parameters in words, for error messages.
-        positional: how many positional arguments it is called with.
-        keywords: keyword arguments it is called with.
+    It is called with so many positional arguments, and these keywords; ``signature`` says the same in messages.
     """
 
     option: str

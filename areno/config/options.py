@@ -1,8 +1,7 @@
-"""How an option is declared: one dataclass field made by ``option(...)``.
+"""How an option is declared: one dataclass field made by ``option(...)``, from which all else is derived.
 
-Flags, help text, YAML keys, type and bound checks, the resume rules and the stored ``config.yaml`` are all derived from
-the field. The type is the field's annotation: ``int``, ``float``, ``str``, ``bool``, each also ``| None``, and
-``tuple[int, ...]`` or ``tuple[str, ...]`` for repeatable options. Nothing here imports torch.
+Its type is the annotation: ``int``, ``float``, ``str``, ``bool``, each also ``| None``, and ``tuple[int, ...]`` or
+``tuple[str, ...]`` for repeatable options. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -108,9 +107,7 @@ class Option:
         if info.above is not None and not value > info.above:
             return "must be positive" if info.above == 0 else f"must be above {info.above:g}"
         if info.minimum is not None and not value >= info.minimum:
-            named = (
-                {1: "must be positive", 0: "must be non-negative"} if self.kind is int else {0: "must be non-negative"}
-            )
+            named = {0: "must be non-negative"} | ({1: "must be positive"} if self.kind is int else {})
             return named.get(int(info.minimum), f"must be at least {info.minimum:g}")
         if info.maximum is not None and not value <= info.maximum:
             return f"must be at most {info.maximum:g}"

@@ -1,7 +1,6 @@
 """Turns the arguments of a command into its options, and writes its help; ``areno train`` is the largest.
 
-What is special: argparse only collects texts. Types are converted by the same function for flags and YAML keys, so that
-a wrong value reads the same from both, and all wrong values are reported together.
+argparse only collects texts. One function converts them and the values of YAML, and all wrong ones are reported together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where a run lives, and how ``--resume`` finds it again.
 
-A resumed run keeps its configuration: what is given on top may change its length, saving,
-deadlines and logging, but nothing that would change results. A run without a checkpoint resumes at its start.
+What is given on top may change a run's length, saving, deadlines and logging, but nothing that would change results.
 """
 
 from __future__ import annotations

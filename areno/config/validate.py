@@ -1,7 +1,6 @@
 """Checks a run before anything expensive happens: values, combinations, paths. Reports all problems at once.
 
-Nothing here is silent: an option that would have no effect is a problem too. Each message names the option, the value
-and what to do. Files are looked at, hooks are not imported (`areno.config.hooks` does that next).
+An option without effect is a problem too. Files are looked at; `areno.config.hooks` imports them next.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reads and writes options as YAML: a flat mapping of option names, with dashes or underscores.
 
-The stored form of a run leaves out what the run does not read (see `areno.config.effects`) and where the run is, so
-that it works as a ``--config`` file for the next one, and a run directory can be moved.
+The stored form leaves out what the run does not read and where it is: it works as a ``--config`` file for the next one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The toy task: three-digit sums, in words, with a reward that anybody can check.
 
-The demonstrations are all correct, but they come in two styles, as people's do. Asked "Step by step, what is 347 + 182?"
-they always show the work; asked plainly they mostly just state the answer. Supervised training copies that habit: the
-model *can* add with a scratchpad, cannot do it in its head, and mostly tries in its head. Rewarded for the right answer
-alone, GSPO finds out that showing the work pays, whatever the wording. Problems are split by a hash, so no held-out sum
-is ever seen in training.
+Asked "Step by step, what is 347 + 182?", the demonstrations always show the work; asked plainly, they mostly just state the
+answer. SFT copies that habit: the model *can* add with a scratchpad, and mostly tries in its head. Rewarded for the right
+answer alone, GSPO finds out that showing the work pays, whatever the wording. A hash of a sum says whether it is held out.
 """
 
 from __future__ import annotations
