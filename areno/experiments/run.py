@@ -57,7 +57,8 @@ def run_experiment(config: BaseExperimentConfig) -> None:
 
 
 def _run_with_retries(config: BaseExperimentConfig) -> None:
-    retries = config.recover.retries if config.recover.enabled else 0
+    recovers = config.recover.enabled
+    retries = config.recover.retries if recovers else 0
     for attempt in range(1, retries + 2):
         try:
             named: dict[str, Any] = {"workflow_is_named": True} if isinstance(config, PPOConfig) else {}
@@ -65,11 +66,7 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
                 trainer.train()
             return
         except StopRequested as stop:
-            again = (
-                "run the same command again to go on"
-                if config.recover.enabled
-                else "with recover.mode=auto it could go on"
-            )
+            again = "run the same command again to go on" if recovers else "with recover.mode=auto it could go on"
             _log.warning("experiment stopped; %s", again)
             raise SystemExit(128 + stop.signum) from None
         except EngineError as error:

@@ -124,7 +124,11 @@ def _check_config(config: ArenoConfig) -> None:
         for name, check in _FIELDS.items():
             check(f"ArenoConfig.{name}", getattr(config, name))
         for part, table in (("runtime", _RUNTIME), ("optimizer", _OPTIMIZER), ("lora", _LORA)):
-            _check_table(f"ArenoConfig.{part}", getattr(config, part), table)
+            values = getattr(config, part)
+            if values is not None:
+                of_type(f"ArenoConfig.{part}", values, dict)
+                for key in filter(table.__contains__, values):
+                    table[key](f"ArenoConfig.{part} {key}", values[key])
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     unknown = sorted(set(config.runtime or {}) - set(_RUNTIME))
@@ -132,15 +136,6 @@ def _check_config(config: ArenoConfig) -> None:
         raise UsageError(
             f"ArenoConfig.runtime has no key {', '.join(unknown)}; known keys: {', '.join(sorted(_RUNTIME))}"
         )
-
-
-def _check_table(owner: str, values: Any, table: Mapping[str, Check]) -> None:
-    if values is None:
-        return
-    of_type(owner, values, dict)
-    for key, value in values.items():
-        if key in table:
-            table[key](f"{owner} {key}", value)
 
 
 def prepare(model_path: str, world_size: int, config: ArenoConfig) -> Callable[[], Backend]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,13 +110,8 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
     )
 
 
-def rows_per_pass(spec: MicroBatchSpec, rows: Sequence[Sequence[int]]) -> int:
-    """Rows that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
-    return rows_at_once(spec, max((len(row) for row in rows), default=0))
-
-
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
-    """The same where the longest row has so many tokens."""
+    """Rows of at most so many tokens that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 

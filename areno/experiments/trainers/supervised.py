@@ -11,7 +11,7 @@ from areno.config.experiment.engine_sections import DPOEngineConfig
 from areno.config.experiment.experiments import DPOConfig
 from areno.config.experiment.named_algorithm import named_algorithm
 from areno.config.experiment.run_sections import LOADER, TrainDatasetConfig
-from areno.experiments.trainers.engines import micro_batching, rows_per_pass
+from areno.experiments.trainers.engines import micro_batching, rows_at_once
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource
 from areno.loss_fns.pack import LossFn
@@ -138,9 +138,9 @@ class DPOTrainer(SupervisedTrainer):
         examples: Any = self.rows.rows
         held_out: Any = self.eval_rows
         actor, ref = self.config.actor, self.config.ref
-        rows_at_once = rows_per_pass(ref.mb_spec, [row.tokens for row in examples.rows])
+        size = rows_at_once(ref.mb_spec, max(len(row.tokens) for row in examples.rows))
         reference = Reference(
-            *(self.engine, ref.path, actor.path, self.state.step > 0, rows_at_once, _log),
+            *(self.engine, ref.path, actor.path, self.state.step > 0, size, _log),
             random_seed=self.config.seed if actor.init_from_scratch else None,
         )
         with self.timed("ref_logp"), self.stop.interruptible():

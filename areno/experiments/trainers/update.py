@@ -15,7 +15,7 @@ from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.named_algorithm import is_family, named_algorithm
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
-from areno.experiments.trainers.engines import rows_per_pass
+from areno.experiments.trainers.engines import rows_at_once
 from areno.loss_fns.family import PolicyLoss, policy_loss_fn
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.pack import LossFn, knobs_of
@@ -52,9 +52,13 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
         (TEACHER, "teacher_logprobs"): config.teacher is not None,
         (ACTOR, "prox_logprobs"): actor.recompute_logprob or getattr(knobs_of(loss), "needs_proximal", False),
     }
+
+    def rows_of(role: str, rows: Sequence[Sequence[int]]) -> int:
+        return rows_at_once(specs.get(role) or actor.mb_spec, max(map(len, rows), default=0))
+
     return PolicySettings(
         shaping=shaping,
-        rows_at_once=lambda role, rows: rows_per_pass(specs.get(role) or actor.mb_spec, rows),
+        rows_at_once=rows_of,
         scores=[score for score, wanted in scores.items() if wanted],
         critic=None if critic is None else CRITIC,
         reward_path=config.reward_section.path,
