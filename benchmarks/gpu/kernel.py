@@ -120,9 +120,8 @@ def measure(args: argparse.Namespace, checks: Checks, report: Report) -> None:
             )
             for b, s in CANDIDATES
         }
-        for backend in (backends._VARLEN, backends.GATHER):
-            arguments = (layer, q, keys, values, table, own.long() - 1, length)
-            ways[backend.name] = lambda b=backend, a=arguments: b.run(*a)
+        arguments = (layer, q, keys, values, table, own.long() - 1, length)
+        ways[backends.GATHER.name] = lambda a=arguments: backends.gather_attention(*a)
         for name, run in ways.items():
             entry: dict[str, Any] = {"rows": rows, "length": length, "way": name}
             try:
@@ -146,10 +145,7 @@ def measure(args: argparse.Namespace, checks: Checks, report: Report) -> None:
 def candidates(report: Report) -> None:
     """Which implementations prove themselves on this device."""
     device = torch.device("cuda", torch.cuda.current_device())
-    decode = {"triton": backends._TRITON, "varlen_attn": backends._VARLEN}
-    report["decode_candidates"] = {
-        name: backends.why_not(backend, device, torch.bfloat16, 16) or "works" for name, backend in decode.items()
-    }
+    report["decode_candidates"] = {"triton": backends.why_not(backends._TRITON, device, torch.bfloat16, 16) or "works"}
     report["packed_candidates"] = {
         kernel.name: varlen.why_not(kernel, device) or "works"
         for kernel in (varlen.torch_varlen(), varlen.flash_attn_varlen())

@@ -21,30 +21,30 @@ def group(prompt_length, members=1):
 def test_samples_of_one_prompt_share_a_prefill():
     scheduler = Scheduler(budget_tokens=10_000, max_running=10)
     first, second = group(5, 3), group(7, 2)
-    scheduler.add(first.members + second.members)
+    scheduler.waiting.extend(first.members + second.members)
     assert [len(shared) for shared in scheduler.admit(TOKENS)] == [3, 2]
     assert [s.slot for s in scheduler.running] == [0, 1, 2, 3, 4]
 
 
 def test_admission_stops_at_the_budget_and_at_the_number_of_slots():
     scheduler = Scheduler(budget_tokens=2 * COLUMN_STEP, max_running=10)
-    scheduler.add(group(5, 5).members)
+    scheduler.waiting.extend(group(5, 5).members)
     assert len(scheduler.admit(TOKENS)[0]) == 2
     scheduler = Scheduler(budget_tokens=10_000, max_running=3)
-    scheduler.add(group(5, 5).members)
+    scheduler.waiting.extend(group(5, 5).members)
     assert len(scheduler.admit(TOKENS)[0]) == 3
 
 
 def test_one_prefill_call_stays_within_its_tokens():
     scheduler = Scheduler(budget_tokens=10**6, max_running=100)
-    scheduler.add([group(8).members[0] for _ in range(5)])
+    scheduler.waiting.extend([group(8).members[0] for _ in range(5)])
     assert [len(scheduler.admit(20)) for _ in range(3)] == [2, 2, 1]
 
 
 def test_a_context_longer_than_a_call_enters_alone_with_the_samples_that_share_it():
     scheduler = Scheduler(budget_tokens=10**6, max_running=100)
     long, short = group(50, 3), group(4)
-    scheduler.add([*group(8).members, *long.members, *short.members])
+    scheduler.waiting.extend([*group(8).members, *long.members, *short.members])
     assert len(scheduler.admit(20)) == 1
     assert scheduler.admit(20) == []
     assert scheduler.entering.members == long.members
@@ -62,7 +62,7 @@ def test_a_context_longer_than_a_call_enters_alone_with_the_samples_that_share_i
 def test_requeueing_keeps_the_order():
     scheduler = Scheduler(budget_tokens=10**6, max_running=100)
     first, long, last = group(8, 2), group(50, 2), group(3)
-    scheduler.add([*first.members, *long.members, *last.members])
+    scheduler.waiting.extend([*first.members, *long.members, *last.members])
     scheduler.admit(20)
     scheduler.admit(20)
     scheduler.requeue()
@@ -74,11 +74,11 @@ def test_requeueing_keeps_the_order():
 def test_when_the_cache_is_full_the_youngest_goes_back_to_the_head_of_the_queue():
     scheduler = Scheduler(budget_tokens=2 * COLUMN_STEP, max_running=10)
     old, young = group(COLUMN_STEP - 1), group(COLUMN_STEP - 1)
-    scheduler.add(old.members + young.members)
+    scheduler.waiting.extend(old.members + young.members)
     scheduler.admit(TOKENS)
     for sequence in scheduler.running:
         sequence.output += [1, 2]
-    scheduler.add(group(3).members)
+    scheduler.waiting.extend(group(3).members)
     assert scheduler.make_room() == []
     assert scheduler.running == old.members
     assert scheduler.waiting[0] is young.members[0]
@@ -90,7 +90,7 @@ def test_moves_keep_every_live_sequence_in_its_slot():
     for _ in range(200):
         scheduler = Scheduler(budget_tokens=10**9, max_running=100)
         members = [group(rng.randint(1, 9)).members[0] for _ in range(rng.randint(1, 20))]
-        scheduler.add(members)
+        scheduler.waiting.extend(members)
         scheduler.admit(TOKENS)
         slots = {s.slot: s for s in members}
         finished = rng.sample(members, rng.randint(0, len(members)))

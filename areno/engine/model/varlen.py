@@ -38,7 +38,6 @@ class VarlenKernel:
     repeats: bool = False  # it wants as many key heads as query heads
     causal: str | None = None  # extra arguments for causal attention beside the window
     softcap: bool = False  # it can soft-cap scores
-    paged: bool = False  # it takes block tables
 
     def attend(
         self,
@@ -58,21 +57,6 @@ class VarlenKernel:
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         return self.call(q, k, v, starts[0], starts[1], longest[0], longest[1], **self._options(layer))
-
-    def attend_pages(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        table: Tensor,
-        layer: LayerAttention,
-    ) -> Tensor:
-        """Attention of q [Tq, H, D] over pages [pages, page_size, K, D]; ``lengths`` [N] are the contexts' tokens."""
-        most = table.shape[1] * keys.shape[1]
-        options = self._options(layer) | {"seqused_k": lengths, "block_table": table}
-        return self.call(q, keys, values, starts, None, 1, most, **options)
 
     def _options(self, layer: LayerAttention) -> dict[str, Any]:
         options: dict[str, Any] = {self.scale: layer.scale}
@@ -97,8 +81,7 @@ def torch_varlen() -> VarlenKernel | None:
     if not {"scale", "window_size"} <= names.keys():
         return None
     groups = "enable_gqa" if "enable_gqa" in names else None
-    paged = {"seqused_k", "block_table"} <= names.keys()
-    return VarlenKernel("varlen_attn", varlen_attn, "scale", groups, repeats=groups is None, paged=paged)
+    return VarlenKernel("varlen_attn", varlen_attn, "scale", groups, repeats=groups is None)
 
 
 @functools.cache

@@ -8,35 +8,20 @@ from dataclasses import astuple, dataclass
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What a loop is busy with, and its totals since it began.
+    """What a loop is busy with, and its totals since it began."""
 
-    Attributes:
-        waiting: samples in the queue.
-        running: samples that hold a slot.
-        kv_tokens_used: cells of the KV cache in use.
-        kv_tokens: its budget.
-        generated_total: tokens sampled.
-        prefilled_total: prompt tokens computed.
-        reused_total: prompt tokens taken from the prefix store.
-        preemptions_total: samples sent back to the queue.
-        drafted_total: tokens that speculation proposed.
-        agreed_total: those of them that were sampled.
-        decode_steps_total: decode steps.
-        replayed_steps_total: those of them that were replayed from CUDA graphs.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    kv_tokens_used: int = 0
-    kv_tokens: int = 0
-    generated_total: int = 0
-    prefilled_total: int = 0
-    reused_total: int = 0
-    preemptions_total: int = 0
-    drafted_total: int = 0
-    agreed_total: int = 0
-    decode_steps_total: int = 0
-    replayed_steps_total: int = 0
+    waiting: int = 0  # samples in the queue
+    running: int = 0  # samples that hold a slot
+    kv_tokens_used: int = 0  # cells of the KV cache in use
+    kv_tokens: int = 0  # its budget
+    generated_total: int = 0  # tokens sampled
+    prefilled_total: int = 0  # prompt tokens computed
+    reused_total: int = 0  # prompt tokens taken from the prefix store
+    preemptions_total: int = 0  # samples sent back to the queue
+    drafted_total: int = 0  # tokens that speculation proposed
+    agreed_total: int = 0  # those of them that were sampled
+    decode_steps_total: int = 0  # decode steps
+    replayed_steps_total: int = 0  # those of them that were replayed from CUDA graphs
 
     @classmethod
     def total(cls, loads: Iterable[EngineLoad]) -> EngineLoad:

@@ -274,14 +274,15 @@ class RolloutLoop:
     def _news(self) -> News:
         """What other threads have asked for since the last turn."""
         cancelled = [group for group in self._cancelled if group.future in self._open]
-        news = News(self._incoming, self._cancel, cancelled, self._pause.due)
+        pause = self._pause.wanted and not self._pause.agreed
+        news = News(self._incoming, self._cancel, cancelled, pause)
         self._incoming, self._cancel, self._cancelled = [], False, []
         return news
 
     def _apply(self, news: News) -> None:
         self._pause.agreed |= news.pause
         for group in news.arrived:
-            self.scheduler.add(group.members)
+            self.scheduler.waiting += group.members
         if news.cancel_all or news.cancelled:
             everyone = [*self.scheduler.waiting, *self.scheduler.live()]
             self._abort([s for s in everyone if news.cancel_all or s.group in news.cancelled])

@@ -21,11 +21,6 @@ class Pause:
         self.agreed = False
         self.resting = False
 
-    @property
-    def due(self) -> bool:
-        """Whether a pause is wanted that is not agreed yet."""
-        return self.wanted and not self.agreed
-
     @contextmanager
     def held(self, stands: Callable[[], bool]) -> Iterator[None]:
         """Run the block while the loop rests, or while ``stands`` says that it takes no turns anyway."""

@@ -16,15 +16,10 @@ from areno.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model caches.
+    """What a model caches."""
 
-    Attributes:
-        bytes_per_token: per token and slot, recurrent states spread over a column step.
-        layers: keys and values by layer; empty where some layers keep another state.
-    """
-
-    bytes_per_token: int
-    layers: tuple[LayerShape, ...]
+    bytes_per_token: int  # per token and slot, recurrent states spread over a column step
+    layers: tuple[LayerShape, ...]  # keys and values by layer; empty where some layers keep another state
 
 
 @torch.no_grad()

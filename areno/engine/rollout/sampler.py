@@ -24,19 +24,12 @@ from areno.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Result of one sampling pass over B rows.
+    """Result of one sampling pass over B rows."""
 
-    Attributes:
-        tokens: chosen ids [B].
-        logprobs: their log-probs under the temperature-scaled policy, before filters and edits [B].
-        cut_mass: probability that top-k, top-p and min-p removed [B]; None where no row filters.
-        top: the most likely tokens and their log-probs [B, K] each; None where no row asks.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    cut_mass: Tensor | None
-    top: tuple[Tensor, Tensor] | None = None
+    tokens: Tensor  # chosen ids [B]
+    logprobs: Tensor  # their log-probs under the temperature-scaled policy, before filters and edits [B]
+    cut_mass: Tensor | None  # probability that top-k, top-p and min-p removed [B]; None where no row filters
+    top: tuple[Tensor, Tensor] | None = None  # likeliest tokens and their log-probs [B, K]; None where no row asks
 
     def rows(self, rows: Seq[int]) -> Draw:
         """Some rows of it."""

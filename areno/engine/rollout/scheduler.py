@@ -56,10 +56,6 @@ class Scheduler:
     entering: Entering | None = None
     preemptions: int = 0
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue new sequences, first come first served."""
-        self.waiting.extend(sequences)
-
     def live(self) -> list[Sequence]:
         """All sequences that hold a slot."""
         return self.running + (self.entering.members if self.entering else [])

@@ -27,21 +27,13 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A decode step, weights left out.
+    """A decode step, weights left out."""
 
-    Attributes:
-        config: the model's configuration as JSON.
-        architecture: name of its class.
-        attention: name of areno's attention function in ``transformers``.
-        dtype: of weights and cache, as ``torch`` names it.
-        layers: what is cached.
-    """
-
-    config: str
-    architecture: str
-    attention: str
-    dtype: str
-    layers: tuple[LayerShape, ...]
+    config: str  # the model's configuration as JSON
+    architecture: str  # name of its class
+    attention: str  # name of areno's attention function in ``transformers``
+    dtype: str  # of weights and cache, as ``torch`` names it
+    layers: tuple[LayerShape, ...]  # what is cached
 
     @classmethod
     def of(cls, model: CausalLM, layers: tuple[LayerShape, ...]) -> StepSpec:

@@ -1,7 +1,7 @@
-"""Attention of one new token per row over pages: which implementation runs, and why not a better one.
+"""Attention of one new token per row over pages: which implementation runs, and why not the better one.
 
-In order: our Triton kernel, ``varlen_attn`` with block tables, pages gathered into a padded batch. Nothing is guessed from
-version numbers: on its first use a device runs each candidate on a small case and takes the first whose result is right.
+Our Triton kernel, or pages gathered into a padded batch. Nothing is guessed from version numbers: on its first use a device
+runs the kernel on a small case, and takes it if the result is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from areno.engine.model.attention import LayerAttention, scaled_dot_product
-from areno.engine.model.varlen import torch_varlen
 from areno.engine.rollout.kv_cache import decode_mask
 
 logger = logging.getLogger(__name__)
@@ -29,19 +28,11 @@ _TOLERANCE = 3e-2
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A decode attention and what it can do.
+    """A decode attention and what it can do."""
 
-    Attributes:
-        name: for logs and benchmarks.
-        run: the function.
-        fixed_shape: its launch does not depend on the contexts' lengths, so it can be captured in a graph.
-        plain_only: no sinks and no soft-capping.
-    """
-
-    name: str
-    run: PagedAttention
-    fixed_shape: bool
-    plain_only: bool = False
+    name: str  # for logs and benchmarks
+    run: PagedAttention  # the function
+    fixed_shape: bool  # its launch does not depend on the contexts' lengths, so it can be captured in a graph
 
 
 def gathered(pool: Tensor, table: Tensor, columns: int) -> Tensor:
@@ -59,25 +50,6 @@ def gather_attention(
     return scaled_dot_product(q[:, :, None], k, v, layer, mask[:, None, None])[:, :, 0]
 
 
-def varlen_attention(
-    layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
-) -> Tensor:
-    """FlashAttention with block tables; the one that torch ships wants pages of 256 tokens, others take 16."""
-    rows = len(q)
-    kernel = torch_varlen()
-    if kernel is None or not kernel.paged:
-        raise NotImplementedError("this torch has no varlen_attn with block tables")
-    return kernel.attend_pages(
-        q,
-        keys,
-        values,
-        torch.arange(rows + 1, dtype=torch.int32, device=q.device),
-        positions.clamp(min=0).int() + 1,
-        table,
-        layer,
-    )
-
-
 def triton_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
@@ -88,23 +60,19 @@ def triton_attention(
 
 
 GATHER = Backend("gather", gather_attention, fixed_shape=False)
-_VARLEN = Backend("varlen_attn", varlen_attention, fixed_shape=True, plain_only=True)
 _TRITON = Backend("triton", triton_attention, fixed_shape=True)
 
 
 @functools.cache
 def best_backend(device: torch.device, dtype: torch.dtype, page_size: int) -> Backend:
-    """The first candidate that gives the right result on a device; warns once where that is not a kernel."""
+    """The kernel where it gives the right result on a device; warns once where it does not."""
     if device.type != "cuda":
         return GATHER
-    reasons = []
-    for backend in (_TRITON, _VARLEN):
-        reason = why_not(backend, device, dtype, page_size)
-        if reason is None:
-            logger.debug("decode attention on %s: %s", device, backend.name)
-            return backend
-        reasons.append(f"{backend.name}: {reason}")
-    logger.warning("decode attention gathers its pages, which is slow, because %s", "; ".join(reasons))
+    reason = why_not(_TRITON, device, dtype, page_size)
+    if reason is None:
+        logger.debug("decode attention on %s: %s", device, _TRITON.name)
+        return _TRITON
+    logger.warning("decode attention gathers its pages, which is slow, because %s: %s", _TRITON.name, reason)
     return GATHER
 
 
@@ -132,9 +100,5 @@ def paged_attention(
     layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, columns: int
 ) -> Tensor:
     """Attention of each row's new token over its pages, by the best implementation for this layer."""
-    backend = GATHER
-    if not layer.explicit:
-        backend = best_backend(q.device, q.dtype, keys.shape[1])
-        if backend.plain_only and (layer.sinks is not None or layer.softcap is not None):
-            backend = GATHER
+    backend = GATHER if layer.explicit else best_backend(q.device, q.dtype, keys.shape[1])
     return backend.run(layer, q, keys, values, table, positions, columns)

@@ -36,23 +36,14 @@ _SOURCE, _GIVEN, _POSITION, _COUNTER, _SEED = range(5)
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What one row of the batch does in a step.
+    """What one row of the batch does in a step."""
 
-    Attributes:
-        position: of the token it feeds; -1 when it does not take part.
-        counter: index of the token it samples.
-        source: row of the last step whose token it feeds; -1: it feeds ``token``.
-        token: known to the host.
-        seed: of its sample.
-        sampling: temperature or greedy; the rest must be off.
-    """
-
-    position: int
-    counter: int
-    source: int
-    token: int
-    seed: int
-    sampling: SamplingParams
+    position: int  # of the token it feeds; -1 when it does not take part
+    counter: int  # index of the token it samples
+    source: int  # row of the last step whose token it feeds; -1: it feeds ``token``
+    token: int  # known to the host
+    seed: int  # of its sample
+    sampling: SamplingParams  # temperature or greedy; the rest must be off
 
 
 PAUSED = StepRow(-1, 0, -1, 0, 0, SamplingParams(greedy=True))

@@ -62,7 +62,7 @@ class Simulation:
         prompt = [self.random.randrange(6)] * self.random.randint(1, self.budget // 2)
         new = self.random.randint(1, min(150, self.budget - len(prompt)))
         group = Group(prompt, SamplingParams(max_new_tokens=new), frozenset(), Future())
-        self.scheduler.add(Sequence(group, 0) for _ in range(self.random.randint(1, 6)))
+        self.scheduler.waiting.extend(Sequence(group, 0) for _ in range(self.random.randint(1, 6)))
 
     def prefill(self, members: list[Sequence], start: int, stop: int) -> None:
         self.cache.reserve(self.scheduler.held(), self.scheduler.columns())
