@@ -49,12 +49,9 @@ class Rows:
 
 def sampling_table(sequences: Seq[Sequence], device: torch.device) -> SamplingTable:
     """How some samples, a row each, are sampled."""
-    sampling, seeds, edits = (
-        [s.group.sampling for s in sequences],
-        [s.seed for s in sequences],
-        [s.edits for s in sequences],
+    return SamplingTable(
+        [s.group.sampling for s in sequences], [s.seed for s in sequences], device, [s.edits for s in sequences]
     )
-    return SamplingTable(sampling, seeds, device, edits)
 
 
 class DecodeBatch:
