@@ -109,8 +109,6 @@ def iter_prompt_batches(
     sum reaches the end of ``order`` with the last batch.
 
     Args:
-        rows: anything with ``len()`` and integer indexing.
-        tokenizer: a ``transformers`` tokenizer.
         batch_size: accepted rows per batch.
         max_prompt_tokens: longest accepted prompt, in tokens, template included.
         context_limit: most tokens of prompt and answer; a prompt that leaves no room for an answer is too long.
@@ -118,7 +116,6 @@ def iter_prompt_batches(
         solutions_key: key of the reference answer; may be absent.
         order: row indices in visiting order; None is the order of the file.
         start: position in ``order`` to begin at.
-        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
         source: what error messages call the data.
 
     Raises:

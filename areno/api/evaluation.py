@@ -99,7 +99,6 @@ def evaluate_prompts(
         max_prompt_tokens: longer prompts are passed over and counted, as are those that leave the context no room.
         max_running: most answers generated at the same time.
         seed: fixes every draw; the same seed, rows and policy give the same answers.
-        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
         source: what error messages call the data.
         on_scored: sees every answer with its reward, piece by piece.
         answers: answers in place of the policy's completions, such as those of an agent.
@@ -111,8 +110,6 @@ def evaluate_prompts(
 
     Raises:
         RewardError: no answer at all got a reward, or ``rewards`` gave a wrong number of them, or one not finite.
-        UsageError: every prompt is too long.
-        ValueError: no rows, or ``n_samples`` or ``max_running`` is below 1.
     """
     if not len(rows) or n_samples < 1 or max_running < 1:
         raise ValueError(

@@ -64,9 +64,6 @@ def run_training(
         loader_fn: loaded data set loader.
         progress: shows the run; None suits the terminal or pipe.
         console_level: least level of console log lines; None reads ``ARENO_LOG_LEVEL``. ``log.txt`` has them all.
-
-    Raises:
-        ArenoError: the run cannot go on; what was complete is saved.
     """
     run_dir = RunDirectory(options.run_path).create()
     with _locked(options), setup_logging(run_dir, level=console_level):

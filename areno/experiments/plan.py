@@ -148,11 +148,7 @@ class ExperimentPlan:
 
 
 def plan_experiment(config: BaseExperimentConfig, available: int | None = None) -> ExperimentPlan:
-    """Plan the memory of an experiment, of which so many bytes are ``available``; None asks the machine.
-
-    Raises:
-        UsageError: a model's configuration cannot be read, or the machine cannot run it.
-    """
+    """Plan the memory of an experiment, of which so many bytes are ``available``; None asks the machine."""
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)

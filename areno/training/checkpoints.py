@@ -36,11 +36,8 @@ _ROLLOUT = "rollout.pt"
 class Checkpoints:
     """Writes and finds the checkpoints of one run.
 
-    Attributes:
-        folder: of all checkpoints.
-        frequency: when one is due.
-        writing: called with the path around each save; shows and logs it.
-        saved_step: completed steps of the newest checkpoint of this process; 0 has none.
+    ``writing`` is called with the path around each save, to show it; ``saved_step`` counts the completed steps of this
+    process's newest checkpoint, 0 without one.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:

@@ -49,13 +49,11 @@ class TrainingLoop(ABC):
 
     Attributes:
         best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
-        best_is_higher: whether a higher value of it is better.
         best_may_be_missing: an evaluation may lack that metric, and is then not the best one.
         saved_roles: models that are saved beside checkpoints; the first is the actor.
         saver: saves them at their times; None saves none.
         resumed_from: checkpoint whose weights are loaded already; None begins at the first step.
         eval_rows: held-out rows; None evaluates nothing.
-        state: how far the run has come.
     """
 
     logger: logging.Logger
@@ -82,8 +80,6 @@ class TrainingLoop(ABC):
     def display(self) -> Progress:
         """Progress for people."""
         return self.report.display
-
-    # -- what an algorithm supplies --------------------------------------------------------------------------------
 
     @abstractmethod
     def steps(self) -> Iterator[PlannedStep]:
@@ -162,8 +158,6 @@ class TrainingLoop(ABC):
             yield
         tracing.save(step)
 
-    # -- the run ---------------------------------------------------------------------------------------------------
-
     def fit(self) -> RunState:
         """Run to the end; after a signal :class:`StopRequested` ends it. The last completed step is always saved."""
         try:
@@ -237,8 +231,6 @@ class TrainingLoop(ABC):
         state.health, state.rng = self.report.health.state_dict(), capture_rng()
         self._updating = False
 
-    # -- evaluation ------------------------------------------------------------------------------------------------
-
     def _evaluate_if_due(self, at: StepInfo) -> dict[str, float]:
         """The numbers of an evaluation that belong to the record of the step before it."""
         if self.eval_rows is None:
@@ -304,8 +296,6 @@ class TrainingLoop(ABC):
             self.logger.info("the evaluation options are not those of the run so far: the best evaluation starts anew")
             self.state.evaluation = self.state.best = None
             self.state.not_best, self.state.evaluation_due = 0, True
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
         """Write the checkpoint of the last completed step, unless that is done already or none are written."""

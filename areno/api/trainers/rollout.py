@@ -64,8 +64,6 @@ class RolloutTrainer(DataTrainer):
     best_is_higher = True
     _unused_samples: Any = None
 
-    # -- what an algorithm supplies --------------------------------------------------------------------------------
-
     def roles(self) -> list[ModelRole]:
         """Models that the algorithm needs besides the policy and a reward model."""
         return []
@@ -101,8 +99,6 @@ class RolloutTrainer(DataTrainer):
     def passes(self) -> dict[str, int]:
         """How often a :class:`Learner` is called with the rows of a step."""
         return {"passes": self.config.update_epochs, "minibatches": self.config.update_minibatches}
-
-    # -- preparation -----------------------------------------------------------------------------------------------
 
     def load_models(self) -> None:
         """Load the auxiliary models that are not there yet."""
@@ -195,8 +191,6 @@ class RolloutTrainer(DataTrainer):
     def _prompt_context(self) -> int | None:
         """What bounds prompts besides ``--max-prompt-tokens``; what an agent makes of a row is not known before it asks."""
         return self.context_limit if self._agents is None else None
-
-    # -- one step --------------------------------------------------------------------------------------------------
 
     def run_step(self, batch: PromptBatch) -> StepOutcome:
         """One step."""
@@ -301,8 +295,6 @@ class RolloutTrainer(DataTrainer):
             spread("reward_model_raw_reward", [s.reward for s in samples]) if self.config.reward_ckpt else {}
         )
 
-    # -- rewards ---------------------------------------------------------------------------------------------------
-
     def _reward(self, drawn: list[Sample]) -> list[Sample]:
         """Set the rewards; samples without one, or without a token to train on, are left out."""
         samples = [sample for sample in drawn if sample.rows]
@@ -325,11 +317,7 @@ class RolloutTrainer(DataTrainer):
         return kept
 
     def score(self, records: list[RewardRecord], token_rows: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        """Score completions with the run's reward function, which sees records, or its model, which sees tokens.
-
-        Raises:
-            RewardError: a function failed and ``--on-reward-error`` is ``stop``, or a model gave no finite score.
-        """
+        """Score completions with the run's reward function, which sees records, or its model, which sees tokens."""
         if self.config.workflow is not None:
             return [RewardOutcome(record.metadata[REWARD], None, 0.0) for record in records]
         if self._runner is None:
@@ -379,8 +367,6 @@ class RolloutTrainer(DataTrainer):
             sample.record.metadata["prompt_index"] = prompts[sample.prompt_index]
             found[sample.prompt_index * config.eval_n_samples + sample.sample_index] = sample.answer
         return found
-
-    # -- rows and updates ------------------------------------------------------------------------------------------
 
     def train_rows(self, sample: Sample) -> list[TrainSequence]:
         """The rows of a sample, without advantages; several only for an agent whose conversations fork."""

@@ -22,9 +22,6 @@ class Sample:
     """One completion, run of an agent, or row of a workflow, on its way to training rows.
 
     Attributes:
-        item: its prompt.
-        prompt_index: of the prompt in its batch.
-        sample_index: which of the prompt's samples it is.
         sequence: all that the policy said.
         record: what a reward function sees.
         tokens: what a reward model reads: prompt and response; of an agent's conversations the last one.

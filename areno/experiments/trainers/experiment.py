@@ -63,11 +63,7 @@ def frequency(section: FrequencyConfig, *, first: bool = False, last: bool = Fal
 
 
 class ExperimentTrainer(TrainingLoop):
-    """See the module's text; to be used as a context manager, or closed. Rows that are not given are loaded.
-
-    Raises:
-        UsageError: the configuration asks for what is not there.
-    """
+    """See the module's text; to be used as a context manager, or closed. Rows that are not given are loaded."""
 
     saver: Saver
     actor_trains: ClassVar[str] = "policy"
@@ -116,8 +112,6 @@ class ExperimentTrainer(TrainingLoop):
             self.close()
             raise
 
-    # -- what a trainer supplies -----------------------------------------------------------------------------------
-
     @abstractmethod
     def make_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> tuple[RowSource, Sequence[Any] | None]:
         """The rows to train on, and those to evaluate on."""
@@ -126,8 +120,6 @@ class ExperimentTrainer(TrainingLoop):
         """Statistics that health monitor and display know, by the name that they have there."""
         names = {"loss": "loss", "grad_norm": "grad_norm", "update_skipped": "update_skipped"}
         return {known: f"{self.section}/{name}" for known, name in names.items()}
-
-    # -- making ----------------------------------------------------------------------------------------------------
 
     def _set_environment(self) -> None:
         """Set what was given for the process that trains: variables, which its ranks inherit, and threads of PyTorch."""
@@ -256,8 +248,6 @@ class ExperimentTrainer(TrainingLoop):
         self._total_steps = min(steps, config.total_train_steps or steps)
         self.schedule = schedule_of(config.actor.optimizer, self._total_steps)
 
-    # -- running ---------------------------------------------------------------------------------------------------
-
     def total_steps(self) -> int:
         """As :meth:`plan_steps` has found."""
         return self._total_steps
@@ -298,8 +288,6 @@ class ExperimentTrainer(TrainingLoop):
         self.engine.set_learning_rate(role, rate)
         return self.engine.train(rows, loss, batching, None, role)
 
-    # -- keeping ---------------------------------------------------------------------------------------------------
-
     def part_states(self) -> dict[str, Any]:
         """The position in the rows."""
         return {"rows": self.rows.state_dict()}
@@ -335,8 +323,6 @@ class ExperimentTrainer(TrainingLoop):
         saves = self.config.saver.mode != SAVES_NOTHING
         if state.step and saves and not self.saver.path(ACTOR_MODELS, at).exists():
             self.save_models(at)
-
-    # -- ending ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End everything that was started; a second call does nothing."""

@@ -31,12 +31,7 @@ _SETTINGS = {
 
 
 class ExperimentReporter(Reporter):
-    """See the module's text.
-
-    Args:
-        tracker: statistics from anywhere in the process, told with those of the step.
-        known_names: statistics that health monitor and display know, by the name that they have there.
-    """
+    """See the module's text; ``known_names`` are statistics by the name that health monitor and display know."""
 
     joins_evaluation: ClassVar[bool] = True
 

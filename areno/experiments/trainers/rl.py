@@ -112,8 +112,6 @@ class PPOTrainer(ExperimentTrainer):
             self.close()
             raise
 
-    # -- making ----------------------------------------------------------------------------------------------------
-
     def _check_rows(self, train: Sequence[Any], valid: Sequence[Any] | None) -> None:
         if self._workflow_is_named:
             super()._check_rows(train, valid)
@@ -236,8 +234,6 @@ class PPOTrainer(ExperimentTrainer):
             ended: Any = status
             tracing.session_tracer().finalize(task, ended, reason or None)
 
-    # -- running ---------------------------------------------------------------------------------------------------
-
     def train(
         self,
         workflow: Any = None,
@@ -320,8 +316,6 @@ class PPOTrainer(ExperimentTrainer):
         numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
         return numbers
 
-    # -- the update ------------------------------------------------------------------------------------------------
-
     def plan_steps(self, total_epochs: int | None = None) -> None:
         """Also make the objective, whose rates depend on the number of steps."""
         super().plan_steps(total_epochs)
@@ -383,8 +377,6 @@ class PPOTrainer(ExperimentTrainer):
         counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
         counts["rejected"] = float(len(rows) - len(found))
         return in_scope("eval-rollout", {**summaries(told), **counts})
-
-    # -- keeping ---------------------------------------------------------------------------------------------------
 
     def rollout_state(self) -> Any:
         """Rows that wait or run, trajectories that no batch has used yet, counters."""

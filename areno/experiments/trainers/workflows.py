@@ -25,9 +25,6 @@ def workflow_of(
 
     ``given`` is an object, a class, for which ``kwargs`` are, or a name; None takes the ``workflow`` section. One that
     ``evaluates`` samples as ``eval_gconfig`` says.
-
-    Raises:
-        UsageError: it cannot be found or made, or a reward is missing.
     """
     gconfig = config.eval_gconfig if evaluates and config.eval_gconfig is not None else config.gconfig
     agent = config.rollout.agent

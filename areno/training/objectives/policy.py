@@ -82,15 +82,7 @@ class Prepared:
 
 
 class PolicyObjective:
-    """See the module's text.
-
-    Args:
-        models: score the rows.
-        settings: what becomes of rows before the update.
-        learners: the models that are trained, in this order.
-        seed: of the run; orders of minibatches derive from it.
-        around: blocks around the stages.
-    """
+    """See the module's text; learners are trained in their order, and ``around`` makes blocks around the stages."""
 
     def __init__(
         self,

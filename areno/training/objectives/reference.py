@@ -59,7 +59,6 @@ class Reference:
         path: checkpoint of the reference.
         actor_path: checkpoint that the policy began from.
         trained: the policy is no longer what it was in the beginning.
-        micro_bs: rows of one forward pass.
         random_seed: of random weights that the policy began from in place of its checkpoint's.
     """
 
