@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import section, setting, settings_of
+from areno.config.experiment.settings import changed, section, setting, settings_of
 from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
 from areno.errors import UsageError
 
@@ -26,16 +26,11 @@ loading_timeout = partial(setting, no_effect="setup_timeout limits starting and 
 
 _NO_BEAMS = "beam search is not supported; remove it, and sample or use greedy"
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+_PENALISED = _SAMPLING | {"frequency_penalty": "frequency_penalty"}
 _OPENAI_NAMES = {
-    "completions": _SAMPLING
-    | {
-        "n_samples": "n",
-        "max_new_tokens": "max_completion_tokens",
-        "stop": "stop",
-        "frequency_penalty": "frequency_penalty",
-    },
+    "completions": _PENALISED | {"n_samples": "n", "max_new_tokens": "max_completion_tokens", "stop": "stop"},
     "responses": _SAMPLING | {"max_new_tokens": "max_output_tokens"},
-    "openai-agents": _SAMPLING | {"max_new_tokens": "max_tokens", "frequency_penalty": "frequency_penalty"},
+    "openai-agents": _PENALISED | {"max_new_tokens": "max_tokens"},
 }
 
 
@@ -84,15 +79,13 @@ class GenerationHyperparameters:
         if api_format not in _OPENAI_NAMES:
             raise UsageError(f"api_format {api_format!r} is unknown; choose {', '.join(_OPENAI_NAMES)}")
         names = _OPENAI_NAMES[api_format]
-        values = {name: getattr(self, name) for name in settings_of(type(self)) if name not in exclude_args}
-        if values.pop("greedy", False):
-            values["temperature"] = 0.0
-        defaults = {name: entry.default for name, entry in settings_of(type(self)).items()}
-        lost = [name for name, value in values.items() if name not in names and value != defaults[name]]
-        if lost:
+        wanted = [name for name in settings_of(type(self)) if name not in exclude_args]
+        if lost := [name for name in changed(self, wanted) if name not in (*names, "greedy")]:
             warnings.warn(f"OpenAI's {api_format} have no {', '.join(lost)}; left out", stacklevel=2)
-        given = {names[name]: value for name, value in values.items() if name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {names[name]: getattr(self, name) for name in wanted if name in names}
+        if self.greedy and "greedy" in wanted:
+            values["temperature"] = 0.0
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass

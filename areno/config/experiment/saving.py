@@ -36,7 +36,7 @@ def conf_as_dict(config: Any) -> dict[str, Any]:
 
 def config_text(config: BaseExperimentConfig) -> str:
     """Return the configuration as YAML, in order of declaration, without secrets."""
-    return yaml.safe_dump(public_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return yaml.safe_dump(public_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:

@@ -32,10 +32,10 @@ Problems = Iterator[tuple[str, str]]
 """Pairs of a setting's name inside the section and what is wrong with it."""
 
 
-def idle(config: Any, names: tuple[str, ...], because: str) -> Problems:
+def idle(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
     """Settings that nothing reads, where they differ from their defaults."""
     for name in changed(config, names):
-        yield name, f"{shown(getattr(config, name))} has no effect {because}"
+        yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
 
 
 def at(path: str, problems: Problems) -> Iterator[str]:
@@ -106,8 +106,8 @@ def _check_train_engine(config: TrainEngineConfig) -> Problems:
 
 def _check_saver(config: SaverConfig) -> Problems:
     if config.mode == SAVES_NOTHING:
-        names = ("freq_epochs", "freq_steps", "freq_secs")
-        yield from idle(config, names, f"with mode {SAVES_NOTHING}; leave one of the two out")
+        because = f"with mode {SAVES_NOTHING}; leave one of the two out"
+        yield from idle(config, ("freq_epochs", "freq_steps", "freq_secs"), because)
 
 
 def _check_rollout(config: InferenceEngineConfig) -> Problems:
@@ -120,7 +120,7 @@ def _check_agent(config: AgentConfig) -> Problems:
     yield from _workers(config.scheduling_spec, (1,))
     for spec in config.scheduling_spec:
         because = "for agents, which run in the trainer's process or inherit its environment; leave it out"
-        yield from ((f"scheduling_spec.0.{name}", text) for name, text in idle(spec, ("cpu", "env_vars"), because))
+        yield from idle(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
     if config.mode != "subproc":
         yield from idle(config, ("subproc_max_workers",), "without processes; set mode to subproc too")
 
@@ -130,7 +130,7 @@ def _workers(specs: list[Any], counts: tuple[int, ...]) -> Problems:
         yield "scheduling_spec", f"has {len(specs)} entries; give {' or '.join(map(str, counts))}"
     for spec in specs[1:]:
         because = "in a second entry, because worker and engine are one process; write it into the first"
-        yield from ((f"scheduling_spec.1.{name}", text) for name, text in idle(spec, ("env_vars",), because))
+        yield from idle(spec, ("env_vars",), because, "scheduling_spec.1.")
 
 
 def _check_strategy(config: SchedulingStrategy) -> Problems:
