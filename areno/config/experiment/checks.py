@@ -14,8 +14,7 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
-from areno.config.experiment.section_checks import at, check_actor, idle, section_problems, shown
-from areno.config.experiment.settings import settings_of, walk
+from areno.config.experiment.settings import at, idle, settings_of, shown, walk
 from areno.config.options import nearest
 from areno.errors import UsageError
 
@@ -28,8 +27,8 @@ def check_config(config: BaseExperimentConfig) -> Iterator[str]:
     """Say why the settings make no experiment that can work: every problem, with its setting, value and remedy."""
     yield from _names(config)
     for path, entry, value in walk(config):
-        if entry.shape == "section" and value is not None:
-            yield from at(path, section_problems(value))
+        if entry.shape == "section" and callable(getattr(type(value), "problems", None)):
+            yield from at(path, value.problems())
     yield from _data(config)
     yield from _models(config)
     if isinstance(config, PPOConfig):
@@ -156,7 +155,7 @@ def _without_rollout(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def _policy(config: PPOConfig) -> Iterator[str]:
-    yield from at("actor", check_actor(config.actor))
+    yield from at("actor", config.actor.policy_problems())
     yield from check_algorithm(config.actor, config.teacher is not None)
     yield from _reference(config)
     yield from _reward_model(config)

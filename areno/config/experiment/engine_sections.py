@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,8 +15,10 @@ from areno.config.experiment.generation_sections import (
     loading_timeout,
     of_gateway,
 )
-from areno.config.experiment.settings import section, setting
-from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
+from areno.config.experiment.settings import Problems, idle, section, setting
+from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
+from areno.config.options import nearest
+from areno.config.packages import missing_packages
 from areno.config.policy_loss_options import PolicyLossOptions, RejectionSamplingConfig
 from areno.config.update_options import KL_TYPES
 
@@ -43,6 +46,10 @@ ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 
 ATTENTION_HERE = (AUTO, "sdpa", "eager", "flash_attention_2")
 """Those that areno has: PyTorch's fused kernels, or (eager) every score written out."""
+
+_HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.]+)?")
+_MEGATRON_LAYERS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+_TRANSFORMERS_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass
@@ -79,6 +86,13 @@ class OptimizerConfig:
         False, "GPU only: keep optimizer states and summed gradients in host memory, and update there."
     )
 
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.type == "sgd":
+            yield from idle(self, ("beta1", "beta2", "eps"), "with type sgd; leave it out, or use type adam")
+        if self.lr_scheduler_type == "constant":
+            yield from idle(self, ("min_lr_ratio",), "with lr_scheduler_type constant; use linear or cosine")
+
 
 @dataclass
 class MicroBatchSpec:
@@ -102,6 +116,11 @@ class MicroBatchSpec:
         """Return a copy with some values changed."""
         return replace(self, **changes)
 
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.n_mbs is None and self.max_tokens_per_mb is None:
+            yield "n_mbs", "null leaves the number of micro-batches open; give it, or max_tokens_per_mb"
+
 
 @dataclass
 class NormConfig:
@@ -123,6 +142,15 @@ class NormConfig:
         inherits="gconfig.n_samples",
         shown="gconfig.n_samples",
     )
+
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.mean_level is None:
+            yield from idle(self, ("mean_leave1out",), "without a mean; set mean_level too")
+        if self.std_level is None:
+            yield from idle(self, ("std_unbiased", "eps"), "without a standard deviation; set std_level too")
+        if self.mean_level is None and self.std_level is None:
+            yield "mean_level", "and std_level are both null, which normalises nothing; set the section to null instead"
 
 
 @dataclass
@@ -277,6 +305,30 @@ class TrainEngineConfig:
     workers_ready_timeout: float = loading_timeout(30.0, "Seconds that a worker process may take to answer.", above=0)
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether the role has its own devices.")
 
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        name = self.attn_impl
+        if name not in ATTENTION and not _HUB_KERNEL.fullmatch(name):
+            choices = f"choose {', '.join(ATTENTION)}, or owner/repo[@revision][:entry]"
+            yield "attn_impl", f"{name!r} is unknown{nearest(name, ATTENTION)}; {choices}"
+        elif name not in ATTENTION_HERE:
+            yield "attn_impl", f"{name} is not supported; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
+        if not self.use_lora:
+            names = ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
+            yield from idle(self, names, "without an adapter; set use_lora too")
+        elif missing := missing_packages("qlora" if self.load_in_4bit else "lora"):
+            yield ("load_in_4bit" if self.load_in_4bit else "use_lora"), f"needs {missing}"
+        if not self.gradient_checkpointing:
+            because = "without gradient_checkpointing, which leaves inputs of layers to offload; set that too"
+            yield from idle(self, ("offload_activations",), because)
+        if self.enable_tree_training and self.mb_spec.packing_algorithm != "ffd":
+            remedy = "set mb_spec.packing_algorithm to ffd, or leave it out"
+            yield "enable_tree_training", f"packs rows by what they share; {remedy}"
+        if megatron := sorted({*self.target_modules} & _MEGATRON_LAYERS):
+            remedy = f"write [{', '.join(_TRANSFORMERS_LAYERS)}], or leave it out for all linear layers"
+            yield "target_modules", f"{', '.join(megatron)} are layers of Megatron; {remedy}"
+        yield from worker_problems(self.scheduling_spec, (1, 2))
+
 
 @dataclass
 class NamedAlgorithm:
@@ -341,6 +393,38 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         """Whether a forward pass before the update is needed."""
         return self.needs_proximal if self.use_decoupled_loss else self.recompute_logprob
 
+    def problems(self) -> Problems:
+        """What is wrong with it as an engine, whether it is trained or scores."""
+        return TrainEngineConfig.problems(self)
+
+    def policy_problems(self) -> Problems:
+        """What is wrong with the knobs of the loss and the reward of an actor that is trained."""
+        yield from PolicyLossOptions.problems(self)
+        if self.use_decoupled_loss and self.recompute_logprob and not self.needs_proximal:
+            method = self.prox_logp_method
+            yield (
+                "recompute_logprob",
+                f"has no effect with prox_logp_method {method}, which needs no forward pass; leave one out",
+            )
+        if self.kl_ctl == 0:
+            yield from idle(self, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
+        if self.kl_loss_coef == 0:
+            yield from idle(self, ("kl_loss_type",), "with kl_loss_coef 0; set kl_loss_coef too")
+        if not self.log_agent_stats:
+            yield from idle(self, ("log_agent_stats_keys",), "without log_agent_stats; set it too")
+        overlong = ("overlong_tokens", "overlong_penalty_factor")
+        if not self.overlong_reward_penalty:
+            yield from idle(self, overlong, "without the penalty; set overlong_reward_penalty too")
+            return
+        for name in overlong:
+            if getattr(self, name) is None:
+                yield name, "is missing: overlong_reward_penalty needs it"
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            yield (
+                "overlong_tokens",
+                f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower it",
+            )
+
 
 @dataclass
 class PPOCriticConfig(TrainEngineConfig):
@@ -385,3 +469,13 @@ class TeacherConfig:
     offload: bool = setting(False, "Move the teacher to host memory between steps.", refused=NO_OFFLOAD)
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)
+
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        other = "train" if self.engine_type == "rollout" else "rollout"
+        if getattr(self, other) is not None:
+            yield other, f"has no effect with engine_type {self.engine_type}; leave it out"
+        if not self.path:
+            yield "path", "is missing: give the teacher's model folder or repo id"
+        if self.rl_loss_weight == self.distill_loss_weight == 0:
+            yield "distill_loss_weight", "and rl_loss_weight are both 0, so nothing would be learned; give one a weight"

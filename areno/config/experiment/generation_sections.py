@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import changed, section, setting, settings_of
-from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec
+from areno.config.experiment.settings import Problems, changed, idle, section, setting, settings_of
+from areno.config.experiment.worker_sections import SchedulingSpec, SchedulingStrategy, one_spec, worker_problems
 from areno.errors import UsageError
 
 ADMIN_KEY = "one of its own per run"
@@ -87,6 +87,18 @@ class GenerationHyperparameters:
             values["temperature"] = 0.0
         return {name: value for name, value in values.items() if value is not None}
 
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.min_new_tokens > self.max_new_tokens:
+            yield "min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; lower it"
+        if self.greedy:
+            yield from idle(self, ("temperature", "top_p", "top_k"), "with greedy; leave one of the two out")
+            if self.n_samples > 1:
+                yield (
+                    "greedy",
+                    f"with n_samples {self.n_samples} gives the same answer again and again; use n_samples 1",
+                )
+
 
 @dataclass
 class AgentConfig:
@@ -134,6 +146,15 @@ class AgentConfig:
     set_reward_finish_timeout: float = setting(
         0.0, "Seconds to wait for further rewards after a session has ended.", minimum=0
     )
+
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        yield from worker_problems(self.scheduling_spec, (1,))
+        for spec in self.scheduling_spec:
+            because = "for agents, which run in the trainer's process or inherit its environment; leave it out"
+            yield from idle(spec, ("cpu", "env_vars"), because, "scheduling_spec.0.")
+        if self.mode != "subproc":
+            yield from idle(self, ("subproc_max_workers",), "without processes; set mode to subproc too")
 
 
 @dataclass
@@ -219,3 +240,9 @@ class InferenceEngineConfig:
     provider_api_key: str | None = setting(
         None, "Key of that server.", refused="generating with an outside server is not supported; remove it"
     )
+
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        yield from worker_problems(self.scheduling_spec, (1, 2))
+        if self.max_staleness is None:
+            yield from idle(self, ("on_stale",), "without an exact bound; set max_staleness too")

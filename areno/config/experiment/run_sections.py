@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import section, setting
+from areno.config.experiment.settings import Problems, idle, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec
 
 SAVES_NOTHING = "off"
@@ -76,6 +76,12 @@ class SaverConfig(FrequencyConfig):
         "saves nothing, not even the last model.",
         choices=("auto", "sync", "async", SAVES_NOTHING),
     )
+
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.mode == SAVES_NOTHING:
+            because = f"with mode {SAVES_NOTHING}; leave one of the two out"
+            yield from idle(self, ("freq_epochs", "freq_steps", "freq_secs"), because)
 
 
 @dataclass

@@ -19,6 +19,9 @@ from typing import Any, Literal, TypeVar
 from areno.config.options import METADATA_KEY, Option, OptionInfo
 from areno.errors import UsageError
 
+Problems = Iterator[tuple[str, str]]
+"""Pairs of a setting's name inside a section and what is wrong with it."""
+
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
 _SCALARS = (int, float, str, bool)
 
@@ -216,3 +219,21 @@ def changed(config: Any, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if getattr(config, name) != settings_of(type(config))[name].default:
             yield name
+
+
+def idle(config: Any, names: tuple[str, ...], because: str, prefix: str = "") -> Problems:
+    """Settings that nothing reads, where they differ from their defaults."""
+    for name in changed(config, names):
+        yield prefix + name, f"{shown(getattr(config, name))} has no effect {because}"
+
+
+def at(path: str, problems: Problems) -> Iterator[str]:
+    """Problems of a section with its path."""
+    return (f"{path}.{name} {problem}" for name, problem in problems)
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it; nothing for a section."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float | str) else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areno.config.experiment.settings import section, setting
+from areno.config.experiment.settings import Problems, idle, section, setting
 
 DEFAULT_FILEROOT = "~/.local/share/areno/"
 """Of the user's own: what is read back from a folder for all, such as /tmp, could have been written by anybody."""
@@ -130,7 +130,23 @@ class SchedulingStrategy:
         True, "With colocation: a process of its own; false shares the target's engine, in turn with it."
     )
 
+    def problems(self) -> Problems:
+        """What is wrong within the section."""
+        if self.type == "colocation" and not self.target:
+            yield "target", "is missing: name the role whose devices are shared, such as actor"
+        if self.type == "separation":
+            yield from idle(self, ("target", "fork"), "with type separation; use colocation")
+
 
 def one_spec() -> list[SchedulingSpec]:
     """The default of a role: one spec, for the worker and the engine inside it."""
     return [SchedulingSpec()]
+
+
+def worker_problems(specs: list[SchedulingSpec], counts: tuple[int, ...]) -> Problems:
+    """What is wrong with the ``scheduling_spec`` of a role that may have so many entries."""
+    if len(specs) not in counts:
+        yield "scheduling_spec", f"has {len(specs)} entries; give {' or '.join(map(str, counts))}"
+    for spec in specs[1:]:
+        because = "in a second entry, because worker and engine are one process; write it into the first"
+        yield from idle(spec, ("env_vars",), because, "scheduling_spec.1.")
