@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.frames import FrameError, Frames
-from areno.rewards.worker import MESSAGE_BYTES, Job, Message, describe_error, parse_message, serve, source_file
+from areno.rewards.worker import MESSAGE_BYTES, Job, Message, Scorer, describe_error, parse_message, source_file
 from areno.types import RewardRecord
 
 _CLOSE_GRACE_S = 1.0
@@ -170,7 +170,7 @@ class RewardThread:
 
     def _serve(self, function: Callable[[RewardRecord], Any], timeout_s: float, frames: Frames) -> None:
         try:
-            serve(function, self._inbox.get, frames, self.payload, timeout_s)
+            Scorer(function, timeout_s, frames, self.payload).serve(self._inbox.get)
         except BaseException as error:
             self._death = f"its event loop ended: {describe_error(error, source_file(function))}"
         finally:

@@ -37,15 +37,12 @@ OnError = Literal["stop", "drop"]
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """What became of one record: a finite ``value``, or None and the ``error``; ``seconds`` is the function's time.
-
-    ``lost`` says that the function neither returned nor raised: it was too late, or its process died.
-    """
+    """What became of one record: a finite ``value``, or None and the ``error``."""
 
     value: float | None
     error: str | None
-    seconds: float
-    lost: bool = False
+    seconds: float  # the function's time
+    lost: bool = False  # the function neither returned nor raised: it was too late, or its process died
 
 
 class RewardRunner:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from areno.config.hooks import REWARD_HOOK, load_hook
@@ -96,28 +97,66 @@ def as_reward(value: Any) -> float:
     )
 
 
-def serve(
-    function: Callable[[RewardRecord], Any],
-    receive: Callable[[], Sequence[Job] | None],
-    frames: Frames,
-    load: Callable[[Any], RewardRecord],
-    timeout_s: float,
-) -> None:
-    """Score jobs, pairs of index and payload, until ``receive`` returns None; a coroutine function scores many at once.
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The user's function at work."""
 
-    ``timeout_s`` per record is enforced here for coroutines, and from outside for everything else.
-    """
-    source = source_file(function)
-    _report(frames, "ready", is_async(function))
-    if not is_async(function):
-        while (jobs := receive()) is not None:
-            for index, payload in jobs:
-                _score(function, index, payload, frames, load, source)
-        return
-    # One loop for all jobs: the function may keep a client session that is bound to it.
-    with asyncio.Runner() as runner:
-        while (jobs := receive()) is not None:
-            runner.run(_score_concurrently(function, jobs, frames, load, timeout_s))
+    function: Callable[[RewardRecord], Any]
+    timeout_s: float  # deadline per record; enforced here for coroutines, from outside for everything else
+    frames: Frames  # take the reports
+    load: Callable[[Any], RewardRecord]  # makes the record of a payload
+
+    def serve(self, receive: Callable[[], Sequence[Job] | None]) -> None:
+        """Score jobs, pairs of index and payload, until there are none; a coroutine function scores many at once."""
+        concurrent = is_async(self.function)
+        self._report("ready", concurrent)
+        if not concurrent:
+            while (jobs := receive()) is not None:
+                for job in jobs:
+                    self._score(*job)
+            return
+        # One loop for all jobs: the function may keep a client session that is bound to it.
+        with asyncio.Runner() as runner:
+            while (jobs := receive()) is not None:
+                runner.run(self._score_concurrently(jobs))
+
+    def _score(self, index: int, payload: Any) -> None:
+        self._report("start", index)
+        started = time.perf_counter()
+        result: tuple[str, int, float | str]
+        try:
+            result = "value", index, as_reward(self.function(self.load(payload)))
+        except BaseException as error:
+            result = "error", index, self._reason(error)
+        self._report(*result, time.perf_counter() - started)
+
+    async def _score_concurrently(self, jobs: Sequence[Job]) -> None:
+        slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+        async def score(index: int, payload: Any) -> None:
+            async with slots:
+                self._report("start", index)
+                started = time.perf_counter()
+                deadline = asyncio.timeout(self.timeout_s)
+                result: tuple[str, int, float | str]
+                try:
+                    async with deadline:
+                        result = "value", index, as_reward(await self.function(self.load(payload)))
+                except BaseException as error:
+                    result = "error", index, timeout_text(self.timeout_s) if deadline.expired() else self._reason(error)
+                self._report(*result, time.perf_counter() - started)
+
+        await asyncio.gather(*(score(*job) for job in jobs))
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, RewardError):
+            return _cut(str(error))
+        limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+        hint = " (--reward-memory-gb)" if limited and isinstance(error, MemoryError) else ""
+        return describe_error(error, source_file(self.function)) + hint
+
+    def _report(self, *message: Any) -> None:
+        self.frames.send(json.dumps(message).encode())
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -141,71 +180,14 @@ def main(settings: dict[str, Any]) -> None:
     try:
         function = load_hook(settings["path"], REWARD_HOOK)
     except UsageError as error:
-        _report(frames, "broken", str(error))
+        frames.send(json.dumps(["broken", str(error)]).encode())
         return
-    serve(function, receive, frames, pickle.loads, settings["timeout_s"])
-
-
-def _report(frames: Frames, *message: Any) -> None:
-    frames.send(json.dumps(message).encode())
-
-
-def _score(
-    function: Callable[[RewardRecord], Any],
-    index: int,
-    payload: Any,
-    frames: Frames,
-    load: Callable[[Any], RewardRecord],
-    source: str,
-) -> None:
-    _report(frames, "start", index)
-    started = time.perf_counter()
-    result: tuple[str, int, float | str]
-    try:
-        result = "value", index, as_reward(function(load(payload)))
-    except BaseException as error:
-        result = "error", index, _reason(error, source)
-    _report(frames, *result, time.perf_counter() - started)
-
-
-async def _score_concurrently(
-    function: Callable[[RewardRecord], Any],
-    jobs: Sequence[Job],
-    frames: Frames,
-    load: Callable[[Any], RewardRecord],
-    timeout_s: float,
-) -> None:
-    slots = asyncio.Semaphore(MAX_CONCURRENT)
-    source = source_file(function)
-
-    async def score(index: int, payload: Any) -> None:
-        async with slots:
-            _report(frames, "start", index)
-            started = time.perf_counter()
-            deadline = asyncio.timeout(timeout_s)
-            result: tuple[str, int, float | str]
-            try:
-                async with deadline:
-                    result = "value", index, as_reward(await function(load(payload)))
-            except BaseException as error:
-                result = "error", index, timeout_text(timeout_s) if deadline.expired() else _reason(error, source)
-            _report(frames, *result, time.perf_counter() - started)
-
-    await asyncio.gather(*(score(index, payload) for index, payload in jobs))
+    Scorer(function, settings["timeout_s"], frames, pickle.loads).serve(receive)
 
 
 def timeout_text(timeout_s: float) -> str:
     """The error of a record whose deadline passed."""
     return f"no result within {timeout_s:g} s (--reward-timeout-s)"
-
-
-def _reason(error: BaseException, source: str) -> str:
-    if isinstance(error, RewardError):
-        return _cut(str(error))
-    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    return describe_error(error, source) + (
-        " (--reward-memory-gb)" if limited and isinstance(error, MemoryError) else ""
-    )
 
 
 def _cut(text: str) -> str:

@@ -34,14 +34,10 @@ from areno.rollouts.conversation.spans import LossMaskPolicy
 logger = logging.getLogger(__name__)
 
 AgentFn = Callable[[Any, AgentBatch], Any]
-Place = tuple[int, int]
-"""Prompt and sample index."""
+Place = tuple[int, int]  # prompt and sample index
 
-GRACE_S = 5.0
-"""How long a cancelled agent may take to clean up."""
-
-MAX_CALLS = 32
-"""Most samples that are run again at the same time."""
+GRACE_S = 5.0  # how long a cancelled agent may take to clean up
+MAX_CALLS = 32  # most samples that are run again at the same time
 
 
 class AgentCall:

@@ -8,8 +8,7 @@ from typing import Any
 
 from areno.types import Logprobs, PromptBatch
 
-METADATA = "areno"
-"""Key of a response under which the server describes its tokens."""
+METADATA = "areno"  # key of a response under which the server describes its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +149,3 @@ def _get(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return value.get(name)
     return (getattr(value, "model_extra", None) or {}).get(name, getattr(value, name, None))
-
-
-def is_sequence(value: Any) -> bool:
-    """Whether a value is a list of things, and not a text."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from areno.api.agentic.context import AgentContext
-from areno.api.agentic.data import AgentItem, AgentTrajectory, AgentTrajectoryTurn, is_sequence
+from areno.api.agentic.data import AgentItem, AgentTrajectory, AgentTrajectoryTurn
 from areno.api.sampler import Sampler
 from areno.errors import AgentError
 from areno.rollouts.conversation.continuation import Turn
@@ -58,9 +58,8 @@ def make_sample(
 ) -> AgentSample:
     """Look up the answers that an agent returned for a task, and build what training and rewards need.
 
-    Raises:
-        UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
-        ValueError: a response is none of this session's, belongs to another task, or was returned twice.
+    ValueError where a response is none of this session's, belongs to another task, or was returned twice; UsageError as for
+    :func:`~areno.rollouts.conversation.rows.build_rows`.
     """
     recorded: list[Turn] = []
     for turn in turns:
@@ -123,16 +122,12 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
 
 
 def turns_in(returned: Any) -> Iterator[AgentTrajectoryTurn]:
-    """All turns that an agent returned: one turn, one trajectory, or lists of either.
-
-    Raises:
-        AgentError: it returned something else.
-    """
+    """All turns that an agent returned: one turn, one trajectory, or lists of either; AgentError for anything else."""
     if isinstance(returned, AgentTrajectoryTurn):
         yield returned
     elif isinstance(returned, AgentTrajectory):
         yield from returned.turns
-    elif is_sequence(returned) or isinstance(returned, Iterator):
+    elif isinstance(returned, Sequence | Iterator) and not isinstance(returned, str | bytes):
         for part in returned:
             yield from turns_in(part)
     else:

@@ -38,14 +38,7 @@ class LossMaskPolicy:
 Role = Literal["system", "user", "assistant", "tool", "template", "text", "call"]
 """``text`` and ``call`` are sampled, all others were given; ``assistant`` is an answer in a prompt that begins anew."""
 
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+_RENAMED: dict[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def sampled_mask(turn: Turn, policy: LossMaskPolicy, final: bool) -> list[bool]:
@@ -146,7 +139,7 @@ def _content_spans(text: str, messages: Sequence[dict[str, Any]]) -> list[tuple[
         for shown in (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]):
             found = text.find(shown, cursor) if shown else -1
             if found >= 0:
-                spans.append((found, found + len(shown), _ROLES[message["role"]]))
+                spans.append((found, found + len(shown), _RENAMED.get(message["role"], message["role"])))
                 cursor = found + len(shown)
                 break
     return spans

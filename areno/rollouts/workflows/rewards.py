@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,12 +63,10 @@ class AsyncReward:
             self.name, sent = name_of(reward_fn), pickled(reward_fn, "reward_fn")
         # As a file, so that workers load the function before a deadline runs.
         self._folder = ScratchFolder("reward")
-        self._file = Path(self._folder.name) / "reward.py"
-        self._file.write_text(_FILE.format(sent=sent), encoding="utf-8")
+        self._file = f"{self._folder.name}/reward.py"
+        Path(self._file).write_text(_FILE.format(sent=sent), encoding="utf-8")
         self._timeout_s, self._retries = timeout_seconds, max_retries
-        self._idle: queue.SimpleQueue[RewardRunner | None] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(None)  # a process is started when it is first needed
+        self._idle: list[RewardRunner] = []  # processes are started when they are first needed
         self._threads = ThreadPoolExecutor(workers, "areno-reward-call")
         self._closed = False
 
@@ -92,11 +89,11 @@ class AsyncReward:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, record)
 
     def _score(self, record: RewardRecord) -> float:
-        runner = self._idle.get()
         try:
-            runner = runner or RewardRunner(
-                path=str(self._file), timeout_s=self._timeout_s, workers=1, on_error="drop", retries=0
-            )
+            runner = self._idle.pop()
+        except IndexError:
+            runner = RewardRunner(path=self._file, timeout_s=self._timeout_s, workers=1, on_error="drop", retries=0)
+        try:
             for attempt in range(self._retries + 1):
                 outcome = runner.run([record])[0]
                 if outcome.value is not None:
@@ -109,19 +106,17 @@ class AsyncReward:
                 f"  completion: {record.completion[:200]!r}"
             )
         finally:
-            if self._closed and runner is not None:
+            if self._closed:
                 runner.close()
             else:
-                self._idle.put(runner)
+                self._idle.append(runner)
 
     def close(self) -> None:
         """End the idle workers now, and those that are busy after their call."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while not self._idle.empty():
-            runner = self._idle.get()
-            if runner is not None:
-                runner.close()
+        while self._idle:
+            self._idle.pop().close()
         self._folder.cleanup()
 
 

@@ -22,13 +22,10 @@ def name_of(thing: Any) -> str:
 
 
 def pickled(thing: Any, option: str) -> bytes:
-    """Pickle so that another process can load it, and needs no more of its module than it uses.
+    """Pickle so that another process can load it, and needs no more of its module than it uses; ``option`` names it in errors.
 
     What is defined in a user's own file goes by value: the file may load a whole trainer, which a worker should not, and may
     be one that no other process can import. What comes from a package goes by name.
-
-    Raises:
-        UsageError: it cannot be pickled; ``option`` names it.
     """
     own = getattr(thing, "func", thing)
     module = sys.modules.get(getattr(own, "__module__", None) or "")
