@@ -100,11 +100,7 @@ class RewardRunner:
         self._pool = Pool(spawn, size)
 
     def start(self) -> None:
-        """Wait until the reward file is imported, so that a mistake in it shows before the first rollout.
-
-        Raises:
-            RewardError: the import failed, with its line, or took too long.
-        """
+        """Wait until the reward file is imported, so that a mistake in it (RewardError) shows before the first rollout."""
         with self._lock:
             batch = self._open([])
             while not all(lane.ready for lane in self._pool.lanes):

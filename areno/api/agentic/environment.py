@@ -104,15 +104,14 @@ async def converse(
     Args:
         environment: the game.
         record: the data row.
-        client: of the server that has the model.
-        model: the model's name there.
+        client: of the server that has the model, under the name ``model``.
+        model: in requests.
         max_turns: most answers of the model.
         tool_choice: ``auto``, ``required``, ``none``, or the name of the one tool that must be called.
         request: further fields of the requests, such as ``temperature``.
 
     Raises:
         openai.OpenAIError: the server refuses or fails.
-        UsageError: the environment adds nothing to an answer that called no tool.
     """
     from openai import BadRequestError
 
@@ -157,15 +156,9 @@ def run_environment(
 ) -> Callable[[Any, AgentBatch], AsyncIterator[AgentTrajectory]]:
     """An agent function, as ``--agent-fn`` takes it, that lets the model play an environment.
 
-    Args:
-        make: the environment's class, or anything else that makes one.
-        max_turns: most answers of the model.
-        tool_choice: as in :func:`converse`.
-        request: further fields of the requests; what is left out, ``--temperature`` and the like decide.
-
-    Returns:
-        ``run_agent(ctx, batch)``, which yields an ``AgentTrajectory`` for each sample that has come to its end. Where one
-        fails, the others are played to their end first, and then its error is raised.
+    ``make`` is the environment's class, or anything else that makes one; the rest is as in :func:`converse`, and what
+    ``request`` leaves out, ``--temperature`` and the like decide. The function yields an ``AgentTrajectory`` for each sample
+    that has come to its end. Where one fails, the others are played to their end first, and then its error is raised.
 
     Raises:
         UsageError: the package ``openai`` is not installed.

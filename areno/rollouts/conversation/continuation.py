@@ -61,7 +61,6 @@ class Turn:
     closer: str = ""  # marker that ends the reasoning
     fork: ForkReason | None = None  # why it begins a row of its own though it continues a conversation
     keys: Sequence[int] = ()  # of the beginnings of its messages, see `prefix_keys`; empty without a tape
-    number: int = 0  # place among the turns of its tape
     extended: bool = False  # another turn goes on from it
     response_id: str = ""  # what the client knows it by, without a prefix
     reward: float | None = None

@@ -55,9 +55,6 @@ class AgentServer:
         seed: what the draws of agents derive from.
         max_running_prompts: most samples decoded at once, as agents are told.
         serving: further fields of :class:`areno.serving.service.ServingConfig`.
-
-    Raises:
-        UsageError: a parser is unknown, or a setting cannot work.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class AgentTape:
             known = [turn for turn in known if same_answer(turn.answer, last)]
             if known:
                 wanted = call_ids(last)
-                known.sort(key=lambda turn: (call_ids(turn.answer) != wanted, turn.extended, turn.number))
+                known.sort(key=lambda turn: (call_ids(turn.answer) != wanted, turn.extended))
                 return [(turn, length) for turn in known]
         return []
 
@@ -131,7 +131,6 @@ class AgentTape:
             response_id=answer.response_id,
         )
         with self._lock:
-            turn.number = len(self.turns)
             self.turns.append(turn)
             self._by_id[turn.id] = turn
             if turn.parent is not None:

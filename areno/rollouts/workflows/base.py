@@ -104,12 +104,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     """What a workflow has returned, as tensors; None where it left the episode out, also by an empty mapping.
 
-    Args:
-        result: see :data:`EpisodeResult`.
-        check: look at every key, shape and number.
+    With ``check`` every key, shape and number is looked at.
 
     Raises:
-        UsageError: it is something else, or the check failed.
+        UsageError: it is no :data:`EpisodeResult`, or the check failed.
     """
     if result is None or (isinstance(result, dict) and not result):
         return None

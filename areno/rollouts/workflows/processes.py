@@ -39,10 +39,7 @@ class AgentProcesses:
     ) -> float | dict[str, float] | None:
         """Run a pickled agent; the process is killed, with all that it has started, when it is late or nobody waits any more.
 
-        ``timeout_s`` counts from when a process is free.
-
-        Raises:
-            AgentError: it raised, was late, died, or returned what is no reward.
+        ``timeout_s`` counts from when a process is free. AgentError: it raised, was late, died, or returned what is no reward.
         """
         job = pickle.dumps({"agent": agent, "data": data, "extra": extra, "environment": environment})
         async with self._slots:

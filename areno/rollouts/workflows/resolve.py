@@ -26,7 +26,7 @@ def resolve_workflow(
     n_samples: int = 1,
     drop_incomplete: bool = False,
 ) -> RolloutWorkflow:
-    """The workflow of an experiment, in groups of ``n_samples``.
+    """The workflow of an experiment, in groups of ``n_samples``, see :class:`GroupedRolloutWorkflow`.
 
     Args:
         workflow: a workflow or an agent: an object, a class, or the name of either.
@@ -34,8 +34,6 @@ def resolve_workflow(
         workflow_kwargs: arguments of a class.
         offered: further ones, which it gets as far as it takes them.
         agent: how an agent is run; ``model_name`` is the model's in its requests.
-        n_samples: samples per row.
-        drop_incomplete: see :class:`GroupedRolloutWorkflow`.
 
     Raises:
         UsageError: it is neither, cannot be found, or does not take the arguments.
