@@ -27,10 +27,9 @@ from areno.errors import AgentError
 from areno.gpus import visible_gpus
 from areno.rollouts.ahead import BatchesAhead
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.episodes import Episodes, SampleRows
 from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
-from areno.rollouts.workflows.base import GroupedRolloutWorkflow
+from areno.rollouts.workflows.base import Episodes, GroupedRolloutWorkflow, SampleRows
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams

@@ -1,11 +1,13 @@
-"""The interface of workflows, and groups: several episodes of one row that are judged together."""
+"""The interface of workflows; groups, several episodes of one row that are judged together; and what runs them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,15 @@ import torch
 from areno.errors import UsageError
 from areno.rollouts.conversation.rows import TrajectoryRow
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
-from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, stack
+from areno.rollouts.pool import EpisodeLoop
+from areno.rollouts.trajectory import Trajectory, check_trajectory, make_trajectory, samples_of, stack
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0
+
+SampleRows = list[dict[str, Any]]
+"""The rows of one sample as plain lists, see :func:`areno.rollouts.trajectory.samples_of`; empty where it was left out."""
 
 
 @dataclass(slots=True)
@@ -117,3 +125,30 @@ def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     if check or not isinstance(result, dict) or "input_ids" not in result:
         check_trajectory(result)
     return result
+
+
+class Episodes:
+    """Runs groups of episodes of one workflow, each group a future: what ``--workflow`` runs; to be closed."""
+
+    def __init__(self, workflow: RolloutWorkflow, client: EngineClient) -> None:
+        self._workflow, self._client = workflow, client
+        self._loop = EpisodeLoop()
+
+    def start(self, number: int, data: dict[str, Any], samples: int) -> Future[list[SampleRows]]:
+        """Run several samples of a data row; the future has one entry per sample, or what an episode raised.
+
+        Draws derive from the group's ``number``.
+        """
+        return self._loop.start(self._run(number, data, samples))
+
+    async def _run(self, number: int, data: dict[str, Any], samples: int) -> list[SampleRows]:
+        EPISODE.set(Episode(number))
+        results = await self._workflow.arun_group(self._client, data, samples)
+        trajectories = [as_trajectory(result, check=True) for result in results]
+        return [[] if trajectory is None else list(samples_of(trajectory)) for trajectory in trajectories]
+
+    def close(self) -> None:
+        """Cancel what runs, and end what the workflow has started."""
+        with contextlib.suppress(TimeoutError):  # an episode blocks the loop, which then reports it
+            self._loop.start(self._workflow.aclose()).result(_CLOSE_S)
+        self._loop.close()
