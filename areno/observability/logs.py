@@ -61,7 +61,7 @@ class LoggingSetup:
             logger.addHandler(handler)
         logger.setLevel(level)
         files = [h.stream for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
-        self._gives_stacks = bool(files) and hasattr(faulthandler, "register")
+        self._gives_stacks = bool(files)
         if self._gives_stacks:  # kill -USR1 shows where a run hangs
             faulthandler.register(signal.SIGUSR1, file=files[0].fileno(), all_threads=True)
         LoggingSetup.active = self

@@ -100,15 +100,13 @@ class SessionTracer:
             return
         with self._lock:
             self._open.setdefault(task_id, []).append(session)
-        token = _current.set((self, session))
         try:
-            yield session.session_id
+            with in_session((self, session)):
+                yield session.session_id
         except BaseException as error:
             session.status, session.reason = "failed", f"{type(error).__name__}: {error}"
             session.finalized_ts = self._now()
             raise
-        finally:
-            _current.reset(token)
 
     @contextmanager
     def trace_session_phase(self, phase: str) -> Iterator[None]:

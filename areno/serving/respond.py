@@ -144,6 +144,6 @@ def _as_api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
-        service.fail(str(error))
+        service.failure = str(error)
         return ApiError(500, f"generation failed: {error}", code="engine_failed")
     return unexpected(error)

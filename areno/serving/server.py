@@ -197,6 +197,6 @@ class ServerProcess:
 
     def _give_up(self, error: ArenoError) -> None:
         self.error = error
-        self.service.fail(str(error))
+        self.service.failure = str(error)
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             self._loop.call_soon_threadsafe(self._asked.set)

@@ -1,6 +1,6 @@
 """What stands between HTTP and the engine: the state of the server, the bounded queue, and who is being served.
 
-All of it lives in the event loop's thread; only :meth:`Service.attach` and :meth:`Service.fail` are called from others.
+All of it lives in the event loop's thread; from others, :meth:`Service.attach` is called and :attr:`Service.failure` set.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Service:
         self.config, self.recorder = config, recorder
         self.metrics = ServingMetrics()
         self._model: ServedModel | None = None
-        self.failure = ""  # why the state is ``failed``
+        self.failure = ""  # why the engine can serve no more; empty while it can
         self._draining = False
         self._open: dict[Generation, int] = {}  # generations that are not over, and their samples
         self._requests = 0
@@ -97,10 +97,6 @@ class Service:
         self.metrics.watch(engine)
         self._model = ServedModel(engine, formats, TokenTexts(engine.tokenizer))
         self._while_serving.enter_context(seldom_collections())
-
-    def fail(self, reason: str) -> None:
-        """The engine can serve no more."""
-        self.failure = reason
 
     @property
     def state(self) -> State:

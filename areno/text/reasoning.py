@@ -15,6 +15,7 @@ from areno.errors import UsageError
 from areno.text.chat import render_generation_prompt, template_source
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import ContentDelta, longest_marker_start
+from areno.text.tool_calls.json_span import skip_blank
 
 _WHITE_SPACE = " \t\r\n"
 
@@ -94,7 +95,7 @@ class _MarkerStream:
         if self.where == "reasoning":
             self._reasoning(text, out, final)
         if self.where == "gap":
-            self._at = _after_blank(text, self._at)
+            self._at = skip_blank(text, self._at)
             self.where = "content" if self._at < len(text) else "gap"
         if self.where == "content" and self._at < len(text):
             out.append(ContentDelta(text[self._at :]))
@@ -103,7 +104,7 @@ class _MarkerStream:
 
     def _start(self, text: str, final: bool) -> None:
         opener = self.parser.opener
-        self._seen = _after_blank(text, self._seen)
+        self._seen = skip_blank(text, self._seen)
         begun = text[self._seen : self._seen + len(opener)]
         if begun == opener:
             self._at = self._seen = self._seen + len(opener)
@@ -117,7 +118,7 @@ class _MarkerStream:
         keep = 0 if final else longest_marker_start(text, (closer,), self._at)
         end = close if close >= 0 else len(text) - keep
         if not self._started:
-            self._at = min(_after_blank(text, self._at), end)
+            self._at = min(skip_blank(text, self._at), end)
         seen = max(self._at, self._seen)
         fresh = text[seen:end].rstrip(_WHITE_SPACE)  # white space before it was looked at already
         self._seen = end
@@ -129,13 +130,6 @@ class _MarkerStream:
             self._at, self.where = close + len(closer), "gap"
         elif final:
             self._at = len(text)
-
-
-_BLANK = re.compile(f"[{_WHITE_SPACE}]*")
-
-
-def _after_blank(text: str, start: int) -> int:
-    return _BLANK.match(text, start).end()  # type: ignore[union-attr]
 
 
 _HEADER_STARTS = ("<|start|>", "<|channel|>")
@@ -222,13 +216,13 @@ _PARSERS = {
     parser.name: parser
     for parser in (
         ReasoningParser("none"),
-        ReasoningParser("think", "<think>", "</think>"),
         ReasoningParser("seed", "<seed:think>", "</seed:think>"),
         ReasoningParser("mistral", "[THINK]", "[/THINK]"),
         ReasoningParser("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
         ReasoningParser("kimi", "◁think▷", "◁/think▷"),
         ReasoningParser("gemma4", "<|channel>thought", "<channel|>"),
         ReasoningParser("harmony"),
+        ReasoningParser("think", "<think>", "</think>"),  # last, as the most general sign of a format
     )
 }
 _ALIASES = {
@@ -238,13 +232,8 @@ _ALIASES = {
     "magistral": "mistral",
 }
 _SIGNS = (
-    ("<|channel|>", "harmony"),
-    ("<|channel>", "gemma4"),
-    ("[THINK]", "mistral"),
-    ("<seed:think>", "seed"),
-    ("<|START_THINKING|>", "cohere"),
-    ("◁think▷", "kimi"),
-    ("<think>", "think"),
+    *(("<|channel|>", "harmony"), ("<|channel>", "gemma4")),
+    *((parser.opener, parser.name) for parser in _PARSERS.values() if parser.opener),
     ("</think>", "think"),
 )
 

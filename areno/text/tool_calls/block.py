@@ -9,30 +9,35 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, Outcome, RawCall, ToolCallParser
-from areno.text.tool_calls.json_span import JsonSpan, Span, Verdict, call_of, load_arguments, load_json
+from areno.text.tool_calls.json_span import JsonSpan, Span, Verdict, call_of, load_arguments, load_json, skip_blank
 
-_BLANK = re.compile(r"[ \t\r\n]*")
 MAX_HEADER = 256
 """Most characters of what stands before the arguments of a call, such as its name."""
 
 Item = RawCall | Malformed
 
 
-class Body(Protocol):
+@dataclass(slots=True)
+class Body:
     """What stands between the markers."""
 
-    at: int  # end of the body, once it is closed
-    resume: int  # where to look for the block's end if the body cannot be read; what is before is part of it
+    at: int  # beginning of the body; its end, once it is closed
+    resume: int = field(init=False)  # where to look for the block's end if the body cannot be read
+
+    def __post_init__(self) -> None:
+        self.resume = self.at
 
     def read(self, source: GrowingText) -> Verdict:
         """Read on in the text, which may have grown; the verdict depends on the text alone."""
+        raise NotImplementedError
 
     def items(self, text: str, source: str) -> Sequence[Item]:
         """The calls of the closed body, at least one; ``source`` is the block's own part of ``text``."""
+        raise NotImplementedError
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], Body]) -> CallFormat:
@@ -70,7 +75,7 @@ class _BlockScanner:
         text, opener, closers = source.text, self.opener, self.closers
         if not closers:
             return self._done(text, self.body.at)
-        place = self._after = _BLANK.match(text, max(self._after, self.body.at)).end()  # type: ignore[union-attr]
+        place = self._after = skip_blank(text, max(self._after, self.body.at))
         for closer in closers:
             if text.startswith(closer, place):
                 return self._done(text, place + len(closer))
@@ -100,19 +105,14 @@ class _BlockScanner:
 
 
 @dataclass(slots=True)
-class HeaderJson:
+class HeaderJson(Body):
     """A body of a short header and a JSON object; the header may name the tool, otherwise the object does."""
 
-    at: int  # where the body begins
     header: re.Pattern[str]  # what is before the brace; its first group that matched is the name of the tool
     make_span: Callable[[int], Span] = JsonSpan
     load: Callable[[str], Any] = load_json
-    resume: int = field(init=False)
     _brace: int = -1
     _span: Span | None = None
-
-    def __post_init__(self) -> None:
-        self.resume = self.at
 
     def read(self, source: GrowingText) -> Verdict:
         """See :class:`Body`."""

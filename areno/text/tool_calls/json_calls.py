@@ -15,12 +15,11 @@ from typing import Any
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, Malformed, Outcome, PlainText, RawCall, ToolCallParser
 from areno.text.tool_calls.block import MAX_HEADER, raw_call
-from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json
+from areno.text.tool_calls.json_span import JsonSpan, array_elements, load_json, skip_blank
 
 _FENCE, _FENCE_END = "```json", "```"
 _START = re.compile(r"(?:```json[ \t\r\n]*)?(?=(?:\[[ \t\r\n]*)?\{)")
 _UNDER_WAY = re.compile(r"(?:```json[ \t\r\n]*)?(?:\[[ \t\r\n]*)?")
-_BLANK = re.compile(r"[ \t\r\n]*")
 _LOOKS_LIKE_A_CALL = re.compile(r'[ \t\r\n\[]*\{\s*"(?:name|function|tool_calls)"\s*:')
 
 
@@ -56,7 +55,7 @@ class _Scanner:
     def _closed(self, text: str, value_end: int, final: bool) -> Outcome | None:
         end = value_end
         if text.startswith(_FENCE, self.start):
-            self._after = _BLANK.match(text, max(self._after, value_end)).end()  # type: ignore[union-attr]
+            self._after = skip_blank(text, max(self._after, value_end))
             rest = text[self._after : self._after + len(_FENCE_END)]
             if rest == _FENCE_END:
                 end = self._after + len(_FENCE_END)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -52,7 +53,7 @@ class JsonSpan:
                 break
             if self._in_scalar and not self._scalar_ends(text):
                 break
-            self.at = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
+            self.at = skip_blank(text, self.at)
             if self.at == len(text):
                 break
             self._verdict = self._token(text[self.at]) or "open"
@@ -150,16 +151,17 @@ def array_elements(text: str) -> list[tuple[Any, str]] | None:
     decoder = json.JSONDecoder(strict=False, parse_constant=_refuse)
     found: list[tuple[Any, str]] = []
     try:
-        at = _skip(text, text.index("[") + 1)
+        at = skip_blank(text, text.index("[") + 1)
         while text[at] != "]":
             value, end = decoder.raw_decode(text, at)
             found.append((value, text[at:end]))
-            at = _skip(text, end)
-            at = _skip(text, at + 1) if text[at] == "," else at
+            at = skip_blank(text, end)
+            at = skip_blank(text, at + 1) if text[at] == "," else at
     except (ValueError, IndexError, RecursionError):
         return None
     return found
 
 
-def _skip(text: str, at: int) -> int:
-    return _BLANK.match(text, at).end()  # type: ignore[union-attr]
+def skip_blank(text: str, at: int, limit: int = sys.maxsize) -> int:
+    """The place behind JSON's white space that begins at ``at``."""
+    return _BLANK.match(text, at, limit).end()  # type: ignore[union-attr]

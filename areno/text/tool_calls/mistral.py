@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallShape, Malformed, ToolCallParser
-from areno.text.tool_calls.block import HeaderJson, Item, block, raw_call
+from areno.text.tool_calls.block import Body, HeaderJson, Item, block, raw_call
 from areno.text.tool_calls.json_span import JsonSpan, Verdict, array_elements
 
 _OPENER = "[TOOL_CALLS]"
@@ -19,13 +19,8 @@ _SPACE = re.compile(r"\s*")
 
 
 @dataclass(slots=True)
-class _Body:
-    at: int
-    resume: int = field(init=False)
+class _Body(Body):
     _reader: JsonSpan | HeaderJson | None = None
-
-    def __post_init__(self) -> None:
-        self.resume = self.at
 
     def read(self, source: GrowingText) -> Verdict:
         if self._reader is None:

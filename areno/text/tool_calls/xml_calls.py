@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from areno.text.growing import GrowingText
 from areno.text.tool_calls.base import CallFormat, CallShape, RawCall, ToolCallParser
-from areno.text.tool_calls.block import MAX_HEADER, Item, block
-from areno.text.tool_calls.json_span import Verdict
+from areno.text.tool_calls.block import MAX_HEADER, Body, Item, block
+from areno.text.tool_calls.json_span import Verdict, skip_blank
 
-_BLANK = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r'\s*"?([^"<>\s]+)')
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
@@ -36,15 +35,10 @@ class _Tags:
 
 
 @dataclass(slots=True)
-class _TagBody:
-    at: int
+class _TagBody(Body):
     tags: _Tags
-    resume: int = field(init=False)
     name: str | None = None
     arguments: list[tuple[str, int, int]] = field(default_factory=list)  # each with the place of its value
-
-    def __post_init__(self) -> None:
-        self.resume = self.at
 
     def read(self, source: GrowingText) -> Verdict:
         text = source.text
@@ -53,7 +47,7 @@ class _TagBody:
         if not self.name:
             return "broken"
         while True:
-            self.at = _BLANK.match(text, self.at).end()  # type: ignore[union-attr]
+            self.at = skip_blank(text, self.at)
             rest = text[self.at : self.at + max(len(self.tags.closer), len(self.tags.argument))]
             if rest.startswith(self.tags.closer):
                 return "closed"
@@ -95,7 +89,7 @@ class _TagBody:
             return "broken"
         begin = key_end + len(self.tags.key_end)
         if self.tags.value:
-            begin = _BLANK.match(text, begin, begin + MAX_HEADER).end()  # type: ignore[union-attr]
+            begin = skip_blank(text, begin, begin + MAX_HEADER)
             rest = text[begin : begin + len(self.tags.value)]
             if rest != self.tags.value:
                 return "open" if self.tags.value.startswith(rest) else "broken"
