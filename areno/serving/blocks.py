@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from areno.serving.chat import ChatAnswer
-from areno.serving.errors import ApiError, bad_field
+from areno.serving.errors import bad_field
 from areno.serving.schemas import ChatRequest
 from areno.types import GeneratedToken
 
@@ -50,9 +50,9 @@ class BlockAnswer(ABC):
         self._text = ""  # of that block
         self._blocks = 0  # opened so far
 
-    def problem(self) -> ApiError | None:
-        """What keeps the answer from being complete."""
-        return self._answer.problem()
+    def check(self) -> None:
+        """Raises ApiError: the answer is not complete."""
+        self._answer.check()
 
     def opening(self) -> list[Event]:
         """Events before the first token."""

@@ -177,12 +177,12 @@ class ChatAnswer(SampledAnswer):
         self._metrics = metrics
         self._messages = [_Message(sample, self._expected.reader()) for sample in self._samples]
 
-    def problem(self) -> ApiError | None:
-        """What keeps the answer from being complete."""
+    def check(self) -> None:
+        """Raises ApiError: the answer is not complete."""
         if self._expected.failures:
             message = f"the form of the answer cannot be followed: {self._expected.failures[0]}; simplify the schema"
-            return ApiError(400, message, param=_blamed(self._body), code="grammar_failed")
-        return super().problem()
+            raise ApiError(400, message, param=_blamed(self._body), code="grammar_failed")
+        super().check()
 
     def opening(self) -> list[dict[str, Any]]:
         """The role of each message."""

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from areno.serving.metrics import ServingMetrics
 from areno.types import GeneratedToken, Request, RolloutResult
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Generation:
     """The samples of one HTTP request while they are generated; must be made in the event loop.
 
     Args:
+        metrics: get the times of its tokens.
         requests: one per prompt; sample i of prompt p has the index ``samples of the prompts before + i``.
         on_end: called in the event loop once, when nothing is running any more.
         streams: whether tokens are wanted as they come.
@@ -47,11 +49,18 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Backend, requests: Sequence[Request], on_end: Callable[[], object], streams: bool = True
+        self,
+        engine: Backend,
+        metrics: ServingMetrics,
+        requests: Sequence[Request],
+        on_end: Callable[[], object],
+        streams: bool,
     ) -> None:
         self._engine, self._on_end, self._streams = engine, on_end, streams
         self._inbox = _Inbox(asyncio.get_running_loop())
         self._error: BaseException | None = None
+        self._metrics, self._began = metrics, time.perf_counter()
+        self._last: dict[int, float] = {}  # when each sample got its last token
         listened, first = [], 0
         for request in requests:
             listened.append(replace(request, listener=functools.partial(self._take, first)))
@@ -78,9 +87,17 @@ class Generation:
                 else:
                     events.append(item)
             if events:
+                self._time(events)
                 yield events
         if self._error is not None:
             raise self._error
+
+    def _time(self, events: Sequence[TokenEvent]) -> None:
+        for sample, _, now in events:
+            known = self._last.get(sample)
+            metric = self._metrics.first_token if known is None else self._metrics.per_token
+            metric.observe(now - (self._began if known is None else known))
+            self._last[sample] = now
 
     def _take(self, first: int, index: int, token: GeneratedToken) -> None:
         self._inbox.put((first + index, token, time.perf_counter()), wakes=self._streams)

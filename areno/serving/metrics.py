@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from areno.engine.backend import Backend
-    from areno.serving.generation import TokenEvent
-
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -75,19 +73,3 @@ class _EngineLoad:
         load = self._engine.load()
         for family, name, text, field in _LOAD:
             yield family(name, text, value=getattr(load, field))
-
-
-class SampleClock:
-    """Times the tokens of one request's samples."""
-
-    def __init__(self, metrics: ServingMetrics, samples: int) -> None:
-        self._metrics = metrics
-        self._last = [time.perf_counter()] * samples
-        self._begun = [False] * samples
-
-    def tokens(self, events: Iterable[TokenEvent]) -> None:
-        """Samples got tokens."""
-        for sample, _, now in events:
-            passed = now - self._last[sample]
-            (self._metrics.per_token if self._begun[sample] else self._metrics.first_token).observe(passed)
-            self._last[sample], self._begun[sample] = now, True

@@ -23,7 +23,6 @@ from areno.serving.completions import CompletionAnswer
 from areno.serving.errors import ApiError, unexpected
 from areno.serving.generation import Generation, by_sample
 from areno.serving.job import Job
-from areno.serving.metrics import SampleClock
 from areno.serving.service import Service, first_done
 from areno.serving.wire import event
 
@@ -35,14 +34,13 @@ _CLIENT_GONE = 499
 async def respond(service: Service, request: Request, job: Job, answer: Answer) -> Response:
     """Generate, and answer in the way that the request asks for. Raises ApiError: full queue, shutdown or failed engine."""
     generation = service.generate(job.requests, streams=bool(job.body.stream))
-    clock = SampleClock(service.metrics, sum(one.n for one in job.requests))
     if job.body.stream:
-        return EventStream(service, generation, answer, clock)
+        return EventStream(service, generation, answer)
     watching = asyncio.create_task(disconnected(request.receive))
     watching.add_done_callback(lambda _: generation.cancel())  # which ends the collecting
     try:
         async with tracing.atrace_session_phase("generate"), _deadline(service):
-            return JSONResponse(await _collect(service, generation, answer, clock))
+            return JSONResponse(await _collect(service, generation, answer))
     except ApiError:
         if not watching.done():
             raise
@@ -81,8 +79,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> None:
-        self._service, self._generation, self._answer, self._clock = service, generation, answer, clock
+    def __init__(self, service: Service, generation: Generation, answer: Answer) -> None:
+        self._service, self._generation, self._answer = service, generation, answer
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -106,11 +104,10 @@ class EventStream(Response):
             async with tracing.atrace_session_phase("generate"), _deadline(self._service):
                 yield _joined(self._answer.opening())
                 async for tokens in self._generation.tokens():
-                    self._clock.tokens(tokens)
                     chunks = [chunk for turn in by_sample(tokens) for chunk in self._answer.push(*turn)]
                     if chunks:
                         yield _joined(chunks)
-                _check_complete(self._answer)
+                self._answer.check()
                 yield _joined(self._answer.closing()) + self._answer.ending
         except asyncio.CancelledError:
             raise
@@ -122,22 +119,15 @@ def _joined(chunks: list[dict[str, Any]]) -> bytes:
     return b"".join(map(event, chunks))
 
 
-async def _collect(service: Service, generation: Generation, answer: Answer, clock: SampleClock) -> dict[str, Any]:
+async def _collect(service: Service, generation: Generation, answer: Answer) -> dict[str, Any]:
     try:
         async for tokens in generation.tokens():
-            clock.tokens(tokens)
             for sample, taken in by_sample(tokens):
                 answer.push(sample, taken)
     except EngineError as error:
         raise _as_api_error(service, error) from error
-    _check_complete(answer)
+    answer.check()
     return answer.complete()
-
-
-def _check_complete(answer: Answer) -> None:
-    problem = answer.problem()
-    if problem is not None:
-        raise problem
 
 
 def _as_api_error(service: Service, error: Exception) -> ApiError:

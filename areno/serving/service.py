@@ -177,13 +177,13 @@ class Service:
             message = f"the queue is full ({taken} samples of at most {limit}); try again later"
             raise ApiError(429, message, code="queue_full", headers=_RETRY)
 
-    def generate(self, requests: Sequence[Request], streams: bool = True) -> Generation:
+    def generate(self, requests: Sequence[Request], streams: bool) -> Generation:
         """Start generating; ``streams``: tokens are wanted as they come. Raises ApiError: full, not ready, or refused."""
         engine = self.ready_model().engine
         samples = sum(request.n for request in requests)
         self.make_room(samples)
         try:
-            generation = Generation(engine, requests, lambda: self._open.pop(generation, None), streams)
+            generation = Generation(engine, self.metrics, requests, lambda: self._open.pop(generation, None), streams)
         except EngineError as error:
             raise ApiError(503, f"the engine takes no requests: {error}", code="engine_failed") from error
         self._open[generation] = samples

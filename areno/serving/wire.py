@@ -65,11 +65,10 @@ class SampledAnswer:
         count = len(job.requests) * job.body.samples
         self._samples = [Sample(index, job.sample_text()) for index in range(count)]
 
-    def problem(self) -> ApiError | None:
-        """An error where a sample did not come to its end: only the server itself cancels one whose client still waits."""
-        if all(sample.finish is not None for sample in self._samples):
-            return None
-        return ApiError(503, "the server is shutting down and has cancelled this request", code="draining")
+    def check(self) -> None:
+        """Raises ApiError: a sample did not come to its end; only the server cancels one whose client still waits."""
+        if any(sample.finish is None for sample in self._samples):
+            raise ApiError(503, "the server is shutting down and has cancelled this request", code="draining")
 
     def closing(self) -> list[dict[str, Any]]:
         """The last chunk, with usage, where the client asked for it."""

@@ -93,15 +93,3 @@ def named_row(source: str, index: int | None = None) -> str:
     row = "" if index is None else f"row {index + 1}"
     name = ", ".join(part for part in (source, row) if part)
     return f"{name}: " if name else ""
-
-
-def flags_of(max_prompt_tokens: int, max_new_tokens: int) -> str:
-    """Names the bounds of ``areno train`` in an error message."""
-    return f"--max-prompt-tokens {max_prompt_tokens} and --max-new-tokens {max_new_tokens}"
-
-
-def within(context_limit: int | None) -> str:
-    """Names a bound in an error message."""
-    return (
-        "" if context_limit is None else f" in a context of {context_limit} tokens (the model's, or --max-context-len)"
-    )

@@ -12,15 +12,7 @@ from torch import Tensor
 from areno.errors import DataError
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.units import Names, with_names
-from areno.text.data_rows import (
-    LOADER_OPTION,
-    answer_of,
-    flags_of,
-    named_row,
-    response_of,
-    text_or_messages,
-    within,
-)
+from areno.text.data_rows import LOADER_OPTION, answer_of, named_row, response_of, text_or_messages
 from areno.text.row_formats import pair_row, sft_row
 from areno.types import TrainSequence
 
@@ -54,7 +46,9 @@ class RowBounds:
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
         """The error where none of so many rows can be used."""
-        flags = flags_of(self.max_prompt_tokens, self.max_new_tokens) + flags_note + within(self.context_limit)
+        flags = f"--max-prompt-tokens {self.max_prompt_tokens} and --max-new-tokens {self.max_new_tokens}{flags_note}"
+        if self.context_limit is not None:
+            flags += f" in a context of {self.context_limit} tokens (the model's, or --max-context-len)"
         used = f"none of {rows} rows can be used with {self.limits or flags}"
         return DataError(f"{named_row(self.source)}{used}: {shortest}")
 
