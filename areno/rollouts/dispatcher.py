@@ -27,7 +27,7 @@ from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EPISODE, EngineClient, Episode
 from areno.rollouts.pool import EpisodeLoop
 from areno.rollouts.staleness import StalenessManager, too_old
-from areno.rollouts.tasks import Accept, Batch, OnStale, Plan, Rejection, Task, Verdict, Watchdog, judge
+from areno.rollouts.tasks import Accept, Batch, OnStale, Plan, Rejected, Rejection, Task, Watchdog
 from areno.rollouts.trajectory import Trajectory
 from areno.rollouts.workflows.base import as_trajectory
 
@@ -336,46 +336,55 @@ class BatchDispatcher:
             return False
         return self._pending[0].plan is not None and self.staleness.capacity(self._version) > 0
 
-    async def _run(self, task: Task) -> Trajectory | None:
+    async def _run(self, task: Task) -> Trajectory:
         EPISODE.set(Episode(task.id))
         assert task.plan is not None
+        accepts = task.plan.should_accept_fn
         with tracing.session_context(task.id):
             trajectory = as_trajectory(await task.plan.workflow.arun_episode(self.client, task.data), self._check)
-        if trajectory is not None and self._dump is not None:
+        if trajectory is None:
+            raise Rejected("returned None")
+        if self._dump is not None:
             self._dump.write(task.id, trajectory)
+        if accepts is not None and not accepts(trajectory):
+            raise Rejected("was refused by the filter")
         return trajectory
 
-    def _end(self, task: Task, future: Future[Trajectory | None]) -> None:
+    def _end(self, task: Task, future: Future[Trajectory]) -> None:
         """An episode is over; called in its loop's thread."""
-        verdict = judge(task, future)
         with self._changed:
             if self._running.get(task.id) is not task:
                 return  # taken back meanwhile
             del self._running[task.id]
-            if verdict is None:
+            if future.cancelled():
                 self.staleness.withdraw()
+            elif (error := future.exception()) is not None:
+                self._reject(task, error)
             else:
-                self._keep(task, verdict)
+                task.trajectory = future.result()
+                self.staleness.accept()
+                self._watchdog.accepted()
+                self._finished.append(task)
+                self._say(task, "accepted", "")
             self._ended += 1
             self._pump()
 
-    def _keep(self, task: Task, verdict: Verdict) -> None:
-        task.trajectory, why, error = verdict.trajectory, verdict.why, verdict.error
-        if why is None or self._dynamic:
-            self._finished.append(task)
-        if why is None:
-            self.staleness.accept()
-            self._watchdog.accepted()
-            self._say(task, "accepted", "")
-            return
+    def _reject(self, task: Task, error: BaseException) -> None:
+        why: Rejection = error.args[0] if isinstance(error, Rejected) else "raised"
         self.staleness.reject()
+        if self._dynamic:
+            self._finished.append(task)
         self._counts[_COUNTERS[why]] += 1
-        self._say(task, "failed" if error is not None else "rejected", why if error is None else repr(error))
-        if error is not None:
+        if why != "raised":
+            self._say(task, "rejected", why)
+            stopped = self._watchdog.rejected(why)
+        else:
+            self._say(task, "failed", repr(error))
             first = self._counts["failed"] == 1
             shown = "\n" + "".join(traceback.format_exception(error)) if first else f" {type(error).__name__}: {error}"
             logger.warning("episode %d is left out:%s", task.id, shown)
-        self._failure = self._failure or self._watchdog.rejected(why, error)
+            stopped = self._watchdog.rejected(why, error)
+        self._failure = self._failure or stopped
 
     def _say(self, task: Task, status: str, reason: str) -> None:
         if self._listener is not None:

@@ -45,8 +45,7 @@ class StalenessManager:
         max_concurrent_rollouts: most episodes that run at once; None is ``consumer_batch_size``.
         consumer_batch_size: episodes of one training batch.
         max_head_offpolicyness: versions that training may be ahead of an episode's beginning; 0 is synchronous training.
-        replaces_rejected: begin another episode for each that is rejected. A dynamic batch counts rejected ones, so there
-            they keep their place; replacing them would start episodes ahead of what the formula allows.
+        replaces_rejected: begin another episode for each that is rejected; in a dynamic batch they keep their place.
 
     Raises:
         UsageError: a number is out of range.

@@ -45,35 +45,12 @@ class Task:
     plan: Plan | None = None
     order: int = -1
     began_s: float = 0.0
-    future: Future[Trajectory | None] | None = None
+    future: Future[Trajectory] | None = None
     trajectory: Trajectory | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What an episode came to: a trajectory, or ``why`` there is none, and the exception where it raised."""
-
-    trajectory: Trajectory | None = None
-    why: Rejection | None = None
-    error: BaseException | None = None
-
-
-def judge(task: Task, future: Future[Trajectory | None]) -> Verdict | None:
-    """The verdict on an episode that has ended, by its plan's filter; None for one that was cancelled."""
-    if future.cancelled():
-        return None
-    error = future.exception()
-    if error is not None:
-        return Verdict(why="raised", error=error)
-    trajectory = future.result()
-    if trajectory is None:
-        return Verdict(why="returned None")
-    try:
-        accept = task.plan.should_accept_fn if task.plan is not None else None
-        kept = accept is None or bool(accept(trajectory))
-    except Exception as failure:
-        return Verdict(why="raised", error=failure)
-    return Verdict(trajectory) if kept else Verdict(why="was refused by the filter")
+class Rejected(Exception):  # noqa: N818  (a verdict, and no error)
+    """An episode is left out; its one argument is a :data:`Rejection`."""
 
 
 @dataclass(slots=True)

@@ -65,12 +65,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """One rank's place, and its channels.
+    """One rank's replica, its place in it, and its channels.
 
     Attributes:
-        layout: of all ranks.
-        replica: which replica this rank belongs to.
-        place: which part of that replica it holds.
         data: ranks that hold the same part of other replicas.
         tensor: ranks that hold the other parts of this replica.
         turns: the same ranks, on a line of their own for the rollout loop.

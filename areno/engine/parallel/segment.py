@@ -18,21 +18,14 @@ NAMELESS = hasattr(os, "memfd_create")
 
 
 class Segment:
-    """Shared memory of this process.
-
-    Args:
-        size: bytes.
-    """
+    """Shared memory of this process, of so many bytes."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._named = ""
         if NAMELESS:
             self._file = os.memfd_create("areno-memory")
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         else:
             self._file, self.path = tempfile.mkstemp(prefix="areno-memory-")
-            self._named = self.path
         os.ftruncate(self._file, size)
 
     def close(self) -> None:
@@ -40,8 +33,8 @@ class Segment:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            if self._named:
-                os.unlink(self._named)
+            if not NAMELESS:
+                os.unlink(self.path)
 
 
 def mapped(path: str, size: int, *, writable: bool) -> mmap.mmap:

@@ -60,7 +60,7 @@ class Processes:
 
     Attributes:
         name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
-        log_file: what they log, print and say when they crash is added to it; None leaves it with the starter's output.
+        log_file: gets their output; None leaves it with the starter's.
         environment: variables beside those of the starter.
         threads: of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores.
         startup_s: how long they may take to make their objects; None trusts that they get on.
@@ -155,8 +155,7 @@ class WorkerGroup:
 
     def begin(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """Send a call, and return what waits for it: see :meth:`call`."""
-        chosen = list(range(self.size)) if ranks is None else list(ranks)
-        return functools.partial(self._gather, method, self._ask(method, arguments, chosen))
+        return functools.partial(self._gather, method, self._ask(method, arguments, ranks or range(self.size)))
 
     def tell(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
         """Call a quick method on one rank at once, also while another call runs there."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -37,14 +38,12 @@ class WeightOptions:
         verify: compare checksums of what was sent with what has arrived, and the parameters with that, bit by bit.
         weight_chunked_mem_mb: size of one broadcast, at most, unless a single tensor is larger.
         folder: where ``disk`` writes ``weight_update_v{version}``; None takes a temporary folder.
-        clear_checkpoint_after_load: keep no such folder but the newest, from which replicas are restarted.
     """
 
     mode: Mode = "shm"
     verify: bool = False
     weight_chunked_mem_mb: int = 1024
     folder: Path | None = None
-    clear_checkpoint_after_load: bool = True
 
     def __post_init__(self) -> None:
         refuse_unknown(self.mode)
@@ -83,8 +82,7 @@ class Delivery:
         self._keeps, self._torn = keeps, False
         self._segment: Segment | None = None
         self._channel = ""
-        self._members: list[EngineGroup] = []
-        self._sender: Backend | None = None
+        self._members: list[Backend] = []  # of the channel; the trainer is the first
         self._scratch = ScratchFolder("weights")
         self._rooms = Path(self._scratch.name)
         self._channels = 0
@@ -111,7 +109,9 @@ class Delivery:
                 engine.each_rank(ranks.send, update)
             self._store(update)
             pauses = self._pauses(replicas, self._ask(replicas, update))
-        self._clear(previous, update)
+        outdated = previous.folder if previous is not None else ""
+        for folder in {outdated, update.folder} - {"", self.newest.folder if self.newest is not None else ""}:
+            shutil.rmtree(folder, ignore_errors=True)
         return UpdateReport(version, mode, self.nbytes, time.perf_counter() - began, pauses)
 
     def _store(self, update: Update) -> None:
@@ -129,11 +129,11 @@ class Delivery:
         """Free shared memory and folders."""
         if self._segment is not None:
             self._segment.close()
-        if self.newest is not None and self.newest.folder and self.options.clear_checkpoint_after_load:
+        if self.newest is not None and self.newest.folder:
             shutil.rmtree(self.newest.folder, ignore_errors=True)
-        if self._channel and self._sender is not None:
+        if self._channel:
             with suppress(EngineError):
-                self._sender.each_rank(ranks.leave, self._channel)
+                self._members[0].each_rank(ranks.leave, self._channel)
         self._scratch.cleanup()
 
     def _memory(self) -> str:
@@ -151,13 +151,6 @@ class Delivery:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
         return folder
-
-    def _clear(self, previous: Update | None, update: Update) -> None:
-        outdated = previous.folder if previous is not None and previous.folder != update.folder else ""
-        done = "" if self._keeps else update.folder
-        for folder in (outdated, done) if self.options.clear_checkpoint_after_load else ():
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -213,31 +206,30 @@ class Delivery:
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
         """The collective of the trainer and just these replicas, a new one where somebody has changed."""
-        members = list(replicas.values())
-        if self._channel and members == self._members and engine is self._sender:
+        members: list[Backend] = [engine, *replicas.values()]
+        if self._channel and members == self._members:
             return self._channel
         self._leave()
         self._channels += 1
         channel = str(self._rooms / f"channel-{self._channels}")
         gathered = Path(f"{channel}.members")
         gathered.mkdir()
-        size = 1 + sum(group.layout.world_size for group in members)
-        with ThreadPoolExecutor(len(members) + 1, thread_name_prefix="areno-join") as pool:
-            asked = [pool.submit(engine.each_rank, ranks.join, channel, 0, size)]
-            first = 1
-            for group in members:
-                asked.append(pool.submit(group.each_rank, ranks.join, channel, first, size))
-                first += group.layout.world_size
+        # One rank of the trainer, and all of the replicas.
+        firsts = list(accumulate((group.layout.world_size for group in replicas.values()), initial=1))
+        with ThreadPoolExecutor(len(members), thread_name_prefix="areno-join") as pool:
+            asked = [
+                pool.submit(member.each_rank, ranks.join, channel, first, firsts[-1])
+                for member, first in zip(members, [0, *firsts], strict=False)
+            ]
             wait(asked, return_when=FIRST_EXCEPTION)
             shutil.rmtree(gathered)  # whoever still waits for one that has died gives up
-        self._channel, self._members, self._sender = channel, members, engine
+        self._channel, self._members = channel, members
         if any(answer.exception() is not None or any(answer.result()) for answer in asked):
             self._leave()
         return channel
 
     def _leave(self) -> None:
         channel, self._channel = self._channel, ""
-        for member in (self._sender, *self._members) if channel else ():
-            if member is not None:
-                with suppress(EngineError):
-                    member.each_rank(ranks.leave, channel)
+        for member in self._members if channel else ():
+            with suppress(EngineError):
+                member.each_rank(ranks.leave, channel)

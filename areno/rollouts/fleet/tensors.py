@@ -72,17 +72,16 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
     model = engine.actor.model
     own = dict(model.module.named_parameters())
     for spec in specs:
-        base = _base_name(spec.name)
-        found = own.get(spec.name, own.get(base))
-        if found is None:
+        held = own.get(spec.name, own.get(_base_name(spec.name)))
+        if held is None:
             raise UsageError(
                 f"the trainer of {engine.path} has no tensor {spec.name}, which the rollout replicas want; give both the "
                 "same checkpoint and the same adapter"
             )
-        if tuple(found.shape) != spec.shape:
+        if tuple(held.shape) != spec.shape:
             raise UsageError(
                 f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape "
-                f"{tuple(found.shape)} here and {spec.shape} there; load both from the same checkpoint"
+                f"{tuple(held.shape)} here and {spec.shape} there; load both from the same checkpoint"
             )
         if spec.name not in own and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
