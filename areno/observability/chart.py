@@ -39,14 +39,8 @@ def text_chart(
 ) -> str:
     """Line chart of ``values`` over their index.
 
-    Longer series are averaged into ``width`` columns; NaN and infinities leave a gap.
-
-    Args:
-        width: columns of the plot, without the axis labels.
-        stream: where the chart will be printed, which decides between Unicode and ASCII; None is ``sys.stdout``.
-
-    Raises:
-        ValueError: ``width`` or ``height`` is below 2.
+    Longer series are averaged into ``width`` columns beside the axis labels; NaN and infinities leave a gap. ``stream``, by
+    default ``sys.stdout``, decides between Unicode and ASCII. Raises ValueError: ``width`` or ``height`` is below 2.
     """
     if width < 2 or height < 2:
         raise ValueError(f"a chart needs at least 2 columns and 2 rows, got width={width} height={height}")

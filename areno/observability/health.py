@@ -32,14 +32,11 @@ class HealthMonitor:
     """Watches each step's statistics and says what is wrong.
 
     Args:
-        window: steps in a row with all rewards equal before that is a warning; also the steps without a condition
-            after which it may be warned about again.
-        logprob_gap_limit: mean absolute rollout/train log-prob gap that is tolerated; ``LOGPROB_GAP_LIMIT_FP32`` where
-            the run computes in fp32.
+        window: steps in a row with equal rewards before that is a warning, and without a condition before it is one again.
+        logprob_gap_limit: tolerated mean absolute rollout/train log-prob gap; ``LOGPROB_GAP_LIMIT_FP32`` in fp32.
         grouped: advantages compare the samples of a prompt, so that they sum to zero.
         max_new_tokens: limit of a response; None where it is not known.
-        settings: what the options of ``areno train`` that warnings name are called in this run; those left out keep their
-            names.
+        settings: what options of ``areno train`` that warnings name are called in this run, where that differs.
 
     Raises:
         ValueError: ``window`` is below 1.

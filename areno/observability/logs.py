@@ -100,13 +100,8 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``; handlers of an earlier set-up are replaced.
 
-    With a run directory and no level asked for, a live display lets only warnings and errors through: the rest is in
-    ``log.txt``. A level that was asked for (here or by ``ARENO_LOG_LEVEL``) always holds.
-
-    Args:
-        run_dir: its ``log.txt`` gets every record, appended; None writes no file.
-        level: console level by name; None reads ``ARENO_LOG_LEVEL``.
-        stream: console stream; None is ``sys.stderr``.
+    The ``log.txt`` of a run directory gets every record. With one, and without a console level asked for (by ``level`` or by
+    ``ARENO_LOG_LEVEL``), a live display lets only warnings and errors through.
 
     Raises:
         UsageError: the level is unknown, or the run directory cannot be made.

@@ -80,11 +80,8 @@ def trace_path(logs: Path, role: str, rank: int) -> Path:
 class PerfTracer:
     """Gathers events and appends them to a file.
 
-    Args:
-        role: what the process is: ``trainer``, ``rollout``, ...
-        enabled: off, it does nothing and makes no file.
-        save_interval: events are written at each step whose number, counted from 1, is a multiple of it; 0 and less mean 1.
-        profile_steps: global steps to run the torch profiler in.
+    ``save_interval``: events are written at each step whose number, counted from 1, is a multiple of it; 0 and less mean 1.
+    ``profile_steps``: global steps to run the torch profiler in. One that is off does nothing and makes no file.
     """
 
     def __init__(

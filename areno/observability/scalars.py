@@ -32,9 +32,8 @@ def step_scalars(
     Args:
         train_stats: what the backend and the loss returned; entries that are no scalars are left out.
         timings: seconds by stage (``rollout``, ``reward``, ``advantage``, ``train``).
-        skipped_long: prompts passed over in this step because they are too long.
-        total_skipped_long: the same since the start of the pass.
-        rewards: one reward per sample; None where there are no rewards.
+        skipped_long: prompts passed over in this step because they are too long; ``total_`` since the start of the pass.
+        rewards: one reward per sample; None where there are none.
         extra: further scalars by full tag, such as ``eval/accuracy``.
     """
     scalars = {

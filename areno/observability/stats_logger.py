@@ -46,10 +46,7 @@ class StatsLogger:
     def before_step(self, stats: Mapping[str, float], step: int = 0) -> None:
         """Tell what was measured before a step, most often the first: a line of that step in ``metrics.jsonl``.
 
-        Services get it together with the step, whose place on their axis it would take otherwise.
-
-        Raises:
-            ArenoError: the file cannot be written.
+        Services get it together with the step, whose place on their axis it would take. Raises ArenoError.
         """
         self._held = without_counts(stats)
         _log.info("before %s\n%s", f"global step {step + 1}" if step else "training", table(self._held))

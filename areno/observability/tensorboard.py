@@ -26,10 +26,8 @@ _CLOSE_DEADLINE_S = 60.0
 class EventWriter:
     """Scalars of a run, as TensorBoard events.
 
-    Args:
-        log_dir: folder of the event files; made at the first write.
-        purge_step: on resume, the first step that will be written again; TensorBoard hides old events from there on.
-        option: what the user chose the folder with; errors name it.
+    ``purge_step`` is, on resume, the first step that will be written again; TensorBoard hides old events from there on.
+    ``option`` is what the user chose the folder with; errors name it.
     """
 
     name = "TensorBoard"

@@ -60,13 +60,8 @@ def make_job(
 ) -> Job:
     """Check a request's numbers against the model, and write the engine's requests.
 
-    Args:
-        max_tokens: most tokens of a sample; cut to what the model's context leaves.
-        context_limit: most tokens of prompt and answer; a prompt that leaves no room is then answered by nothing. None
-            is the model's own limit, and refuses such a prompt.
-
-    Raises:
-        ApiError: 400, a value cannot work with this model.
+    ``max_tokens`` is cut to what the context leaves. A prompt that leaves no room in ``context_limit`` is answered by nothing;
+    None is the model's own limit, and refuses such a prompt. Raises ApiError: 400, a value cannot work with this model.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or (), engine.vocab_size)

@@ -165,11 +165,8 @@ class CheckpointFolder:
     def writing(self, step: int, needed_bytes: int, *, copy_of: Path | None = None) -> Iterator[Path]:
         """Yield a folder to fill; it becomes the checkpoint of ``step`` when the block ends without an error.
 
-        Args:
-            copy_of: checkpoint whose files the folder holds to begin with, as hard links or copies; None begins empty.
-
-        Raises:
-            CheckpointError: the disk has less than ``needed_bytes`` free, or a write failed.
+        It begins with the files of ``copy_of``, as hard links or copies, or empty. Raises CheckpointError: the disk has less
+        than ``needed_bytes`` free, or a write failed.
         """
         with self._writing(self.path(step), needed_bytes, copy_of) as folder:
             yield folder

@@ -22,12 +22,8 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Bring messages into the form of a chat template.
 
-    Args:
-        template: source of the template; what it does not mention it cannot render.
-        arguments_as_text: hand over the arguments of calls as JSON text; most templates want objects.
-
-    Raises:
-        UsageError: a message has content that is not text, or calls that are not in OpenAI's form.
+    What the source ``template`` does not mention it cannot render. Most want the arguments of calls as objects, a few as JSON
+    text. Raises UsageError: a message has content that is not text, or calls that are not in OpenAI's form.
     """
     made = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
     for message in made:

@@ -35,10 +35,8 @@ def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any
     A transcript begins with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One without an answer at its end
     becomes an empty list, which leaves the pair out.
 
-    Args:
-        row: a row; one with a ``prompt`` has no transcripts.
-        with_template: whether the tokenizer has a chat template; without one the pair stays text, the prompt being the part
-            that the two share, up to an ``Assistant:``.
+    A row with a ``prompt`` has no transcripts. Without a chat template (``with_template``) the pair stays text, the prompt
+    being the part that the two share, up to an ``Assistant:``.
     """
     texts = [row.get(key) for key in ("chosen", "rejected")]
     if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):

@@ -149,12 +149,8 @@ class ToolCallParser:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = "auto") -> ParsedMessage:
         """Split a whole message into text and calls.
 
-        Args:
-            tools: the tools of the request, in OpenAI's form or flat (``{"name", "parameters"}``).
-            tool_choice: ``auto``, ``none`` (nothing is parsed), ``required``, or the one tool that may be called.
-
-        Raises:
-            UsageError: ``tools`` or ``tool_choice`` make no sense; the message names the entry.
+        ``tools`` are in OpenAI's form or flat (``{"name", "parameters"}``); ``tool_choice`` is ``auto``, ``none`` (nothing is
+        parsed), ``required``, or the one tool that may be called. Raises UsageError: they make no sense; names the entry.
         """
         stream = self.stream(tools, tool_choice)
         content, calls = "", []

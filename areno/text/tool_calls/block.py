@@ -41,13 +41,7 @@ class Body:
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], Body]) -> CallFormat:
-    """A format of marked blocks.
-
-    Args:
-        opener: begins a block.
-        closers: any of them ends it; empty where the body itself says where it ends.
-        make_body: given the place where the body begins, a fresh reader of it.
-    """
+    """A format of marked blocks, which any of ``closers`` ends; without closers the body itself says where it ends."""
     return CallFormat(
         (opener,), lambda start: _BlockScanner(opener, closers, make_body(start + len(opener)), start).scan
     )
