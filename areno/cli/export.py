@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areno.config.export_options import parse_export
+from areno.config.eval_options import parse_export
 
 
 def run(argv: Sequence[str]) -> int:

@@ -149,11 +149,9 @@ class AlgorithmSpec:
     def default_loss_name(self) -> str:
         """Name of the default loss, or of what makes it; found without importing it."""
         source = self.default_loss or self.loss_fn_factory
-        if source is None:
-            return "none"
         if isinstance(source, str):
             return source.rpartition(":")[2]
-        return getattr(source, "__name__", type(source).__name__)
+        return "none" if source is None else getattr(source, "__name__", type(source).__name__)
 
 
 def _sections(declaration: type) -> dict[str, type]:

@@ -1,6 +1,6 @@
-"""Options of ``areno eval``: those of training that matter for a measurement, under shorter names where they are its own.
+"""Options of ``areno eval`` and ``areno export``: those of training that matter, under shorter names where they are their own.
 
-They are mapped to `TrainOptions`, so that the code that evaluates a run measures a checkpoint, with the same numbers.
+Those of ``areno eval`` are mapped to `TrainOptions`: the code that evaluates a run measures a checkpoint, and equally.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from areno.config.options import flag_of, option, options_of
 from areno.config.parser import CommandOptions, CommandText, parse_command
-from areno.config.paths import unwritable
+from areno.config.paths import ckpt_problem, unwritable
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
@@ -21,10 +21,16 @@ from areno.config.update_options import UpdateOptions
 from areno.config.validate import decoding_problems, shared_problems, value_problems
 from areno.storage.layout import newest_model
 
-COMMAND = CommandText(
+_EVAL = CommandText(
     "areno eval",
     "areno eval --ckpt MODEL --dataset-path DATA --reward-fn-path FILE.PY [--n-samples N] [options]",
     "Measure a model: answer the prompts of a data set, reward the answers, report accuracy and pass@k.",
+)
+
+_EXPORT = CommandText(
+    "areno export",
+    "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE]",
+    "Write a full checkpoint in Hugging Face format: an adapter is added to its base model's weights.",
 )
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
@@ -120,7 +126,7 @@ class EvalOptions(CommandOptions):
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
     """Parse and check the arguments of ``areno eval``; run directories become their newest checkpoints."""
-    return parse_command(argv, EvalOptions, COMMAND, _with_checkpoints, _problems)
+    return parse_command(argv, EvalOptions, _EVAL, _with_checkpoints, _problems)
 
 
 def _with_checkpoints(options: EvalOptions) -> EvalOptions:
@@ -170,3 +176,46 @@ def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
             yield name, "with --reward-ckpt, which runs no reward function; leave it out"
     else:
         yield "score_micro_bs", "without --reward-ckpt; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(CommandOptions):
+    """All options of ``areno export``."""
+
+    ckpt: str | None = as_in(
+        BasicOptions,
+        "ckpt",
+        help="What to export: the folder of an adapter or of a whole model, or a run directory, whose newest checkpoint is "
+        "taken. Required.",
+    )
+    output: str | None = option(None, group="Basic", metavar="FOLDER", help="Where to write it. Required.")
+    dtype: str = as_in(
+        BasicOptions,
+        "dtype",
+        help="Type of the written weights; auto is that of the base model's files. They are added in float32.",
+    )
+    trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
+
+
+def parse_export(argv: Sequence[str]) -> ExportOptions:
+    """Parse and check the arguments of ``areno export``."""
+    return parse_command(argv, ExportOptions, _EXPORT, _with_model, _export_problems)
+
+
+def _with_model(options: ExportOptions) -> ExportOptions:
+    return replace(options, ckpt=options.ckpt and newest_model(options.ckpt, "--ckpt"))
+
+
+def _export_problems(options: ExportOptions) -> Iterator[str]:
+    if not options.ckpt:
+        yield "--ckpt is required; give an adapter, a model folder or a run directory"
+    else:
+        yield ckpt_problem(options.ckpt)
+    yield from value_problems(options)
+    if not options.output:
+        yield "--output is required; give the folder to write"
+        return
+    folder = Path(options.output).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        yield f"--output {options.output} is not empty; choose a new folder"
+    yield unwritable(folder, "--output")

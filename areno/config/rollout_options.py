@@ -102,9 +102,8 @@ class RolloutOptions:
     train_tool_results: bool = _rollout(
         False, help="Agentic rollout: also train on the tokens that tools returned to the agent."
     )
-    turn_discount: float | None = option(
+    turn_discount: float | None = _shared(
         None,
-        group="Rollout",
         minimum=0,
         maximum=1,
         algorithms=("gspo", "grpo"),

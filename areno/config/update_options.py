@@ -33,9 +33,8 @@ class UpdateOptions:
     activation_checkpointing: bool = _train(
         True, help="Recompute activations in the backward pass: less memory, more time."
     )
-    tree_training: bool = option(
+    tree_training: bool = _train(
         False,
-        group="Train",
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
         help="Compute tokens that rows of a pass begin with once: saves time where a long prompt has short answers.",
     )
@@ -58,22 +57,19 @@ class UpdateOptions:
     )
     weight_decay: float = _train(0.01, minimum=0, help="Decoupled weight decay.")
     grad_clip_norm: float = _train(1.0, above=0, help="Scale gradients down to this global norm.")
-    score_micro_bs: int = option(
+    score_micro_bs: int = _train_free(
         8,
-        group="Train",
         minimum=1,
         algorithms=("dpo", "gspo", "grpo", "ppo", "rm"),
-        changes_results=False,
         help="Rows that a reference, critic or reward model scores at once.",
     )
     update_epochs: int = _policy(1, minimum=1, help="Training passes over the samples of one rollout.")
     update_minibatches: int = _policy(
         1, minimum=1, help="Optimizer steps that one such pass is cut into, each on its own share of the prompts."
     )
-    ref_ckpt: str | None = option(
+    ref_ckpt: str | None = _train(
         None,
         path="place",
-        group="Train",
         algorithms=("dpo", "gspo", "grpo", "ppo"),
         unset="--ckpt",
         help="Reference model of the KL term or of DPO: a folder or a repo id.",

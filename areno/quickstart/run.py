@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from areno.config.prepare import prepare_run
 from areno.errors import UsageError
 from areno.observability.chart import text_chart
 from areno.observability.display import PlainProgress, Progress, create_progress
-from areno.quickstart.evaluate import accuracy, answers
 from areno.quickstart.model import make_checkpoint
-from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, problem_count, write_rows
+from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, is_right, problem_count, write_rows
 from areno.storage.run_dir import RunDirectory
 
 SFT_STEPS, SFT_BATCH = 400, 32
@@ -29,6 +29,8 @@ HELD_OUT = 400
 # The held-out problems are the same for every seed, so that runs can be compared.
 _HELD_OUT_SEED = 12345
 _LINE_EVERY_S = 5.0
+_ASKED_AT_ONCE = 250
+_MAX_NEW_TOKENS = 40
 # Wordings of the demonstrations: "step by step" as often as the two plain ones together.
 _SFT_WORDINGS = (1, 1, 2)
 
@@ -119,6 +121,32 @@ def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
     (root / "summary.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     _report(root, outcome, held_out, before_texts, after_texts)
     return outcome
+
+
+def answers(checkpoint: Path, problems: Sequence[Problem]) -> list[str]:
+    """Greedy completion of each problem by plain ``transformers``, with nothing of areno's engine."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    texts: list[str] = []
+    for start in range(0, len(problems), _ASKED_AT_ONCE):
+        chats = [[{"role": "user", "content": p.question}] for p in problems[start : start + _ASKED_AT_ONCE]]
+        encoded: Any = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            output = model.generate(**encoded, do_sample=False, max_new_tokens=_MAX_NEW_TOKENS)
+        texts += tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def accuracy(problems: Sequence[Problem], completions: Sequence[str]) -> float:
+    """Share of right answers."""
+    return sum(is_right(p, text) for p, text in zip(problems, completions, strict=True)) / len(problems)
 
 
 def _write_inputs(root: Path, seed: int) -> int:

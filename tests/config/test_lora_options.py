@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.config.export_options import parse_export
+from areno.config.eval_options import parse_export
 from areno.config.packages import install_command
 from areno.config.parser import parse_train
 from areno.config.paths import base_of, ckpt_problem, is_adapter, tokenizer_of

@@ -199,7 +199,7 @@ def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
 def test_grpo_with_an_adapter_learns_the_quickstart_task(tmp_path):
     """The demo with an adapter of rank 8 in place of its GSPO: 34 % after SFT; the full weights reach 99 %."""
     from areno.quickstart import run as demo
-    from areno.quickstart.evaluate import accuracy, answers
+    from areno.quickstart.run import accuracy, answers
 
     demo._write_inputs(tmp_path, 0)
     started = demo._train("sft", tmp_path, tmp_path / "model", 0, demo._SFT)
