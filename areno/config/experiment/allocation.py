@@ -55,16 +55,7 @@ class AllocationValidationError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStrategy:
-    """How one engine is divided.
-
-    Attributes:
-        data: data-parallel size d.
-        tensor: tensor-parallel size t.
-        pipeline: pipeline stages p.
-        context: context-parallel size c.
-        expert: expert-parallel size e.
-        expert_tensor: tensor-parallel size within an expert; 0 takes that of the other layers.
-    """
+    """How one engine is divided: its parallel sizes. Within an expert a tensor size of 0 is that of the other layers."""
 
     data: int = 1
     tensor: int = 1
@@ -111,11 +102,7 @@ class ModelAllocation:
 
     @classmethod
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
-        """Read one component, such as ``fsdp:d2t2``.
-
-        Args:
-            spec: the text; white space does not matter.
-            name: name of the engine where the text gives none.
+        """Read one component, such as ``fsdp:d2t2``, of an engine that has ``name`` where the text gives none.
 
         Raises:
             InvalidAllocationModeError: it is not one component in the grammar.

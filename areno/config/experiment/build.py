@@ -65,7 +65,7 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
 
     Args:
         given: nested dicts, as YAML gives them; not changed.
-        config_cls: the class of the experiment.
+        config_cls: of the experiment.
         problems: gets unknown, missing, ill-typed and out-of-bounds settings, and interpolations that lead nowhere.
 
     Returns:

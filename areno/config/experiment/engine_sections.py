@@ -401,11 +401,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
         """What is wrong with the knobs of the loss and the reward of an actor that is trained."""
         yield from PolicyLossOptions.problems(self)
         if self.use_decoupled_loss and self.recompute_logprob and not self.needs_proximal:
-            method = self.prox_logp_method
-            yield (
-                "recompute_logprob",
-                f"has no effect with prox_logp_method {method}, which needs no forward pass; leave one out",
-            )
+            because = f"with prox_logp_method {self.prox_logp_method}, which needs no forward pass; leave one out"
+            yield "recompute_logprob", f"has no effect {because}"
         if self.kl_ctl == 0:
             yield from idle(self, ("kl_estimator",), "with kl_ctl 0; set kl_ctl too")
         if self.kl_loss_coef == 0:
@@ -420,10 +417,8 @@ class PPOActorConfig(PolicyLossOptions, NamedAlgorithm, TrainEngineConfig):
             if getattr(self, name) is None:
                 yield name, "is missing: overlong_reward_penalty needs it"
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
-            yield (
-                "overlong_tokens",
-                f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower it",
-            )
+            problem = f"{self.overlong_tokens} is more than max_new_tokens {self.max_new_tokens}; lower it"
+            yield "overlong_tokens", problem
 
 
 @dataclass

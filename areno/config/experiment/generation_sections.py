@@ -71,10 +71,7 @@ class GenerationHyperparameters:
 
         Args:
             exclude_args: settings to leave out.
-            api_format: ``completions``, ``responses`` or ``openai-agents``.
-
-        Raises:
-            UsageError: the format is unknown.
+            api_format: ``completions``, ``responses`` or ``openai-agents``; another one is a `UsageError`.
         """
         if api_format not in _OPENAI_NAMES:
             raise UsageError(f"api_format {api_format!r} is unknown; choose {', '.join(_OPENAI_NAMES)}")

@@ -33,11 +33,7 @@ class Machine:
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
-    """Replace ``auto`` and unset sizes by what the machine has; the configuration is changed in place.
-
-    Args:
-        config: a checked configuration.
-        machine: the machine that it is to run on.
+    """Replace ``auto`` and unset sizes by what the machine has; the checked configuration is changed in place.
 
     Returns:
         One line per setting that was filled in, to be printed once.

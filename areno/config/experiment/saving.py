@@ -45,11 +45,7 @@ def public_dict(config: BaseExperimentConfig) -> dict[str, Any]:
 
 
 def save_config(config: BaseExperimentConfig, path: str | Path) -> Path:
-    """Write the configuration, which `load_expr_config` reads again.
-
-    Args:
-        config: a resolved configuration.
-        path: the file, or a folder that gets a ``config.yaml``.
+    """Write the configuration into a file, or as ``config.yaml`` into a folder; `load_expr_config` reads it again.
 
     Returns:
         The file that was written.
