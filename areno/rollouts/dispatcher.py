@@ -172,10 +172,7 @@ class BatchDispatcher:
     def rollout_batch(
         self, rows: Sequence[dict[str, Any]], workflow: Any, should_accept_fn: Accept | None = None
     ) -> list[Trajectory]:
-        """Run rows to their end, for an evaluation; trajectories come in the order of rows, without those left out.
-
-        Errors are those of :meth:`prepare_batch`.
-        """
+        """Run rows to their end, for an evaluation: trajectories in the order of rows, errors as :meth:`prepare_batch`."""
         plan = Plan(workflow, should_accept_fn)
         with self._changed:
             self._use(plan)

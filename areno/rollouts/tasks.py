@@ -86,11 +86,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Ends a run whose episodes are all rejected, or at the first error that it ``stops_on``; arguments as for the dispatcher.
-
-    Raises:
-        UsageError: a number is below 1.
-    """
+    """Ends a run whose episodes are all rejected, or at the first error that it ``stops_on``."""
 
     max_errors: int
     max_rejections: int

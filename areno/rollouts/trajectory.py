@@ -81,11 +81,7 @@ def _stacked(name: str, parts: list[Any]) -> Any:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Check the form of what a workflow has returned.
-
-    Raises:
-        UsageError: a key is missing, or a tensor has the wrong shape or type; the message says which.
-    """
+    """Raise a UsageError that names the key which is missing in what a workflow has returned, or has a wrong shape or type."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"

@@ -41,14 +41,7 @@ class RequestResult:
 
 class EngineServer:
     """Its methods, and those of its ``engine``, are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks
-    with the same arguments.
-
-    Args:
-        path: checkpoint folder or hub id of the actor.
-        config: of the engine, with this rank's device.
-        layout: of all ranks; ``rank`` is this one.
-        folder: where the ranks meet.
-        send: takes :class:`TokenEvent` and :class:`RequestResult`.
+    with the same arguments. The ranks meet in ``folder``; ``send`` takes :class:`TokenEvent` and :class:`RequestResult`.
     """
 
     def __init__(self, path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> None:

@@ -88,12 +88,7 @@ class Delivery:
         self._channels = 0
 
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
-        """Bring the trainer's weights to all replicas.
-
-        Raises:
-            UsageError: trainer and replicas have different models.
-            EngineError: the trainer failed; or a replica could not take the weights over, and is not replaced.
-        """
+        """Bring the trainer's weights to all replicas; errors are those of :meth:`RolloutFleet.update_weights`."""
         began = time.perf_counter()
         digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)

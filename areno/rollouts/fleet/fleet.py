@@ -198,10 +198,7 @@ class RolloutFleet:
         return report
 
     def share_cores(self, threads: int | None = None) -> None:
-        """Take this process's part of the CPU cores, where the replicas compute on them too.
-
-        It computes with ``threads``, or as many as each rank of a replica has.
-        """
+        """Compute with ``threads``, or as many as each rank of a replica has, where the replicas use the CPU too."""
         if self.config.device.type == "cpu":
             torch.set_num_threads(threads or self.threads)
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)

@@ -59,11 +59,8 @@ class Job:
         on_start: called with number and replica before it counts as ready; an error there is a failed start.
         on_lost: called with the number of a replica that has failed.
         on_given_up: called with the number of a replica that is not restarted, and why.
-        startup_timeout_s: how long a replica may take to start.
-        restarts: how often a replica is restarted.
-        backoff_s: pause before the first restart.
-        threads: of PyTorch in each process.
-        environment: variables for the processes, beside those of this one.
+        restarts: how often each replica is restarted, first after ``backoff_s``.
+        threads: of PyTorch in each process; ``environment`` has variables beside those of this one.
     """
 
     role: str

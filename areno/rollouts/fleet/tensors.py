@@ -64,11 +64,7 @@ def wanted(engine: Engine) -> list[TensorSpec]:
 
 
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
-    """Check that a trainer has what is wanted; every rank comes to the same end.
-
-    Raises:
-        UsageError: a tensor is missing, has another shape, or cannot be made exactly.
-    """
+    """Raise a UsageError, on every rank, where a trainer's tensor is missing, differs in shape, or cannot be made exactly."""
     model = engine.actor.model
     own = dict(model.module.named_parameters())
     for spec in specs:
