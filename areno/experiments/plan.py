@@ -114,21 +114,14 @@ class ExperimentSizes(Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """The engines of an experiment: ``actor`` trains, each ``rollout`` generates, None where the actor's does, or none.
-
-    Attributes:
-        titles: what the two are called.
-        transfer: bytes of shared memory through which new weights go.
-        together: both lie in one memory, and must fit into it at once.
-        whole: the actor's weights are planned whole on each rank, although they are sharded.
-    """
+    """The engines of an experiment: ``actor`` trains, each ``rollout`` generates, None where the actor's does, or none."""
 
     actor: MemoryPlan
     rollout: MemoryPlan | None
-    titles: tuple[str, str]
-    transfer: int
-    together: bool
-    whole: bool = False
+    titles: tuple[str, str]  # what the two are called
+    transfer: int  # bytes of shared memory through which new weights go
+    together: bool  # both lie in one memory, and must fit into it at once
+    whole: bool = False  # the actor's weights are planned whole on each rank, although they are sharded
 
     @property
     def needed(self) -> int:

@@ -45,26 +45,17 @@ class PlannedStep:
 
 
 class TrainingLoop(ABC):
-    """Base of the trainers; see the module's text.
-
-    Attributes:
-        best_metric: metric of :meth:`evaluate` that says which checkpoint is the best.
-        best_may_be_missing: an evaluation may lack that metric, and is then not the best one.
-        saved_roles: models that are saved beside checkpoints; the first is the actor.
-        saver: saves them at their times; None saves none.
-        resumed_from: checkpoint whose weights are loaded already; None begins at the first step.
-        eval_rows: held-out rows; None evaluates nothing.
-    """
+    """Base of the trainers; see the module's text."""
 
     logger: logging.Logger
-    best_metric: str = "loss"
+    best_metric: str = "loss"  # metric of :meth:`evaluate` that says which checkpoint is the best
     best_is_higher: bool = False
-    best_may_be_missing: bool = False
+    best_may_be_missing: bool = False  # an evaluation may lack that metric, and is then not the best one
     stop: StopController
-    saved_roles: Sequence[str] = (ACTOR_MODELS,)
-    saver: Saver | None = None
-    resumed_from: Path | None = None
-    eval_rows: Sequence[Any] | None = None
+    saved_roles: Sequence[str] = (ACTOR_MODELS,)  # models that are saved beside checkpoints; the first is the actor
+    saver: Saver | None = None  # saves them at their times; None saves none
+    resumed_from: Path | None = None  # checkpoint whose weights are loaded already; None begins at the first step
+    eval_rows: Sequence[Any] | None = None  # held-out rows; None evaluates nothing
 
     def set_up(self, spec: RunSpec, backend: Backend, report: Reporter, checkpoints: Checkpoints | None = None) -> None:
         """Take what the loop works with; ``checkpoints`` are those that have been looked for already."""

@@ -23,26 +23,18 @@ class StepOutcome:
     """What one step produced.
 
     Attributes:
-        rows: rows that were trained on.
-        stats: scalar statistics.
         timings: seconds of ``rollout``, ``reward``, ``advantage``, ``train``, where they apply.
-        rewards: one per kept sample; None without rewards.
-        groups: prompt index of each of these samples.
-        sample: one completion to show.
-        skipped_long: over-long prompts passed over for this step.
-        sequences: trained sequences; None counts the rows.
-        seconds: that the step took.
     """
 
-    rows: Sequence[TrainSequence]
-    stats: dict[str, float]
+    rows: Sequence[TrainSequence]  # rows that were trained on
+    stats: dict[str, float]  # scalar statistics
     timings: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] | None = None
-    groups: list[int] | None = None
-    sample: str | None = None
-    skipped_long: int = 0
-    sequences: float | None = None
-    seconds: float = 0.0
+    rewards: list[float] | None = None  # one per kept sample; None without rewards
+    groups: list[int] | None = None  # prompt index of each of these samples
+    sample: str | None = None  # one completion to show
+    skipped_long: int = 0  # over-long prompts passed over for this step
+    sequences: float | None = None  # trained sequences; None counts the rows
+    seconds: float = 0.0  # that the step took
 
 
 class Reporter(ABC):

@@ -19,24 +19,16 @@ REWARD = "reward"
 
 @dataclass(slots=True)
 class Sample:
-    """One completion, run of an agent, or row of a workflow, on its way to training rows.
-
-    Attributes:
-        sequence: all that the policy said.
-        record: what a reward function sees.
-        tokens: what a reward model reads: prompt and response; of an agent's conversations the last one.
-        rows: what is trained on.
-        turn_rewards: what an agent's environment gave for each turn.
-    """
+    """One completion, run of an agent, or row of a workflow, on its way to training rows."""
 
     item: PromptItem
     prompt_index: int
     sample_index: int
-    sequence: RolloutSequence
-    record: RewardRecord
-    tokens: list[int]
-    rows: list[TrajectoryRow]
-    turn_rewards: Sequence[float] = ()
+    sequence: RolloutSequence  # all that the policy said
+    record: RewardRecord  # what a reward function sees
+    tokens: list[int]  # what a reward model reads: prompt and response; of an agent's conversations the last one
+    rows: list[TrajectoryRow]  # what is trained on
+    turn_rewards: Sequence[float] = ()  # what an agent's environment gave for each turn
     reward: float = 0.0
     advantage: float = 0.0
 

@@ -22,27 +22,16 @@ Example = list[TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBounds:
-    """Which rows of a data set can be used, and what errors call the data and its settings.
+    """Which rows of a data set can be used, and what errors call the data and its settings."""
 
-    Attributes:
-        max_prompt_tokens: longest accepted prompt, in tokens.
-        max_new_tokens: longest accepted answer, in tokens, EOS included.
-        eos_token_ids: ids that end an answer; the tokenizer's own one, if any, is appended.
-        context_limit: most tokens of prompt and answer together.
-        source: what error messages call the data.
-        disable_thinking: see :func:`areno.text.chat.render_generation_prompt`.
-        loader: setting that names a loader.
-        limits: settings that bound a row; empty names the options of ``areno train``.
-    """
-
-    max_prompt_tokens: int
-    max_new_tokens: int
-    eos_token_ids: frozenset[int]
-    context_limit: int | None = None
-    source: str = ""
-    disable_thinking: bool = False
-    loader: str = LOADER_OPTION
-    limits: str = ""
+    max_prompt_tokens: int  # longest accepted prompt, in tokens
+    max_new_tokens: int  # longest accepted answer, in tokens, EOS included
+    eos_token_ids: frozenset[int]  # ids that end an answer; the tokenizer's own one, if any, is appended
+    context_limit: int | None = None  # most tokens of prompt and answer together
+    source: str = ""  # what error messages call the data
+    disable_thinking: bool = False  # see :func:`areno.text.chat.render_generation_prompt`
+    loader: str = LOADER_OPTION  # setting that names a loader
+    limits: str = ""  # settings that bound a row; empty names the options of ``areno train``
 
     def none_left(self, rows: int, shortest: str, flags_note: str = "") -> DataError:
         """The error where none of so many rows can be used."""
@@ -95,20 +84,16 @@ class Objective:
     """What is learnt from the rows of a data set.
 
     Attributes:
-        needs: what a row must have.
         build: gives the sequences of each example that can be used, and how many rows were dropped.
-        loss_fn: made by :func:`areno.loss_fns.units.mean_loss`.
-        names: its statistics in an experiment, without the section.
         held_out: what ``areno train`` reports of held-out rows, beside ``loss``: statistics of the loss by short name.
-        sequences: of an example, which lie side by side and are never parted.
     """
 
-    needs: Needs
+    needs: Needs  # what a row must have
     build: Callable[[Sequence[Mapping[str, Any]], Any, RowBounds], tuple[Sequence[Any], int]]
-    loss_fn: LossFn
-    names: Names
+    loss_fn: LossFn  # made by :func:`areno.loss_fns.units.mean_loss`
+    names: Names  # its statistics in an experiment, without the section
     held_out: Mapping[str, str]
-    sequences: int = 1
+    sequences: int = 1  # of an example, which lie side by side and are never parted
 
     def encode(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, bounds: RowBounds) -> tuple[Examples, int]:
         """The usable rows, tokenized, in order, and the number of others; :class:`DataError` for a malformed one."""

@@ -17,21 +17,13 @@ the rows as they come and each later one in a new order."""
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A model that takes optimizer steps on the rows of a rollout.
+    """A model that takes optimizer steps on the rows of a rollout."""
 
-    Attributes:
-        role: names it.
-        train: one train call; returns its statistics.
-        passes: times that every row is trained on.
-        minibatches: train calls of one pass.
-        first_step: step of the run from which on it is trained.
-    """
-
-    role: str
-    train: Callable[[list[TrainSequence]], Mapping[str, float]]
-    passes: int = 1
-    minibatches: int = 1
-    first_step: int = 0
+    role: str  # names it
+    train: Callable[[list[TrainSequence]], Mapping[str, float]]  # one train call; returns its statistics
+    passes: int = 1  # times that every row is trained on
+    minibatches: int = 1  # train calls of one pass
+    first_step: int = 0  # step of the run from which on it is trained
 
     def learn(self, rows: Sequence[TrainSequence], *, order: Order, seed: int, step: int) -> dict[str, float]:
         """Train on the rows of a step; returns the statistics of all calls, see :func:`merge_stats`."""

@@ -41,25 +41,15 @@ Around = Callable[[Stage, str, int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """What becomes of rows before the optimizer steps.
+    """What becomes of rows before the optimizer steps."""
 
-    Attributes:
-        shaping: from rewards to advantages.
-        scores: roles that give log-probs, with the column of the rows that gets them.
-        critic: role that gives values; None is without one.
-        rows_at_once: rows of one scoring pass of a role, from its name and the rows.
-        reward_path: reward model, for messages.
-        recomputes: the scored ``prox_logprobs`` replace the log-probs of the rollout.
-        m2_threshold: M2PO's bound; None leaves no token out.
-    """
-
-    shaping: RewardShaping
-    rows_at_once: Callable[[str, TokenRows], int]
-    scores: Sequence[tuple[str, str]] = ()
-    critic: str | None = None
-    reward_path: str | None = None
-    recomputes: bool = False
-    m2_threshold: float | None = None
+    shaping: RewardShaping  # from rewards to advantages
+    rows_at_once: Callable[[str, TokenRows], int]  # rows of one scoring pass of a role, from its name and the rows
+    scores: Sequence[tuple[str, str]] = ()  # roles that give log-probs, with the column of the rows that gets them
+    critic: str | None = None  # role that gives values; None is without one
+    reward_path: str | None = None  # reward model, for messages
+    recomputes: bool = False  # the scored ``prox_logprobs`` replace the log-probs of the rollout
+    m2_threshold: float | None = None  # M2PO's bound; None leaves no token out
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +57,15 @@ class Prepared:
     """Rows that are ready for the update.
 
     Attributes:
-        rows: those to train on.
         populations: what :func:`~areno.loss_fns.shaping.shape_advantages` returns; with ``credits`` only ``kl_rewards``.
-        unnormalised: advantages before ``adv_norm``, per trained token.
         divergences: how far the policy before the update is from the one that sampled, as means over the trained tokens.
-        left_out: share of the trained tokens that M2PO leaves out.
     """
 
-    rows: list[TrainSequence]
+    rows: list[TrainSequence]  # those to train on
     populations: dict[str, Tensor] = field(default_factory=dict)
-    unnormalised: list[float] = field(default_factory=list)
+    unnormalised: list[float] = field(default_factory=list)  # advantages before ``adv_norm``, per trained token
     divergences: dict[str, float] = field(default_factory=dict)
-    left_out: float | None = None
+    left_out: float | None = None  # share of the trained tokens that M2PO leaves out
 
 
 class PolicyObjective:

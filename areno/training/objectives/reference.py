@@ -52,23 +52,15 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.index.
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference and how it scores.
+    """A reference and how it scores."""
 
-    Attributes:
-        models: the policy among them, as the actor.
-        path: checkpoint of the reference.
-        actor_path: checkpoint that the policy began from.
-        trained: the policy is no longer what it was in the beginning.
-        random_seed: of random weights that the policy began from in place of its checkpoint's.
-    """
-
-    models: Backend
-    path: str
-    actor_path: str
-    trained: bool
+    models: Backend  # the policy among them, as the actor
+    path: str  # checkpoint of the reference
+    actor_path: str  # checkpoint that the policy began from
+    trained: bool  # the policy is no longer what it was in the beginning
     micro_bs: int
     logger: logging.Logger
-    random_seed: int | None = None
+    random_seed: int | None = None  # of random weights that the policy began from in place of its checkpoint's
 
     def score(self, examples: Examples, held_out: Examples | None) -> tuple[Examples, Examples | None]:
         """The examples, and held-out ones, with their log-probs, from disk or from the model."""
