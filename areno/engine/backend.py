@@ -102,9 +102,7 @@ class Backend(Generator, Protocol):
     def ensure_roles(self, roles: Mapping[str, ModelRole]) -> None:
         """Load the roles that are not there yet.
 
-        Raises:
-            EngineError: a role of that name is there, made from something else.
-            UsageError: a checkpoint cannot serve as its role.
+        EngineError: one of that name is made from something else. UsageError: a checkpoint cannot serve as its role.
         """
 
     def drop_role(self, name: str) -> None:
@@ -128,8 +126,7 @@ class Backend(Generator, Protocol):
     def load_state(self, checkpoint: Path) -> None:
         """Continue with the state of a checkpoint whose weights the actor has loaded.
 
-        Raises:
-            CheckpointError: the state is missing, damaged, or made for other parameters.
+        CheckpointError: the state is missing, damaged, or made for other parameters.
         """
 
     def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:

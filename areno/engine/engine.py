@@ -77,29 +77,19 @@ class Engine:
         config = self.config
         with model.gathered():
             cached = prove_decoding(model, self.path)
-        if config.speculate and config.device.type == "cuda":
-            raise UsageError(
-                f"--speculate {config.speculate}: on a GPU nothing is guessed ahead yet; use --speculate 0"
-            )
-        if config.speculate and config.peers.layout.tp_size > 1:
-            raise UsageError(
-                f"--speculate {config.speculate} with --tp-size {config.peers.layout.tp_size}: only replicas of one rank "
-                "guess ahead; use --speculate 0, or --tp-size 1"
-            )
-        if config.speculate and not cached.layers:
-            raise UsageError(
-                f"--speculate {config.speculate}: {self.path} keeps states beside keys and values, which cannot go back "
-                "when a guess is wrong; use --speculate 0"
-            )
+        if config.speculate:
+            self._refuse_speculation(goes_back=bool(cached.layers))
         self._token_bytes = cached.bytes_per_token
         budget = config.kv_cache_tokens or kv_tokens(config, self.path, self.roles.values(), self._token_bytes)
         logger.debug("loaded %s: kv budget %d tokens of %d bytes", self.path, budget, cached.bytes_per_token)
+        peers, interval = config.peers, config.decode_progress_interval_s
+        progress = DecodeProgress(interval, peers.replica, peers.layout.dp_size) if peers.leads else None
         common: dict[str, Any] = {
             "eos_ids": self.eos_ids,
             "make_stop_text": lambda stop, skip: StopChecker(self.tokenizer, stop, skip),
             "budget_tokens": budget,
             "max_running": config.max_running,
-            "progress": self._progress(),
+            "progress": progress,
             "prefix_tokens": budget // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
         }
         if config.peers.layout.tp_size > 1:
@@ -120,11 +110,19 @@ class Engine:
         loop.decode.prepare()
         return loop
 
-    def _progress(self) -> DecodeProgress | None:
-        peers = self.config.peers
-        if not peers.leads:
-            return None
-        return DecodeProgress(self.config.decode_progress_interval_s, peers.replica, peers.layout.dp_size)
+    def _refuse_speculation(self, goes_back: bool) -> None:
+        option, tp_size = f"--speculate {self.config.speculate}", self.config.peers.layout.tp_size
+        if self.config.device.type == "cuda":
+            raise UsageError(f"{option}: on a GPU nothing is guessed ahead yet; use --speculate 0")
+        if tp_size > 1:
+            raise UsageError(
+                f"{option} with --tp-size {tp_size}: only replicas of one rank guess ahead; use --speculate 0, or --tp-size 1"
+            )
+        if not goes_back:
+            raise UsageError(
+                f"{option}: {self.path} keeps states beside keys and values, which cannot go back when a guess is wrong; "
+                "use --speculate 0"
+            )
 
     @property
     def dp_size(self) -> int:
@@ -188,10 +186,9 @@ class Engine:
         self.actor.model.weights.gather()
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; see :meth:`RolloutLoop.submit`. An adapter is first added to the weights, until the rollout ends.
+        """Queue requests, with an adapter added to the weights until the rollout ends; see :meth:`RolloutLoop.submit`.
 
-        Raises:
-            EngineError: replicas share the weights out, and :meth:`begin_rollout` has not been called.
+        EngineError: replicas share the weights out, and :meth:`begin_rollout` has not been called.
         """
         if not self.actor.model.weights.whole:
             raise EngineError("the weights are spread over the replicas: call begin_rollout on all ranks first")
@@ -368,10 +365,9 @@ class Engine:
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Write what a resume needs beside the actor: optimizers, and the models of further trained roles.
-
-        The actor's optimizer is ``trainer_state/optimizer.pt``; a critic is the Hugging Face checkpoint ``critic/``, its
-        optimizer ``trainer_state/critic_optimizer.pt``.
+        """See :meth:`Backend.save_state`: ``trainer_state/optimizer.pt``, and of a critic the Hugging Face checkpoint
+        ``critic/`` and
+        ``trainer_state/critic_optimizer.pt``.
         """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)  # every rank may be the first to come

@@ -86,10 +86,9 @@ def check_tokenizer(tokenizer: Any, path: str, *, option: str, trust_remote_code
 
 
 def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, trust_remote_code: bool = False) -> None:
-    """Check that a role can read the actor's token ids: a checkpoint that ships another vocabulary would score nonsense.
+    """Refuse a role whose checkpoint ships another vocabulary than the actor's: it would score nonsense.
 
-    Raises:
-        UsageError: the two have different vocabularies, or the checkpoint has no embedding for an id.
+    UsageError: the vocabularies differ, or the checkpoint has no embedding for an id.
     """
     from areno.text.chat import load_tokenizer
 

@@ -71,11 +71,7 @@ class Role:
         )
 
     def check(self, rows: Iterable[Sequence[int]]) -> None:
-        """Check token rows that are to be scored or trained on.
-
-        Raises:
-            UsageError: one is too long, or has an id that the model does not know.
-        """
+        """Refuse rows to score or train on that are too long, or have an id that the model does not know, by UsageError."""
         context, vocabulary = self.model.context_length, self.model.vocab_size
         for index, row in enumerate(rows):
             if context is not None and len(row) > context:
@@ -94,10 +90,7 @@ class Role:
     ) -> list[Any]:
         """Score rows; see :func:`areno.engine.scoring.score`.
 
-        Raises:
-            EngineError: the role predicts something else.
-            UsageError: a row is too long, or has an unknown token id.
-            ValueError: there are several temperatures, but not as many as rows.
+        EngineError: the role predicts something else. ValueError: there are not as many temperatures as rows.
         """
         if isinstance(self.model, CausalLM) != (what == "logprobs"):
             wanted = "log-probs" if what == "logprobs" else what
@@ -163,8 +156,7 @@ class Role:
     def load_optimizer(self, file: Path) -> None:
         """Continue with a saved optimizer; the weights are those that were saved with it.
 
-        Raises:
-            CheckpointError: the state is missing, damaged, or made for other parameters.
+        CheckpointError: the state is missing, damaged, or made for other parameters.
         """
         optimizer = self.trained_by()
         try:

@@ -15,9 +15,6 @@ def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> lis
     """Rewards of one prompt's samples, standardised: (r - mean) / (std + eps), population deviation.
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Equal rewards give exactly zero.
-
-    Args:
-        rewards: one finite reward per sample.
     """
     centred = _centred(rewards)
     deviation = math.hypot(*centred) / math.sqrt(max(len(centred), 1))

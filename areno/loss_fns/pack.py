@@ -139,8 +139,7 @@ def in_float(values: Tensor) -> Tensor:
 def split_pairs(values: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     """Values of the chosen and of the rejected sequences [pairs], from one per sequence [packed_num_sequences].
 
-    Raises:
-        ValueError: the number of sequences is odd.
+    ValueError: the number of sequences is odd.
     """
     if len(values) % 2:
         raise ValueError(

@@ -43,11 +43,7 @@ class Clip:
 
     @classmethod
     def open(cls, eps: float, eps_high: float | None = None, dual: float | None = None) -> Clip:
-        """Bounds with some room on both sides of 1.
-
-        Raises:
-            ValueError: a width is not positive, or the dual bound is not above 1.
-        """
+        """Bounds with some room on both sides of 1; ValueError for a width that is not positive."""
         for name, width in (("clip_eps", eps), ("clip_eps_high", eps_high)):
             if width is not None and not width > 0:
                 raise ValueError(f"{name} must be above 0, got {width}")

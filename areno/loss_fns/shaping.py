@@ -287,8 +287,7 @@ def choose_by_second_moment(rows: Sequence[TrainSequence], threshold: float) -> 
 def version_statistics(rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
     """How stale the trained tokens are, as ``version_stats/...``.
 
-    Args:
-        version: version that the update makes, one more than the engine's; the proximal policy has one less.
+    ``version`` is that which the update makes, one more than the engine's; the proximal policy has one less.
     """
     for index, row in enumerate(rows):
         if not row.versions:

@@ -46,13 +46,9 @@ class _PassThrough(nn.Module):
 
 
 class CausalLM(PackedModel):
-    """A causal LM behind the two calls that the engine needs.
+    """A causal LM behind the two calls that the engine needs."""
 
-    Attributes:
-        computes_on: type of the device whose chunks of logits it makes; None is where its weights are.
-    """
-
-    computes_on: str | None = None
+    computes_on: str | None = None  # type of the device whose chunks of logits it makes; None is where its weights are
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

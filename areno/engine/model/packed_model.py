@@ -18,14 +18,10 @@ class Weights:
     """Where the weights of a model are between passes: here, whole on this rank.
 
     :mod:`areno.engine.parallel.fsdp` has those that are spread over the replicas.
-
-    Attributes:
-        dtype: what they compute in; None is the type they are kept in.
-        whole: whether they are all here.
     """
 
-    dtype: torch.dtype | None = None
-    whole: bool = True
+    dtype: torch.dtype | None = None  # what they compute in; None is the type they are kept in
+    whole: bool = True  # they are all here
 
     def gather(self) -> None:
         """Have them here until :meth:`release`."""

@@ -28,11 +28,7 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class SpreadAdapter(Adapter):
-    """The adapter of a spread module; the calls of every rank must be the same.
-
-    Raises:
-        UsageError: it belongs to a layer that is spread in a way it cannot follow.
-    """
+    """The adapter of a spread module; the calls of every rank must be the same. UsageError: a layer is spread otherwise."""
 
     def __init__(self, wrapped: Any, *, may_merge: bool) -> None:
         super().__init__(wrapped, may_merge=may_merge)

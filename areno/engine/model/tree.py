@@ -16,16 +16,11 @@ from areno.errors import EngineError
 
 
 class TokenTree:
-    """Token sequences, each beginning stored once.
-
-    Attributes:
-        tokens: token of each node; a parent comes before its children.
-        parents: parent of each node, -1 for a first token.
-    """
+    """Token sequences, each beginning stored once."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
+        self.tokens: list[int] = []  # of each node; a parent comes before its children
+        self.parents: list[int] = []  # of each node, -1 for a first token
         self._children: dict[tuple[int, int], int] = {}
 
     def shared(self, sequence: Sequence[int]) -> int:
@@ -52,11 +47,7 @@ class TokenTree:
 
 
 class TreePlan:
-    """Attention plan of a tree; see :class:`~areno.engine.model.attention.AttentionPlan`.
-
-    Args:
-        parents: parent of each of T tokens, -1 for a first one; parents come before their children.
-    """
+    """Attention plan of a tree: ``parents`` of each of T tokens, -1 for a first one, come before their children."""
 
     def __init__(self, parents: Sequence[int], device: torch.device | str = "cpu") -> None:
         depths: list[int] = []

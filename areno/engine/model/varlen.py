@@ -50,9 +50,8 @@ class VarlenKernel:
     ) -> Tensor:
         """Causal attention of packed queries [Tq, H, D] over packed keys [Tk, K, D], aligned at each sequence's end.
 
-        Args:
-            starts: first token of each sequence and the total, int32 [N + 1], for queries and for keys.
-            longest: most tokens of a sequence, for queries and for keys.
+        ``starts`` are the sequences' first tokens and the total, int32 [N + 1], and ``longest`` their most tokens:
+        queries, keys.
         """
         if self.repeats and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

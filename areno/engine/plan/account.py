@@ -101,8 +101,7 @@ def plan_device(options: TrainOptions) -> torch.device:
 def make_plan(options: TrainOptions, available: int | None = None) -> MemoryPlan:
     """Plan the memory of a run of ``areno train``; see :func:`plan_sizes`.
 
-    Raises:
-        UsageError: a model's configuration cannot be read, or weights are to be spread.
+    UsageError: a model's configuration cannot be read, or weights are to be spread.
     """
     if options.fsdp:
         raise UsageError(

@@ -44,11 +44,9 @@ def peak(engine: Engine) -> int:
 
 
 def rehearse(engine: Engine, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int) -> int | None:
-    """Compute gradients of rows of this replica's own, and forget them.
+    """Compute gradients of rows of this replica's own, and forget them; bytes held at most, None if memory ran out.
 
-    Returns:
-        Bytes that the rank held at most; None where it ran out of memory. Ranks of a replica compute together, so there one
-        that runs out cannot go on, and raises.
+    Ranks of a replica compute together, so there one that runs out cannot go on, and raises.
     """
     begin(engine)
     try:

@@ -127,10 +127,7 @@ class _Tuner:
         remedy = f"lower --max-new-tokens or --max-prompt-tokens, which make sequences of {longest} tokens"
         search = _Search("max_running_prompts", ("rollout",), self._generate)
         self._prove(search, 1, planned, remedy)
-        for value in self._running_candidates():
-            if value == 1 or self._fits(search, value, planned):
-                return value
-        raise AssertionError("one sequence was proven to fit")
+        return next(n for n in self._running_candidates() if n == 1 or self._fits(search, n, planned))
 
     def _running_candidates(self) -> Iterator[int]:
         most = min(self.options.tune_max_samples, self.engine.config.max_running)
@@ -155,12 +152,7 @@ class _Tuner:
             return self.options.mini_bs
         self._prove(search, 1, planned, remedy)
         rows = planned.batch_size * planned.n_samples
-        for value in _MINI_BS:
-            if value == 1:
-                return 1
-            if value <= rows and self._fits(search, value, planned):
-                return value
-        raise AssertionError("one row was proven to fit")
+        return next(n for n in _MINI_BS if n == 1 or (n <= rows and self._fits(search, n, planned)))
 
     # -- tries -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +173,12 @@ class _Tuner:
         if expected > self.limit:
             logger.info("%s, too much", line)
             return False
-        measured = self._measured(search.work, candidate)
+        try:
+            measured = search.work(
+                candidate
+            )  # peak bytes on the rank where they are most; None if one ran out of memory
+        finally:
+            self.engine.each_rank(trial.clean)
         if measured is None:
             logger.info("%s, out of memory when tried", line)
             return False
@@ -205,13 +202,6 @@ class _Tuner:
     def _own_state(self, phase: Phase) -> int:
         """The actor's part of the optimizer states, which are there."""
         return min(self.states, phase.parts["optimizer"])
-
-    def _measured(self, work: Callable[[TrainOptions], int | None], candidate: TrainOptions) -> int | None:
-        """Peak bytes of a try, on the rank where they are most; None where one ran out of memory."""
-        try:
-            return work(candidate)
-        finally:
-            self.engine.each_rank(trial.clean)
 
     def _generate(self, candidate: TrainOptions) -> int | None:
         """Let all sequences of every replica be as long as they may become; those of one request share their prefill."""

@@ -61,11 +61,9 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Quantised:
-    """Numbers in 8 bits: codes uint8 [blocks, 256] and scales fp32 [blocks].
+    """Numbers in 8 bits: codes uint8 [blocks, 256], see :func:`dynamic_values`, and scales fp32 [blocks].
 
-    Args:
-        codes: index into :func:`dynamic_values`.
-        scales: the number of largest magnitude of each block, with its sign: the codes have no -1.
+    A scale is the number of largest magnitude of its block, with its sign: the codes have no -1.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, signed: bool) -> None:
@@ -119,13 +117,10 @@ class Quantised:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments over fp32 tensors, in place of :class:`torch.optim.AdamW`.
+    """AdamW with 8-bit moments, in place of :class:`torch.optim.AdamW`: over weights, fp32 masters, or flat shards of them.
 
-    Its tensors may be a model's weights, their fp32 masters, or flat shards of them: nothing depends on their shape.
-
-    Args:
-        params: contiguous fp32 tensors, or groups of them; ``quantised`` of a group says whether its moments are in 8 bits,
-            where that is not to follow from a tensor's size.
+    ``params`` are contiguous fp32 tensors, or groups of them; ``quantised`` of a group says whether its moments are in 8 bits,
+    where that is not to follow from a tensor's size.
     """
 
     def __init__(

@@ -79,11 +79,7 @@ class MicroBatching:
         return bins
 
     def split(self, lengths: Weights) -> list[list[int]]:
-        """Cut rows into microbatches.
-
-        Returns:
-            Row indices of each microbatch, ascending, none empty; microbatches in the order of their first rows.
-        """
+        """Indices of the rows of each microbatch, ascending, none empty; microbatches in the order of their first rows."""
         self.check(len(lengths))
         blocks = range(0, len(lengths), self.granularity)
         weights = [sum(lengths[start : start + self.granularity]) for start in blocks]

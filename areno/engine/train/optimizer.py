@@ -48,11 +48,7 @@ class OptimizerConfig:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerConfig:
-        """Make a configuration from a dictionary.
-
-        Raises:
-            UsageError: a key is unknown; the message names ``owner`` and the known keys.
-        """
+        """Make a configuration from a dictionary; UsageError names ``owner`` and the known keys if one is unknown."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise UsageError(f"{owner} has no key {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
