@@ -1,10 +1,11 @@
-"""The parts of a row of a data set as text, and as tokens: prompts, responses, and what is wrong with them.
+"""Rows of data sets: common kinds in the keys that areno trains on, their parts as text and as tokens, and what is wrong.
 
 Every complaint about a row names the source, the row number (from 1) and the key.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from areno.text.chat import RenderedPrompt, encode_rendered, render_generation_p
 from areno.text.markers import warn_of_markers
 
 _ENCODE_ROWS = 1024
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_LAST = "\n\nAssistant:"
 LOADER_OPTION = "--dataset-loader-fn"
 """The option of ``areno train`` that names a loader."""
 Messages = list[dict[str, Any]]
@@ -93,3 +97,57 @@ def named_row(source: str, index: int | None = None) -> str:
     row = "" if index is None else f"row {index + 1}"
     name = ", ".join(part for part in (source, row) if part)
     return f"{name}: " if name else ""
+
+
+def sft_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row for supervised training; one that has its keys already, or is of no known kind, stays as it is.
+
+    Of ``messages`` the last one, of the assistant, is the response, and those before it are the prompt. ``question`` and
+    ``answer`` are prompt and response.
+    """
+    if "prompt" in row or "response" in row:
+        return row
+    messages = row.get("messages")
+    if isinstance(messages, list) and len(messages) > 1:
+        *prompt, last = messages
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            return {**row, "prompt": prompt, "response": last.get("content")}
+    if row.get("question") is not None and "answer" in row:
+        return {**row, "prompt": row["question"], "response": row["answer"]}
+    return row
+
+
+def pair_row(row: Mapping[str, Any], *, with_template: bool) -> Mapping[str, Any]:
+    """A row of a preference pair; transcripts of hh-rlhf become conversations, every other row stays as it is.
+
+    A transcript begins with ``\\n\\nHuman:`` and has turns of ``Human`` and ``Assistant``. One without an answer at its end
+    becomes an empty list, which leaves the pair out.
+
+    A row with a ``prompt`` has no transcripts. Without a chat template (``with_template``) the pair stays text, the prompt
+    being the part that the two share, up to an ``Assistant:``.
+    """
+    texts = [row.get(key) for key in ("chosen", "rejected")]
+    if row.get("prompt") is not None or not all(isinstance(text, str) and _TURN.match(text) for text in texts):
+        return row
+    chosen, rejected = (str(text) for text in texts)
+    talks = {"chosen": _messages(chosen), "rejected": _messages(rejected)}
+    if with_template or not all(talks.values()):
+        return {**row, **talks}
+    differs = next((at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
+    cut = chosen.rfind(_LAST, 0, differs)
+    if cut < 0:
+        return {**row, "chosen": [], "rejected": []}  # not two answers to one prompt
+    cut += len(_LAST)
+    return {**row, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+
+
+def _messages(transcript: str) -> list[dict[str, str]]:
+    """Turns of a transcript; neighbours of the same role are one."""
+    _, *parts = _TURN.split(transcript)
+    messages: list[dict[str, str]] = []
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        if messages and messages[-1]["role"] == _ROLES[name]:
+            messages[-1]["content"] += "\n\n" + text.strip()
+        else:
+            messages.append({"role": _ROLES[name], "content": text.strip()})
+    return messages if messages[-1]["role"] == "assistant" and messages[-1]["content"] else []

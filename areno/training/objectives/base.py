@@ -12,8 +12,7 @@ from torch import Tensor
 from areno.errors import DataError
 from areno.loss_fns.pack import LossFn
 from areno.loss_fns.units import Names, with_names
-from areno.text.data_rows import LOADER_OPTION, answer_of, named_row, response_of, text_or_messages
-from areno.text.row_formats import pair_row, sft_row
+from areno.text.data_rows import LOADER_OPTION, answer_of, named_row, pair_row, response_of, sft_row, text_or_messages
 from areno.types import TrainSequence
 
 Needs = Literal["prompt", "response", "pair"]

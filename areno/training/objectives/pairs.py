@@ -2,7 +2,7 @@
 
 A row holds ``prompt``, ``chosen`` and ``rejected``. Two texts answer the prompt; two message lists are conversations,
 whole ones (then ``prompt`` may be absent) or continuations of the prompt that begin with an assistant turn. Transcripts as
-in hh-rlhf are conversations too (see `areno.text.row_formats`).
+in hh-rlhf are conversations too (see `areno.text.data_rows`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from areno.text.data_rows import (
     encode_examples,
     ending_token,
     named_row,
+    pair_row,
     render_prompt,
     text_or_messages,
 )
-from areno.text.row_formats import pair_row
 from areno.training.objectives.base import Objective, RowBounds
 from areno.types import TrainSequence
 

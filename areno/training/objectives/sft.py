@@ -7,8 +7,7 @@ from typing import Any
 
 from areno.loss_fns.sft import sft_loss_fn
 from areno.text.chat import RenderedPrompt
-from areno.text.data_rows import encode_examples, ending_token, render_prompt, response_of, text_or_messages
-from areno.text.row_formats import sft_row
+from areno.text.data_rows import encode_examples, ending_token, render_prompt, response_of, sft_row, text_or_messages
 from areno.training.objectives.base import Objective, RowBounds
 from areno.types import TrainSequence
 
