@@ -56,10 +56,7 @@ def checks(report: dict[str, Any]) -> list[Check]:
 
 
 def format_checks(results: Sequence[Check]) -> str:
-    """Lay the results out: the verdict, each check with its detail, what is ready, and what to mend, worst first.
-
-    How to add an optional part stands beside it: it is no step that a ready machine still needs.
-    """
+    """Lay the results out: the verdict, each check with its detail, what is ready, and what to mend, worst first."""
     ready = not any(result.status == "FAIL" for result in results)
     lines = [f"AReno check: {'ready' if ready else 'not ready'}", ""]
     for result in results:

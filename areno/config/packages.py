@@ -21,10 +21,9 @@ _IMPORTED = {
 
 
 def install_command(extra: str) -> str:
-    """A command that installs an extra of this areno for the running interpreter.
+    """A command that installs an extra of this areno for the running interpreter: of its folder, or else its packages.
 
-    Not ``pip install areno[...]``: PyPI has another project of that name. What is named is the folder that areno was
-    installed from, or the packages themselves where that folder is not known.
+    Not ``pip install areno[...]``: PyPI has another project of that name.
     """
     folder, editable = _source_folder()
     named = [*(["--editable"] if editable else []), f"{folder}[{extra}]"]

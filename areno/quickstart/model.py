@@ -70,8 +70,7 @@ def save_random_model(
 ) -> int:
     """Write a random model with a tokenizer; returns the number of parameters. ``width`` is a multiple of 24.
 
-    Wide initial weights, many small heads and a small rotary base make so small a model learn to copy and add about
-    three times sooner than the usual settings.
+    With wide initial weights, many small heads and a small rotary base, it learns to copy and add three times sooner.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

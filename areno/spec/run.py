@@ -33,12 +33,7 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long a run goes on, at most all its epochs: until the first of these.
-
-    Attributes:
-        steps: training steps; None has no such limit.
-        sequences: trained sequences, up to the end of a step; None has no such limit.
-    """
+    """How long a run goes on, at most all its epochs: ``steps``, and the step with which so many ``sequences`` are trained."""
 
     steps: int | None = None
     sequences: float | None = None

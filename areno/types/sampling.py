@@ -33,12 +33,7 @@ def tightest(*limits: int | None) -> int | None:
 
 
 class Logprobs(list[float]):
-    """Log-probs that know which temperature they refer to. A list that they are added to knows it too, as does a part of them.
-
-    Args:
-        values: natural log-probs.
-        temperature: of the policy's softmax.
-    """
+    """Natural log-probs with the temperature of their softmax, which lists that they are added to and parts of them keep."""
 
     __slots__ = ("temperature",)
 
