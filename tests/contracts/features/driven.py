@@ -94,7 +94,7 @@ class Driven:
     def models(self) -> list[Path]:
         """Models that were saved beside checkpoints."""
         saver = self.loop.saver
-        return [] if saver is None else list(saver.path("default", StepInfo.first(1, 1)).parent.iterdir())
+        return [] if saver is None else list(saver.path("default", StepInfo(0, 0, 0, 1, 1)).parent.iterdir())
 
     @property
     def log(self) -> str:
