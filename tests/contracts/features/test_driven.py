@@ -315,8 +315,7 @@ def test_a_plain_run_shows_none(name, run, files, tmp_path, capsys):
 def test_features(name, run, files, tmp_path, capsys, monkeypatch):
     command, features = DRIVES[name]
     if "clock" in name:  # on which ten seconds pass whenever it is looked at
-        options = {**FrequencyControl.__init__.__kwdefaults__, "clock": itertools.count(0, 10).__next__}
-        monkeypatch.setattr(FrequencyControl.__init__, "__kwdefaults__", options)
+        monkeypatch.setattr(FrequencyControl.__init__, "__defaults__", (itertools.count(0, 10).__next__,))
     if "terminal" in name:
         console = Console(file=io.StringIO(), force_terminal=True)
         monkeypatch.setattr(report, "create_progress", lambda: LiveProgress(console))
