@@ -17,7 +17,6 @@ from tests.loss_fns import written_out_family
 from tests.loss_fns.packs import QUICK, VERSION, batches, make_batch, slopes, value_of
 from tests.loss_fns.test_rejection import samplings
 from tests.loss_fns.written_out import mean
-from tests.support.examples import examples
 
 EXACT = {"rel": 1e-6, "abs": 1e-9}
 
@@ -64,7 +63,7 @@ def run(batch, knobs):
     return float(loss.detach()), logprobs.grad, metrics
 
 
-@settings(QUICK, max_examples=examples(200))
+@settings(QUICK, max_examples=200)
 @given(batch=batches(), knobs=every_knob())
 def test_the_loss_equals_its_formula_for_every_combination_of_knobs(batch, knobs):
     loss, _, metrics = run(batch, knobs)
@@ -77,7 +76,7 @@ def test_the_loss_equals_its_formula_for_every_combination_of_knobs(batch, knobs
         assert value_of(metrics["rkl_loss"]) == pytest.approx(mean(gaps), **EXACT)
 
 
-@settings(QUICK, max_examples=examples(80))
+@settings(QUICK, max_examples=80)
 @given(batch=batches(shifts=(0.05, 0.5, 2.0)), knobs=every_knob())
 def test_the_gradient_is_the_slope_of_the_formula_with_its_frozen_parts_held(batch, knobs):
     _, gradient, _ = run(batch, knobs)
