@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-WORKERS ?= 2
+WORKERS ?= 3
 FOLDERS := areno benchmarks docs examples tests training  # not what else lies here, such as a user's reward.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
