@@ -72,7 +72,8 @@ def learn(folder, train, held_out, *further, **sizes):
     assert "stage=dpo_dataset_filter skipped_invalid_or_long=0" in log
     found = margins(last_checkpoint(folder / "run"), model, held_out)
     before, after = metrics(folder / "run", "eval")
-    assert (before["eval/accuracy"], before["eval/margin"]) == (0.0, 0.0), "policy and reference are the same"
+    # Policy and reference are the same, up to rounding: a busy machine may give the two another number of threads.
+    assert before["eval/margin"] == pytest.approx(0.0, abs=1e-6)
     assert before["eval/loss"] == pytest.approx(0.693147, abs=1e-6)
     assert after["eval/margin"] == pytest.approx(sum(found) / len(found), abs=1e-4)
     assert after["eval/accuracy"] == pytest.approx(accuracy(found), abs=1.01 / len(found))
