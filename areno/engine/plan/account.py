@@ -138,21 +138,7 @@ class _Planner:
     def _updates(self, recompute: bool) -> list[UpdateBytes]:
         trained = [("", self.actor, self.config.optimizer)] if self.sizes.trains else []
         trained += [(role.name, shape, role.optimizer) for role, shape in self.roles if role.optimizer]
-        updates = []
-        for role, shape, optimizer in trained:
-            lengths, microbatches = self.sizes.microbatch(self.longest, role)
-            update = shape.update(
-                lengths,
-                self.sizes.scored(lengths),
-                optimizer,
-                several=microbatches > 1,
-                checkpointing=recompute,
-                entropy=self.sizes.entropy,
-                offloading=self.config.offload_activations,
-                device=self.sizes.device,
-            )
-            updates.append(update)
-        return updates
+        return [self._update(role, shape, optimizer, recompute) for role, shape, optimizer in trained]
 
     def _free(self) -> int:
         """Bytes that are left once the models are loaded."""

@@ -7,6 +7,7 @@ ends at the first closing marker, so that one bad call does not swallow the next
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ Item = RawCall | Malformed
 
 
 @dataclass(slots=True)
-class Body:
+class Body(ABC):
     """What stands between the markers."""
 
     at: int  # beginning of the body; its end, once it is closed
@@ -31,13 +32,13 @@ class Body:
     def __post_init__(self) -> None:
         self.resume = self.at
 
+    @abstractmethod
     def read(self, source: GrowingText) -> Verdict:
         """Read on in the text, which may have grown; the verdict depends on the text alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def items(self, text: str, source: str) -> Sequence[Item]:
         """The calls of the closed body, at least one; ``source`` is the block's own part of ``text``."""
-        raise NotImplementedError
 
 
 def block(opener: str, closers: tuple[str, ...], make_body: Callable[[int], Body]) -> CallFormat:
