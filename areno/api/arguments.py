@@ -111,8 +111,7 @@ def token_ids(name: str, prompt: Any) -> list[int]:
 def prompts(values: Any, params: SamplingParams, *, context: int | None, vocabulary: int | None) -> list[list[int]]:
     """One list of token ids per prompt, which a model of this context and vocabulary (None: unknown) can read.
 
-    Raises:
-        UsageError: a prompt is empty, too long, or holds an id that the model does not know.
+    Raises UsageError: a prompt is empty, too long, or holds an id that the model does not know.
     """
     found = [
         token_ids(f"prompt {i}", value) for i, value in enumerate(listed("prompt_tokens", values, "token id lists"))

@@ -65,11 +65,8 @@ def load_training_dataset(
     """The rows that a trainer reads, at least one mapping, through the user's loader if there is one.
 
     A loader is called with the path, to which it may give a meaning of its own, and the keywords ``default_loader``,
-    ``load_dataset`` and ``load_from_disk``; the split goes to ``default_loader``.
-
-    Raises:
-        DataError: a file is malformed.
-        UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
+    ``load_dataset`` and ``load_from_disk``; the split goes to ``default_loader``. Raises DataError: a file is
+    malformed; UsageError: the loader failed, or gave something without ``len()`` and integer indexing, or no rows.
     """
     default_loader = partial(load_rows, option=option, split=split)
     rows = default_loader(dataset_path) if loader_fn is None else _call_loader(dataset_path, loader_fn, default_loader)

@@ -40,8 +40,7 @@ class MetricsRecorder:
     def record_step(self, step: int, **values: Any) -> dict[str, float]:
         """Record one step, and return its scalars by tag; values are :func:`areno.observability.scalars.step_scalars`'s.
 
-        Raises:
-            ArenoError: the events or ``metrics.jsonl`` cannot be written.
+        Raises ArenoError: the events or ``metrics.jsonl`` cannot be written.
         """
         scalars = step_scalars(**values)
         self.record_scalars(step, scalars)
@@ -50,8 +49,7 @@ class MetricsRecorder:
     def record_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record scalars by full tag, as a line of their own; an evaluation's ``step`` counts the completed steps.
 
-        Raises:
-            ArenoError: the events or ``metrics.jsonl`` cannot be written.
+        Raises ArenoError: the events or ``metrics.jsonl`` cannot be written.
         """
         if self._run_dir is not None:
             self._run_dir.append_metrics(step, scalars)
@@ -61,11 +59,7 @@ class MetricsRecorder:
             self._services.log(step, scalars)
 
     def close(self) -> None:
-        """Write what is still queued; a second call does nothing.
-
-        Raises:
-            ArenoError: the events could not be written.
-        """
+        """Write what is still queued; a second call does nothing. Raises ArenoError: the events could not be written."""
         if self._services is not None:
             self._services.close()
         if self._events is not None:

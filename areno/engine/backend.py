@@ -33,8 +33,7 @@ class Generator(Protocol):
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each.
 
-        Raises:
-            EngineError: the models cannot generate, or a request cannot be answered.
+        Raises EngineError: the models cannot generate, or a request cannot be answered.
         """
 
     def cancel(self, future: Future[RolloutResult]) -> None:
@@ -132,9 +131,7 @@ class Backend(Generator, Protocol):
     def each_rank(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call a function with the engine of each rank, and further arguments; returns what each has returned.
 
-        Raises:
-            EngineError: a rank failed alone.
-            BaseException: what the function raised on all ranks.
+        Raises EngineError: a rank failed alone; BaseException: what the function raised on all ranks.
         """
 
     def close(self) -> None:

@@ -23,8 +23,7 @@ def use_device(device: torch.device) -> None:
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:
     """One device per rank of an engine: ``first`` and the GPUs after it, or those that are ``chosen``.
 
-    Raises:
-        UsageError: there are too few GPUs, or not one per rank is named.
+    Raises UsageError: there are too few GPUs, or not one per rank is named.
     """
     if chosen is not None and len(chosen) != ranks:
         raise UsageError(f"devices={chosen} are {len(chosen)}, world_size={ranks}; give one device per rank")

@@ -109,8 +109,7 @@ def check_role_tokenizer(tokenizer: Any, own_path: str, name: str, path: str, tr
 def fitted(requests: Iterable[Request], context: int | None, vocabulary: int, kv_tokens: int) -> list[Request]:
     """Requests with no more new tokens than the context leaves behind their prompts; a sample cut so ends by ``length``.
 
-    Raises:
-        EngineError: a request could never be answered, or would end generation for all others; none is queued then.
+    Raises EngineError: a request could never be answered, or would end generation for all others; none is queued then.
     """
     return [_fitted(request, context, vocabulary, kv_tokens) for request in requests]
 

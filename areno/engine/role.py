@@ -186,8 +186,7 @@ def load_role(
 ) -> Role:
     """Load a role's checkpoint; a frozen critic or reward model must have a head.
 
-    Raises:
-        UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
+    Raises UsageError: the checkpoint cannot serve as this role, or there is no other memory to offload anything to.
     """
     _check_choices(name, path, options, optimizer, checkpointing, adapter, offload_activations)
     if adapter is not None:

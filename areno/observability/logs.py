@@ -100,11 +100,9 @@ def setup_logging(
 ) -> LoggingSetup:
     """Install the command line's handlers on the logger ``areno``; handlers of an earlier set-up are replaced.
 
-    The ``log.txt`` of a run directory gets every record. With one, and without a console level asked for (by ``level`` or by
-    ``ARENO_LOG_LEVEL``), a live display lets only warnings and errors through.
-
-    Raises:
-        UsageError: the level is unknown, or the run directory cannot be made.
+    The ``log.txt`` of a run directory gets every record. With one, and without a console level asked for (by ``level``
+    or by ``ARENO_LOG_LEVEL``), a live display lets only warnings and errors through. Raises UsageError: the level is
+    unknown, or the run directory cannot be made.
     """
     console_level = log_level(level)
     asked_for = level is not None or bool(os.environ.get("ARENO_LOG_LEVEL"))

@@ -138,9 +138,7 @@ class SessionTracer:
     def finalize(self, task_id: int, status: Status, reason: str | None = None) -> None:
         """End the sessions of a task, failed ones aside; an unknown task is passed over. Write where that is enough.
 
-        Raises:
-            ValueError: no such status.
-            ArenoError: the file cannot be written.
+        Raises ValueError: no such status; ArenoError: the file cannot be written.
         """
         if status not in get_args(Status):
             raise ValueError(f"status {status!r} is none of {', '.join(get_args(Status))}")

@@ -155,13 +155,10 @@ class BatchDispatcher:
         """The next batch for training; rows are read ahead for those that follow.
 
         Workflow and filter of this call hold for all that it returns: rows that wait take them over, and rows that were
-        run otherwise are run again (counted as ``restarted``). ``should_accept_fn`` keeps the trajectory of a whole group,
-        or leaves it out; ``rows`` are read in the caller's thread.
-
-        Raises:
-            DataError: the rows end before the batch is complete.
-            EngineError: nothing has happened for too long, or nothing can ever happen.
-            RolloutStoppedError: episodes are left out one after the other.
+        run otherwise are run again (counted as ``restarted``). ``should_accept_fn`` keeps the trajectory of a whole
+        group, or leaves it out; ``rows`` are read in the caller's thread. Raises DataError: the rows end before the
+        batch is complete; EngineError: nothing has happened for too long, or nothing can ever happen;
+        RolloutStoppedError: episodes are left out one after the other.
         """
         self._adopt(Plan(workflow, should_accept_fn))
         more = partial(self._read_ahead, rows)
@@ -235,8 +232,7 @@ class BatchDispatcher:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`export_state`; episodes begin when the first batch is asked for.
 
-        Raises:
-            UsageError: episodes have begun already.
+        Raises UsageError: episodes have begun already.
         """
         with self._changed:
             if self._next_id:

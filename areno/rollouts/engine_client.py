@@ -39,12 +39,9 @@ class RolloutEngine(Generator, Protocol):
 def sampling_params(gconfig: GenerationSettings, prompt_len: int, context_length: int | None = None) -> SamplingParams:
     """What the engine is asked for.
 
-    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind a prompt of
-    ``prompt_len`` tokens. A ``top_k`` beyond every vocabulary keeps all tokens.
-
-    Raises:
-        DataError: the prompt leaves no room.
-        UsageError: a setting cannot work.
+    An answer may have ``max_new_tokens``, but no more than ``max_tokens`` and the model's context leave behind a prompt
+    of ``prompt_len`` tokens. A ``top_k`` beyond every vocabulary keeps all tokens. Raises DataError: the prompt leaves
+    no room; UsageError: a setting cannot work.
     """
     if gconfig.use_beam_search:
         raise UsageError(
@@ -179,9 +176,8 @@ class EngineClient:
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """One answer to a prompt; cancelling the coroutine cancels the request in the engine.
 
-        Raises:
-            DataError: the prompt leaves no room.
-            EngineError: generation failed or was ended by somebody else, as often as there were retries; or it was late.
+        Raises DataError: the prompt leaves no room; EngineError: generation failed or was ended by somebody else, as
+        often as there were retries; or it was late.
         """
         return (await self.agenerate_group(request, 1))[0]
 

@@ -52,8 +52,7 @@ class SharedEngine:
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each, which also has the error of a request that cannot be answered.
 
-        Raises:
-            EngineError: the rollout is closed.
+        Raises EngineError: the rollout is closed.
         """
         futures: list[Future[RolloutResult]] = [Future() for _ in requests]
         with self._lock:

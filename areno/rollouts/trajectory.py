@@ -55,8 +55,7 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
 def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Several trajectories as the rows of one, padded on the right to the longest.
 
-    Raises:
-        UsageError: one has a key that another has not.
+    Raises UsageError: one has a key that another has not.
     """
     if len(trajectories) == 1:
         return trajectories[0]

@@ -49,11 +49,8 @@ def json_schema_constraint(
 ) -> ConstraintFactory:
     """JSON that fits a schema, its properties in the order in which the schema has them.
 
-    Returns a function that makes the state of one sample, cheap to call.
-
-    Raises:
-        UsageError: the schema is invalid or cannot be enforced; or ``llguidance`` is not installed, or the tokenizer has no
-            fast implementation or no EOS.
+    Returns a function that makes the state of one sample, cheap to call. Raises UsageError: the schema is invalid or
+    cannot be enforced; or ``llguidance`` is not installed, or the tokenizer has no fast implementation or no EOS.
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")

@@ -50,8 +50,7 @@ class Checkpoints:
     def find(self, step: int | None = None) -> Path | None:
         """The newest checkpoint that is what was written, or the one of a step; None where there is none.
 
-        Raises:
-            CheckpointError: there are some and none can be used, one is unreadable, or others can write to them.
+        Raises CheckpointError: there are some and none can be used, one is unreadable, or others can write to them.
         """
         if not self.spec.enabled:
             return None

@@ -34,8 +34,7 @@ _ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 def save(value: Any, file: Path | IO[bytes]) -> None:
     """Write None, numbers, text, bytes, dates, tensors, arrays, and dicts, lists, tuples and sets of them.
 
-    Raises:
-        UsageError: there is another type in it, which the message names.
+    Raises UsageError: there is another type in it, which the message names.
     """
     try:
         torch.save(value, file)

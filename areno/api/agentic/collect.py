@@ -169,8 +169,7 @@ class AgentRunner:
     def collect(self, server: AgentServer, batch: AgentBatch) -> Collected:
         """Run the agent over a batch, with the server of an open session (``session.proxy``).
 
-        Raises:
-            UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
+        Raises UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
         """
         samples: dict[Place, AgentSample] = {}
         batches, rerun, attempt = [batch], 0, 0

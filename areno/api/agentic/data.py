@@ -31,8 +31,7 @@ class AgentItem:
 class AgentBatch:
     """Prompts of one step, to be run ``n_samples`` times each; ``len()`` counts tasks.
 
-    Raises:
-        ValueError: the lists differ in length, or ``n_samples`` is below 1.
+    Raises ValueError: the lists differ in length, or ``n_samples`` is below 1.
     """
 
     records: list[dict[str, Any]]  # source data rows
@@ -88,11 +87,8 @@ class _SomeItems(AgentBatch):
 class AgentTrajectoryTurn:
     """One answer of the model.
 
-    What can be left out is taken from the response, if there is one.
-
-    Raises:
-        ValueError: the response has no token metadata, so it is not from a rollout session; or tokens and log-probs
-            differ in number.
+    What can be left out is taken from the response, if there is one. Raises ValueError: the response has no token
+    metadata, so it is not from a rollout session; or tokens and log-probs differ in number.
     """
 
     item: AgentItem  # the task that it belongs to

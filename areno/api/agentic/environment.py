@@ -157,11 +157,9 @@ def run_environment(
     """An agent function, as ``--agent-fn`` takes it, that lets the model play an environment.
 
     ``make`` is the environment's class, or anything else that makes one; the rest is as in :func:`converse`, and what
-    ``request`` leaves out, ``--temperature`` and the like decide. The function yields an ``AgentTrajectory`` for each sample
-    that has come to its end. Where one fails, the others are played to their end first, and then its error is raised.
-
-    Raises:
-        UsageError: the package ``openai`` is not installed.
+    ``request`` leaves out, ``--temperature`` and the like decide. The function yields an ``AgentTrajectory`` for each
+    sample that has come to its end. Where one fails, the others are played to their end first, and then its error is
+    raised. Raises UsageError: the package ``openai`` is not installed.
     """
     try:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -245,8 +243,7 @@ def environment_rows(
 ) -> list[dict[str, Any]]:
     """What a data loader returns: the records, each with the ``prompt`` that its environment opens with.
 
-    Raises:
-        KeyError: a row lacks ``key``, which its environment cannot do without; the message lists what it has.
+    Raises KeyError: a row lacks ``key``, which its environment cannot do without; the message lists what it has.
     """
     rows = []
     for record in records:

@@ -120,8 +120,7 @@ class Tool:
     def read_arguments(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
         """Check arguments, JSON text of an object or the object, and turn them into Python values.
 
-        Raises:
-            ToolError: they are not what the schema asks for.
+        Raises ToolError: they are not what the schema asks for.
         """
         if isinstance(arguments, str):
             try:

@@ -104,9 +104,8 @@ class ModelAllocation:
     def from_str(cls, spec: str, name: str = "") -> ModelAllocation:
         """Read one component, such as ``fsdp:d2t2``, of an engine that has ``name`` where the text gives none.
 
-        Raises:
-            InvalidAllocationModeError: it is not one component in the grammar.
-            AllocationValidationError: the backend cannot be divided so.
+        Raises InvalidAllocationModeError: it is not one component in the grammar; AllocationValidationError: the
+        backend cannot be divided so.
         """
         text = re.sub(r"\s+", "", spec)
         if "+" in text or len(_members(text)) > 1:
@@ -227,9 +226,8 @@ class AllocationMode:
     def from_str(cls, text: str) -> AllocationMode:
         """Read an allocation, the dotted form of earlier versions included.
 
-        Raises:
-            InvalidAllocationModeError: it is not in the grammar, or names are missing or given twice.
-            AllocationValidationError: a backend cannot be divided so.
+        Raises InvalidAllocationModeError: it is not in the grammar, or names are missing or given twice;
+        AllocationValidationError: a backend cannot be divided so.
         """
         compact = re.sub(r"\s+", "", translate_legacy(text))
         mode = cls(tuple(tuple(map(ModelAllocation.from_str, _members(component))) for component in compact.split("+")))
@@ -244,8 +242,7 @@ class AllocationMode:
     def backends(self) -> dict[str, str]:
         """Return the text of each role's ``backend``: by name where engines have one, else rollout and actor by kind.
 
-        Raises:
-            InvalidAllocationModeError: two engines would have the same role.
+        Raises InvalidAllocationModeError: two engines would have the same role.
         """
         found: dict[str, str] = {}
         for engine in self.engines:

@@ -85,11 +85,7 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
 
 
 def without_aliases(given: Tree) -> Tree:
-    """Return a copy in which aliases are replaced by what they stand for.
-
-    Raises:
-        UsageError: both are given.
-    """
+    """Return a copy in which aliases are replaced by what they stand for. Raises UsageError: both are given."""
     tree = copy.deepcopy(given)
     for alias, path in ALIASES.items():
         known = dict(leaves(tree))
@@ -216,8 +212,7 @@ def _resolve(full: Tree, known: Mapping[str, Any]) -> Any:
 def _followed(value: Any, root: Tree) -> Any:
     """A copy in which each ``${path}`` is the value there: what OmegaConf gives, without its 30 ms.
 
-    Raises:
-        LookupError: there is anything else than plain values and paths of them.
+    Raises LookupError: there is anything else than plain values and paths of them.
     """
     if isinstance(value, dict):
         return {key: _followed(item, root) for key, item in value.items()}

@@ -118,8 +118,7 @@ def load_legacy_config(argv: Sequence[str], *, asynchronous: bool, clock: Callab
 def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
     """Collect keys of a file and the command line by dotted name; the last one holds.
 
-    Raises:
-        UsageError: one is malformed, or neither a key of the quickstart nor of PPOConfig.
+    Raises UsageError: one is malformed, or neither a key of the quickstart nor of PPOConfig.
     """
     problems = Problems()
     keys = {path: value for path, value in leaves(tree) if not isinstance(value, dict)}
@@ -143,11 +142,7 @@ def given_keys(tree: Tree, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def translated(keys: dict[str, Any], *, asynchronous: bool, now: float) -> Tree:
-    """Turn the keys of the quickstart into a tree of `PPOConfig`.
-
-    Raises:
-        UsageError: two keys exclude each other.
-    """
+    """Turn the keys of the quickstart into a tree of `PPOConfig`. Raises UsageError: two keys exclude each other."""
     _check_keys(keys)
     tree = _defaults(keys, asynchronous=asynchronous, now=now)
     for name in sorted(keys, key=lambda name: name not in LEGACY_KEYS):  # PPOConfig's own settings come last

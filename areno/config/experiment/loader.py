@@ -41,8 +41,7 @@ class CliArgs:
 def parse_cli_args(argv: Sequence[str]) -> CliArgs:
     """Take the command line apart; a leading ``*.py`` is ignored.
 
-    Raises:
-        UsageError: ``--config`` has no value, or an option is unknown.
+    Raises UsageError: ``--config`` has no value, or an option is unknown.
     """
     words = list(argv[1:] if argv and argv[0].endswith(".py") else argv)
     file, overrides, wants_help = "", [], False
@@ -93,8 +92,7 @@ def load_expr_config(argv: Sequence[str], config_cls: type[Config]) -> tuple[Con
 def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
     """Find the class of an experiment from what its file says it is: ``train_dataset.type``.
 
-    Raises:
-        UsageError: the file cannot be read, or names no known type.
+    Raises UsageError: the file cannot be read, or names no known type.
     """
     args = parse_cli_args(argv)
     tree = _overridden(_file(args), args)
@@ -111,11 +109,7 @@ def experiment_class(argv: Sequence[str]) -> type[BaseExperimentConfig]:
 
 
 def config_from(tree: Tree, config_cls: type[Config]) -> Config:
-    """Build a configuration of raw values and check it.
-
-    Raises:
-        UsageError: what is wrong with it, all problems at once.
-    """
+    """Build a configuration of raw values and check it. Raises UsageError: what is wrong with it, all problems at once."""
     problems = Problems()
     config = build_config(with_presets(allocated(tree, config_cls)), config_cls, problems)
     for text in check_config(config) if config is not None else ():
@@ -132,10 +126,8 @@ to_structured_cfg = config_from
 def settled(config: Config) -> Config:
     """Return a checked copy of a configuration, also of one that was put together in Python.
 
-    What differs from its default counts as given; the rest is inherited as in a file.
-
-    Raises:
-        UsageError: as in `config_from`.
+    What differs from its default counts as given; the rest is inherited as in a file. Raises UsageError: as in
+    `config_from`.
     """
     return config_from(_given(config), type(config))
 
@@ -158,8 +150,7 @@ def _given(config: Any) -> Tree:
 def allocated(tree: Tree, config_cls: type[BaseExperimentConfig]) -> Tree:
     """Give each role the backend that ``allocation_mode`` names for it; the tree is copied.
 
-    Raises:
-        UsageError: the text is not in the grammar, names a role that the tree lacks, or contradicts a backend.
+    Raises UsageError: the text is not in the grammar, names a role that the tree lacks, or contradicts a backend.
     """
     text = tree.get("allocation_mode")
     if not isinstance(text, str) or text in ("", "???"):

@@ -22,8 +22,7 @@ _SETTINGS = {"max_new_tokens": "max_new_tokens", "kl_coef": "kl_loss_coef", "kl_
 def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmSpec, TrainOptions]:
     """The algorithm, and its options: ``actor.algorithm_options`` by name, defaults for the rest.
 
-    Raises:
-        UsageError: there is none of that name, it learns from other rows, or an option cannot be used.
+    Raises UsageError: there is none of that name, it learns from other rows, or an option cannot be used.
     """
     spec = get_algorithm(actor.algorithm, option="actor.algorithm")
     trainer, example = (POLICY_TRAINER, "gspo") if isinstance(actor, PPOActorConfig) else (PAIR_TRAINER, "simpo")
@@ -51,8 +50,7 @@ def named_algorithm(actor: PPOActorConfig | DPOEngineConfig) -> tuple[AlgorithmS
 def with_presets(tree: dict[str, Any]) -> dict[str, Any]:
     """The raw configuration with the knobs that ``actor.algorithm`` presets, where it does not give them.
 
-    Raises:
-        UsageError: there is no algorithm of that name.
+    Raises UsageError: there is no algorithm of that name.
     """
     actor = tree.get("actor")
     name = actor.get("algorithm") if isinstance(actor, dict) else None

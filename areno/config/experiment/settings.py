@@ -141,8 +141,7 @@ def _cached(function: _Listing) -> _Listing:
 def settings_of(declaration: type) -> dict[str, Setting]:
     """List the settings of a section's class by name, in order of declaration.
 
-    Raises:
-        UsageError: a field has a type that YAML cannot carry, or a plain field has no default.
+    Raises UsageError: a field has a type that YAML cannot carry, or a plain field has no default.
     """
     hints = typing.get_type_hints(declaration)
     found = {}

@@ -36,8 +36,7 @@ class Override:
 def read_yaml(path: str | Path) -> Tree:
     """Read a YAML file of nested settings; ``${...}`` stays as it is.
 
-    Raises:
-        UsageError: the file is missing or unreadable, is not YAML, gives a key twice, or is no mapping.
+    Raises UsageError: the file is missing or unreadable, is not YAML, gives a key twice, or is no mapping.
     """
     path = Path(path).expanduser()
     where = f"--config {path}"
@@ -63,8 +62,7 @@ def read_yaml(path: str | Path) -> Tree:
 def parse_override(text: str) -> Override:
     """Read one override from the command line.
 
-    Raises:
-        UsageError: it is not of the form ``key=value`` or ``~key``, or its value is not YAML.
+    Raises UsageError: it is not of the form ``key=value`` or ``~key``, or its value is not YAML.
     """
     delete = text.startswith("~")
     key, equals, raw = text.removeprefix("~").lstrip("+").partition("=")
@@ -94,8 +92,7 @@ def _value(raw: str, key: str) -> Any:
 def apply_override(tree: Tree, override: Override) -> None:
     """Change the tree in place.
 
-    Raises:
-        UsageError: the key to take out is not there, or a key on the way holds a single value.
+    Raises UsageError: the key to take out is not there, or a key on the way holds a single value.
     """
     path = override.path
     *way, last = path.split(".")

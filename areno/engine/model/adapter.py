@@ -44,8 +44,7 @@ class AdapterOptions:
     def of(cls, values: Mapping[str, Any], owner: str) -> AdapterOptions:
         """Make options from a dictionary.
 
-        Raises:
-            UsageError: a key is unknown, neither rank nor adapter is given, or a package is missing.
+        Raises UsageError: a key is unknown, neither rank nor adapter is given, or a package is missing.
         """
         known = {entry.name for entry in fields(cls)}
         if unknown := sorted(set(values) - known):

@@ -23,10 +23,8 @@ _HEAD = "score"
 def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, may_merge: bool) -> Adapter:
     """Put an adapter into a module, in place; all that is not the adapter's is frozen.
 
-    A classifier's scalar head is trained as a whole, and saved with the adapter; what is saved names ``base``.
-
-    Raises:
-        UsageError: the adapter does not fit the model; or no layer has the wanted name.
+    A classifier's scalar head is trained as a whole, and saved with the adapter; what is saved names ``base``. Raises
+    UsageError: the adapter does not fit the model; or no layer has the wanted name.
     """
     require_packages("lora", "LoRA needs")
     with warnings.catch_warnings(), _made_whole(module):

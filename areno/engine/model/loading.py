@@ -64,9 +64,8 @@ class LoadOptions:
 def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
     """Load a causal LM from a folder or hub id, ready for packed calls; an adapter folder is added to its base model.
 
-    Raises:
-        UsageError: the checkpoint cannot be read.
-        UnsupportedModelError: its architecture does not follow an attention plan; the message says how that showed.
+    Raises UsageError: the checkpoint cannot be read; UnsupportedModelError: its architecture does not follow an
+    attention plan; the message says how that showed.
     """
     with _reading(path, options, "causal language model"):
         module = _build(AutoModelForCausalLM, base_of(path), options)

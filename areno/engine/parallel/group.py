@@ -123,11 +123,7 @@ class EngineGroup:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
-        """Queue requests; one future each.
-
-        Raises:
-            EngineError: a rank has failed, or a request cannot be answered.
-        """
+        """Queue requests; one future each. Raises EngineError: a rank has failed, or a request cannot be answered."""
         # The ranks would say the same, but only later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:

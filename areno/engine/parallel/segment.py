@@ -40,9 +40,7 @@ class Segment:
 def mapped(path: str, size: int, *, writable: bool) -> mmap.mmap:
     """The memory of a segment, until the last tensor in it is gone; without ``writable``, changes stay with this process.
 
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is smaller.
+    Raises OSError: it cannot be opened; ValueError: it is smaller.
     """
     file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:

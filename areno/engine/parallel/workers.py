@@ -147,9 +147,8 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call a method on all ranks, or some; returns what each has returned, in the order of ``ranks``.
 
-        Raises:
-            EngineError: a rank failed alone, died, stopped or made no progress; the group is gone.
-            BaseException: what the method raised, if every rank raised the same kind: the group goes on.
+        Raises EngineError: a rank failed alone, died, stopped or made no progress; the group is gone; BaseException:
+        what the method raised, if every rank raised the same kind: the group goes on.
         """
         return self.begin(method, *arguments, ranks=ranks)()
 

@@ -90,9 +90,8 @@ class Turn:
 def go_on(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], render: Render) -> Turn:
     """Continue an answered turn with further messages, of which there may be none; the turn made has no answer yet.
 
-    Raises:
-        Forked: the known tokens are not how the template tells the past now.
-        UsageError: the template refuses the messages.
+    Raises Forked: the known tokens are not how the template tells the past now; UsageError: the template refuses the
+    messages.
     """
     history = [dict(message) for message in (*past.messages, past.answer)]
     before = render(history, False).text

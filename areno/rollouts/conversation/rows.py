@@ -64,8 +64,7 @@ class TrajectoryRow:
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
     """The rows of one sample's turns, without those that have nothing to train on.
 
-    Raises:
-        UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
+    Raises UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
     """
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []

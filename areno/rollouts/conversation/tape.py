@@ -98,8 +98,7 @@ class AgentTape:
     def set_reward(self, reward: float, response_id: str | None = None) -> None:
         """Reward an answer; the latest one unless it is named, by the id that the client has of it or by the turn's.
 
-        Raises:
-            ValueError: there is no such answer.
+        Raises ValueError: there is no such answer.
         """
         with self._lock:
             name = (response_id or "").removeprefix("chatcmpl-").removeprefix("resp_").removeprefix("msg_")

@@ -142,9 +142,8 @@ class RolloutFleet:
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each. While no replica is up, they wait for one.
 
-        Raises:
-            EngineError: the fleet is closed, or a request cannot be answered.
-            WorkerFailedError: replicas have failed more often than they may.
+        Raises EngineError: the fleet is closed, or a request cannot be answered; WorkerFailedError: replicas have
+        failed more often than they may.
         """
         return self._router.submit(fitted(requests, self.context_length, self.vocab_size, self.kv_tokens))
 
@@ -180,12 +179,9 @@ class RolloutFleet:
         """Bring the weights of a trainer, which must not train meanwhile, to all replicas.
 
         Generation goes on, but for a pause between two tokens of each replica; every later token carries ``version``.
-        ``mode`` and ``verify`` are those of the :class:`WeightOptions`, unless given.
-
-        Raises:
-            UsageError: there is no such mode, or trainer and replicas have different models.
-            EngineError: the trainer has failed, the fleet is closed, or a replica could not take the weights over and is
-                not restarted.
+        ``mode`` and ``verify`` are those of the :class:`WeightOptions`, unless given. Raises UsageError: there is no
+        such mode, or trainer and replicas have different models; EngineError: the trainer has failed, the fleet is
+        closed, or a replica could not take the weights over and is not restarted.
         """
         chosen = mode or self.weights.mode
         refuse_unknown(chosen)

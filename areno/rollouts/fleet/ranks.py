@@ -133,9 +133,8 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
 def receive(engine: Engine, update: Update) -> float:
     """Take new weights over; returns for how many seconds generation paused.
 
-    Raises:
-        BrokenChannelError: they have not arrived; the old ones stand.
-        EngineError: something else than what was sent has arrived.
+    Raises BrokenChannelError: they have not arrived; the old ones stand; EngineError: something else than what was sent
+    has arrived.
     """
     tensors = _arrived(engine, update)
     if update.digests is not None:

@@ -66,11 +66,7 @@ class RequestRouter:
             self._finish(routed, error)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[RolloutResult]]:
-        """Take requests; one future each.
-
-        Raises:
-            ArenoError: nobody takes requests any more.
-        """
+        """Take requests; one future each. Raises ArenoError: nobody takes requests any more."""
         opened = {}
         for request in requests:
             future: Future[RolloutResult] = Future()

@@ -108,9 +108,8 @@ class _Slot:
 class LocalScheduler:
     """Starts all replicas of a job at the same time, and returns when all are ready; to be closed.
 
-    Raises:
-        UsageError: a replica's arguments cannot work.
-        WorkerCreationError: a replica could not be started; the others are ended.
+    Raises UsageError: a replica's arguments cannot work; WorkerCreationError: a replica could not be started; the
+    others are ended.
     """
 
     def __init__(self, job: Job) -> None:

@@ -112,10 +112,7 @@ def _base_name(name: str) -> str:
 def install(engine: Engine, tensors: Mapping[str, Tensor], *, check: bool) -> None:
     """Copy whole tensors by name into the parameters of a rollout engine, whose generation rests; each rank its part.
 
-    With ``check`` the parameters are compared with the tensors afterwards, bit by bit.
-
-    Raises:
-        EngineError: they differ.
+    With ``check`` the parameters are compared with the tensors afterwards, bit by bit. Raises EngineError: they differ.
     """
     own = dict(engine.actor.model.module.named_parameters())
     with torch.no_grad():

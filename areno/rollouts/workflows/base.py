@@ -112,10 +112,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 def as_trajectory(result: Any, check: bool = False) -> Trajectory | None:
     """What a workflow has returned, as tensors; None where it left the episode out, also by an empty mapping.
 
-    With ``check`` every key, shape and number is looked at.
-
-    Raises:
-        UsageError: it is no :data:`EpisodeResult`, or the check failed.
+    With ``check`` every key, shape and number is looked at. Raises UsageError: it is no :data:`EpisodeResult`, or the
+    check failed.
     """
     if result is None or (isinstance(result, dict) and not result):
         return None

@@ -64,8 +64,7 @@ def resolve_workflow(
 def resolve_function(function: Callable[..., Any] | str | None, option: str) -> Callable[..., Any] | None:
     """A filter or another function, as itself or by name; None stays None.
 
-    Raises:
-        UsageError: what ``option`` names cannot be found, or cannot be called.
+    Raises UsageError: what ``option`` names cannot be found, or cannot be called.
     """
     found = named_object(function, option=option) if isinstance(function, str) else function
     if found is not None and not callable(found):

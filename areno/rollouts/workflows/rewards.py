@@ -75,8 +75,7 @@ class AsyncReward:
     ) -> float:
         """The reward; fields of the row ``data`` that are called like the other arguments are left out.
 
-        Raises:
-            RewardError: the function raised, returned no finite number, or was lost as often as there were retries.
+        Raises RewardError: the function raised, returned no finite number, or was lost as often as there were retries.
         """
         record = RewardRecord(
             prompt=prompt,
