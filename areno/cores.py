@@ -55,17 +55,11 @@ def _quotas(root: Path, membership: Path) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """A reading of the clocks, in seconds.
+    """A reading of the clocks, in seconds."""
 
-    Attributes:
-        wall: elapsed time.
-        busy: time that the usable cores have been busy with anything.
-        own: time that this run's processes have computed.
-    """
-
-    wall: float
-    busy: float
-    own: float
+    wall: float  # elapsed time
+    busy: float  # time that the usable cores have been busy with anything
+    own: float  # time that this run's processes have computed
 
 
 def busy_elsewhere(before: CpuTimes, after: CpuTimes) -> float:

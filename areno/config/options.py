@@ -32,39 +32,25 @@ class OptionInfo:
     """Everything about an option that its name, type and default do not say.
 
     Attributes:
-        help: one or two sentences for ``--help``.
-        group: help section; a user's algorithm leaves it empty and gets a section of its own.
-        metavar: placeholder of the value in help; empty derives it from the type.
-        minimum: least allowed value.
-        maximum: greatest allowed value.
-        above: exclusive lower bound.
-        below: exclusive upper bound.
-        choices: the only allowed values; empty allows all.
-        algorithms: algorithms that read the option; empty means all.
-        rollout_only: only algorithms that generate completions read it.
-        changes_results: a resumed run may not change it.
-        documented_default: text for help where the default depends on the machine.
-        unset: what happens when the option is not given and its default is None.
         stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
-        bare: value of the flag when it is given without one.
         path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; what exists is stored as an absolute path.
     """
 
-    help: str
-    group: str = ""
-    metavar: str = ""
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = ()
-    rollout_only: bool = False
-    changes_results: bool = True
-    documented_default: str = ""
-    unset: str = ""
+    help: str  # one or two sentences for ``--help``
+    group: str = ""  # help section; a user's algorithm leaves it empty and gets a section of its own
+    metavar: str = ""  # placeholder of the value in help; empty derives it from the type
+    minimum: float | None = None  # least allowed value
+    maximum: float | None = None  # greatest allowed value
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
+    choices: tuple[str, ...] = ()  # the only allowed values; empty allows all
+    algorithms: tuple[str, ...] = ()  # algorithms that read the option; empty means all
+    rollout_only: bool = False  # only algorithms that generate completions read it
+    changes_results: bool = True  # a resumed run may not change it
+    documented_default: str = ""  # text for help where the default depends on the machine
+    unset: str = ""  # what happens when the option is not given and its default is None
     stored: bool = True
-    bare: str | None = None
+    bare: str | None = None  # value of the flag when it is given without one
     path: Literal["", "place", "python"] = ""
 
 

@@ -21,11 +21,7 @@ class Norm:
     """y = (x - mu) / (sigma + eps) over the entries that count.
 
     Attributes:
-        mean_level: mu is that of the ``batch``, of the entry's ``group``, or 0 (None).
-        mean_leave1out: mu leaves the entry itself out, (S - x) / (n - 1); 0 for an entry alone.
         std_level: sigma is that of the ``batch`` or of the ``group``; None does not divide, and adds no eps.
-        std_unbiased: sigma divides by n - 1 instead of n, and is 1 for an entry alone.
-        eps: added to sigma, not negative.
 
     sigma is the root mean square of x - mu, whatever mu is: about the means of the groups, or without an own value, or about
     0 where no mean is taken off.
@@ -34,11 +30,11 @@ class Norm:
         ValueError: a level is unknown, eps is negative, or leave-one-out has no mean to leave one out of.
     """
 
-    mean_level: Level | None = "batch"
-    mean_leave1out: bool = False
+    mean_level: Level | None = "batch"  # mu is that of the ``batch``, of the entry's ``group``, or 0 (None)
+    mean_leave1out: bool = False  # mu leaves the entry itself out, (S - x) / (n - 1); 0 for an entry alone
     std_level: Level | None = "batch"
-    std_unbiased: bool = True
-    eps: float = 1e-5
+    std_unbiased: bool = True  # sigma divides by n - 1 instead of n, and is 1 for an entry alone
+    eps: float = 1e-5  # added to sigma, not negative
 
     def __post_init__(self) -> None:
         for name, level in (("mean_level", self.mean_level), ("std_level", self.std_level)):

@@ -20,7 +20,6 @@ class Clip:
     """Bounds on the importance ratio r.
 
     Attributes:
-        eps: width below 1.
         eps_high: width above 1; None takes ``eps``. A wider upper bound lets unlikely tokens gain more (DAPO, Yu et al.
             2025, arXiv:2503.14476).
         dual: None, or a bound on the loss where the advantage is negative, as a multiple of its size (Ye et al. 2020,
@@ -30,7 +29,7 @@ class Clip:
         ValueError: a width is negative, or the dual bound is not above 1.
     """
 
-    eps: float
+    eps: float  # width below 1
     eps_high: float | None = None
     dual: float | None = None
 

@@ -84,26 +84,17 @@ class ModelRequest:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """One answer.
-
-    Attributes:
-        output_tokens: what was sampled; a stop token, where one ended the answer, is the last of them.
-        output_logprobs: natural log-prob of each under the temperature-scaled policy.
-        output_versions: weight version that made each.
-        latency: seconds until the answer was complete; so is ``ttft``, because an answer comes as a whole.
-        temperature: that log-probs refer to; 1 for greedy answers.
-        stop_ids: tokens that end an answer.
-    """
+    """One answer."""
 
     input_tokens: list[int]
-    output_tokens: list[int]
-    output_logprobs: list[float]
-    output_versions: list[int]
+    output_tokens: list[int]  # what was sampled; a stop token, where one ended the answer, is the last of them
+    output_logprobs: list[float]  # natural log-prob of each under the temperature-scaled policy
+    output_versions: list[int]  # weight version that made each
     stop_reason: StopReason
-    latency: float
+    latency: float  # seconds until the answer was complete; so is ``ttft``, because an answer comes as a whole
     ttft: float
-    temperature: float = 1.0
-    stop_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0  # that log-probs refer to; 1 for greedy answers
+    stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
 
     @property
     def output_tokens_without_stop(self) -> list[int]:

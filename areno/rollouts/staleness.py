@@ -21,21 +21,14 @@ from areno.errors import UsageError
 
 @dataclass(slots=True)
 class RolloutStat:
-    """Episodes that wait for capacity and that run now; and what became of all since the beginning of training.
-
-    Attributes:
-        accepted: have been kept; those that a batch has used included.
-        rejected: have been left out.
-        stale: were accepted, and left out later because they had become too old; not counted in the other two.
-        claimed: rejected ones that are not replaced, because a dynamic batch counts them.
-    """
+    """Episodes that wait for capacity and that run now; and what became of all since the beginning of training."""
 
     enqueued: int = 0
     running: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    stale: int = 0
-    claimed: int = 0
+    accepted: int = 0  # have been kept; those that a batch has used included
+    rejected: int = 0  # have been left out
+    stale: int = 0  # were accepted, and left out later because they had become too old; not counted in the other two
+    claimed: int = 0  # rejected ones that are not replaced, because a dynamic batch counts them
 
 
 class StalenessManager:

@@ -31,22 +31,15 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One row on its way.
-
-    Attributes:
-        plan: what is done with it; None until a batch is asked for.
-        order: when it began, among all; ``began_s`` is the same on the clock.
-        future: of its coroutine.
-        trajectory: what it gave; None where it was rejected, which only dynamic batches keep.
-    """
+    """One row on its way."""
 
     id: int
     data: dict[str, Any]
-    plan: Plan | None = None
-    order: int = -1
+    plan: Plan | None = None  # what is done with it; None until a batch is asked for
+    order: int = -1  # when it began, among all; ``began_s`` is the same on the clock
     began_s: float = 0.0
-    future: Future[Trajectory] | None = None
-    trajectory: Trajectory | None = None
+    future: Future[Trajectory] | None = None  # of its coroutine
+    trajectory: Trajectory | None = None  # what it gave; None where it was rejected, which only dynamic batches keep
 
 
 class Rejected(Exception):  # noqa: N818  (a verdict, and no error)
@@ -55,20 +48,13 @@ class Rejected(Exception):  # noqa: N818  (a verdict, and no error)
 
 @dataclass(slots=True)
 class Batch:
-    """What a training step uses.
+    """What a training step uses."""
 
-    Attributes:
-        trajectories: one per prompt group, in random order; ``task_ids`` are of the same groups.
-        version: of the weights that are to be trained.
-        staleness: for each group, how many versions its oldest token is behind.
-        rejected: episodes that a dynamic batch counts in their place.
-    """
-
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory]  # one per prompt group, in random order; ``task_ids`` are of the same groups
     task_ids: list[int]
-    version: int
-    staleness: list[int]
-    rejected: int = 0
+    version: int  # of the weights that are to be trained
+    staleness: list[int]  # for each group, how many versions its oldest token is behind
+    rejected: int = 0  # episodes that a dynamic batch counts in their place
 
     @classmethod
     def of(cls, tasks: Sequence[Task], version: int) -> Batch:

@@ -9,21 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """How often something is done: whichever of the three comes first, each counted on its own.
+    """How often something is done: whichever of the three comes first, each counted on its own."""
 
-    Attributes:
-        epochs: every so many epochs; None does not count them.
-        steps: every so many steps; None does not count them.
-        seconds: every so many seconds; None does not count them.
-        first: also once before the first step.
-        last: also after the last step.
-    """
-
-    epochs: int | None = None
-    steps: int | None = None
-    seconds: float | None = None
-    first: bool = False
-    last: bool = False
+    epochs: int | None = None  # every so many epochs; None does not count them
+    steps: int | None = None  # every so many steps; None does not count them
+    seconds: float | None = None  # every so many seconds; None does not count them
+    first: bool = False  # also once before the first step
+    last: bool = False  # also after the last step
 
     @property
     def given(self) -> bool:
@@ -41,29 +33,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
-    """Checkpoints that a run can resume from.
+    """Checkpoints that a run can resume from."""
 
-    Attributes:
-        folder: holds them.
-        every: when they are written.
-        newest: how many are kept; None keeps all.
-        best: the one with the best evaluation is kept too.
-        enabled: False neither writes nor looks for them.
-        saves_optimizer: they hold the state of the optimizer.
-        loads_optimizer: a resumed run goes on with it.
-        strict: refuse checkpoints without a manifest, and folders that other users could have written to.
-        remedy: what helps where the disk is full.
-    """
-
-    folder: Path
-    every: Frequency
-    newest: int | None = None
-    best: bool = False
-    enabled: bool = True
-    saves_optimizer: bool = True
-    loads_optimizer: bool = True
-    strict: bool = False
-    remedy: str = "free some space, or keep fewer checkpoints"
+    folder: Path  # holds them
+    every: Frequency  # when they are written
+    newest: int | None = None  # how many are kept; None keeps all
+    best: bool = False  # the one with the best evaluation is kept too
+    enabled: bool = True  # False neither writes nor looks for them
+    saves_optimizer: bool = True  # they hold the state of the optimizer
+    loads_optimizer: bool = True  # a resumed run goes on with it
+    strict: bool = False  # refuse checkpoints without a manifest, and folders that other users could have written to
+    remedy: str = "free some space, or keep fewer checkpoints"  # what helps where the disk is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +51,12 @@ class RunSpec:
     """One training run.
 
     Attributes:
-        span: how long it goes on.
-        evaluation: when the held-out rows are measured.
-        patience: the run ends when so many evaluations in a row were not the best one; None goes on.
         evaluated_with: settings that two evaluations must share to be comparable.
-        checkpoints: what it can be resumed from.
-        resumed: it goes on with an earlier attempt's files.
     """
 
-    span: Span
-    evaluation: Frequency
-    checkpoints: CheckpointSpec
-    patience: int | None = None
+    span: Span  # how long it goes on
+    evaluation: Frequency  # when the held-out rows are measured
+    checkpoints: CheckpointSpec  # what it can be resumed from
+    patience: int | None = None  # the run ends when so many evaluations in a row were not the best one; None goes on
     evaluated_with: dict[str, Any] = field(default_factory=dict)
-    resumed: bool = False
+    resumed: bool = False  # it goes on with an earlier attempt's files

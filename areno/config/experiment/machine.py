@@ -17,19 +17,12 @@ from areno.config.parser import Problems
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has; the caller finds it out, because this package imports no torch.
+    """What a machine has; the caller finds it out, because this package imports no torch."""
 
-    Attributes:
-        gpus: CUDA devices; 0 computes on the CPU.
-        cores: CPU cores that the run may use.
-        flash_attention: the package flash-attn is installed.
-        threads: most of a process, as ``OMP_NUM_THREADS`` asks for; None asks for nothing.
-    """
-
-    gpus: int = 0
-    cores: int = 1
-    flash_attention: bool = False
-    threads: int | None = None
+    gpus: int = 0  # CUDA devices; 0 computes on the CPU
+    cores: int = 1  # CPU cores that the run may use
+    flash_attention: bool = False  # the package flash-attn is installed
+    threads: int | None = None  # most of a process, as ``OMP_NUM_THREADS`` asks for; None asks for nothing
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:

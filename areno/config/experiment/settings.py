@@ -38,24 +38,19 @@ class SettingInfo(OptionInfo):
         inherits: dotted path from the root whose value an unset or empty setting takes, where there is such a path.
         inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
             an empty path inherits nothing.
-        required: must be given, or inherited.
-        synonyms: further spellings of values, with what they stand for.
-        shown: default as help and docs show it; empty shows the value itself.
         documented: default that the format documents, where areno's own is another; accepted like an unset value.
-        refused: why only the default, or the documented one, is accepted.
         refused_values: single values that are refused, each with the reason.
-        no_effect: why every value is accepted: none changes what a run does here.
     """
 
     inherits: str = ""
     inner: Mapping[str, str] = field(default_factory=dict)
-    required: bool = False
-    synonyms: Mapping[str, str] = field(default_factory=dict)
-    shown: str = ""
+    required: bool = False  # must be given, or inherited
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # further spellings of values, with what they stand for
+    shown: str = ""  # default as help and docs show it; empty shows the value itself
     documented: Any = None
-    refused: str = ""
+    refused: str = ""  # why only the default, or the documented one, is accepted
     refused_values: Mapping[str, str] = field(default_factory=dict)
-    no_effect: str = ""
+    no_effect: str = ""  # why every value is accepted: none changes what a run does here
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +58,13 @@ class Setting(Option):
     """A declared field, its type taken apart.
 
     Attributes:
-        shape: what it holds; ``kind`` is the type of one value, or the class of a section.
-        nullable: None is allowed.
-        owner: name of the class that declares it.
         default: of a section it is an instance, or None.
     """
 
     info: SettingInfo
-    shape: Shape
-    nullable: bool
-    owner: str
+    shape: Shape  # what it holds; ``kind`` is the type of one value, or the class of a section
+    nullable: bool  # None is allowed
+    owner: str  # name of the class that declares it
 
     @property
     def is_section(self) -> bool:

@@ -30,17 +30,14 @@ class _Message:
 
     Attributes:
         arrived: new requests with their numbers; ``cancelled``: those to abort.
-        said: sum of all tokens that were sampled so far.
-        pause: all ranks pause before this turn, until each has changed its weights.
-        last: the loop ends.
     """
 
     arrived: list[tuple[int, Request]] = field(default_factory=list)
     cancel_all: bool = False
     cancelled: list[int] = field(default_factory=list)
-    said: int = 0
-    pause: bool = False
-    last: bool = False
+    said: int = 0  # sum of all tokens that were sampled so far
+    pause: bool = False  # all ranks pause before this turn, until each has changed its weights
+    last: bool = False  # the loop ends
 
 
 class _Counting(RolloutLoop):

@@ -19,17 +19,14 @@ class Start:
 
     Attributes:
         make: makes the object whose methods are called, given a way to send :class:`Event` payloads.
-        search_path: of modules, as in the process that asks.
-        threads: for PyTorch.
         sharing: processes that share the CPU cores and adapt their threads to what other programs leave; 0 keeps ``threads``.
-        own_log: write log records to the error output, too, which is a file.
     """
 
     make: Callable[[Callable[[Any], None]], Any]
-    search_path: list[str]
-    threads: int
+    search_path: list[str]  # of modules, as in the process that asks
+    threads: int  # for PyTorch
     sharing: int = 0
-    own_log: bool = False
+    own_log: bool = False  # write log records to the error output, too, which is a file
 
 
 @dataclass(frozen=True, slots=True)

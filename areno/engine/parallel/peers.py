@@ -65,20 +65,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """One rank's replica, its place in it, and its channels.
-
-    Attributes:
-        data: ranks that hold the same part of other replicas.
-        tensor: ranks that hold the other parts of this replica.
-        turns: the same ranks, on a line of their own for the rollout loop.
-    """
+    """One rank's replica, its place in it, and its channels."""
 
     layout: Layout = field(default_factory=Layout)
     replica: int = 0
     place: int = 0
-    data: Channel = field(default_factory=Channel)
-    tensor: Channel = field(default_factory=Channel)
-    turns: Channel = field(default_factory=Channel)
+    data: Channel = field(default_factory=Channel)  # ranks that hold the same part of other replicas
+    tensor: Channel = field(default_factory=Channel)  # ranks that hold the other parts of this replica
+    turns: Channel = field(default_factory=Channel)  # the same ranks, on a line of their own for the rollout loop
 
     @property
     def alone(self) -> bool:

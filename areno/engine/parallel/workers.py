@@ -60,17 +60,13 @@ class Processes:
 
     Attributes:
         name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
-        log_file: gets their output; None leaves it with the starter's.
-        environment: variables beside those of the starter.
-        threads: of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores.
-        startup_s: how long they may take to make their objects; None trusts that they get on.
     """
 
     name: str = ""
-    log_file: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    threads: int | None = None
-    startup_s: float | None = None
+    log_file: Path | None = None  # gets their output; None leaves it with the starter's
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables beside those of the starter
+    threads: int | None = None  # of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores
+    startup_s: float | None = None  # how long they may take to make their objects; None trusts that they get on
 
 
 class WorkerGroup:

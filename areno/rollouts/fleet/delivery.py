@@ -36,14 +36,12 @@ class WeightOptions:
         mode: ``shm``, shared memory of one machine; ``xccl``, a broadcast by gloo between CPUs and by NCCL between GPUs;
             ``disk``, a checkpoint folder.
         verify: compare checksums of what was sent with what has arrived, and the parameters with that, bit by bit.
-        weight_chunked_mem_mb: size of one broadcast, at most, unless a single tensor is larger.
-        folder: where ``disk`` writes ``weight_update_v{version}``; None takes a temporary folder.
     """
 
     mode: Mode = "shm"
     verify: bool = False
-    weight_chunked_mem_mb: int = 1024
-    folder: Path | None = None
+    weight_chunked_mem_mb: int = 1024  # size of one broadcast, at most, unless a single tensor is larger
+    folder: Path | None = None  # where ``disk`` writes ``weight_update_v{version}``; None takes a temporary folder
 
     def __post_init__(self) -> None:
         refuse_unknown(self.mode)

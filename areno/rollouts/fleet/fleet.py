@@ -38,26 +38,18 @@ _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """How a fleet is laid out, and what happens when a replica dies; for further fields see :class:`Job`.
+    """How a fleet is laid out, and what happens when a replica dies; for further fields see :class:`Job`."""
 
-    Attributes:
-        replicas: engines that generate, of ``tp_size`` ranks each.
-        restart: restart a dead or stuck replica, with the current weights.
-        max_restarts: of each replica, within ten minutes; with one more failure the fleet ends.
-        stall_s: a replica that has work and makes no progress for so long is stuck.
-        threads: of PyTorch in each process; None divides the cores between all ranks and one trainer.
-    """
-
-    replicas: int = 1
+    replicas: int = 1  # engines that generate, of ``tp_size`` ranks each
     tp_size: int = 1
     role: str = "rollout"
     log_folder: Path = Path("logs")
-    restart: bool = True
-    max_restarts: int = 3
+    restart: bool = True  # restart a dead or stuck replica, with the current weights
+    max_restarts: int = 3  # of each replica, within ten minutes; with one more failure the fleet ends
     backoff_s: float = 1.0
     startup_timeout_s: float = 300.0
-    stall_s: float = STALL_S
-    threads: int | None = None
+    stall_s: float = STALL_S  # a replica that has work and makes no progress for so long is stuck
+    threads: int | None = None  # of PyTorch in each process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -76,20 +68,13 @@ class ReplicaHealth:
 
 @dataclass(frozen=True, slots=True)
 class FleetHealth:
-    """All replicas.
-
-    Attributes:
-        version: of the weights that were brought last.
-        restarts: how often replicas were restarted.
-        resubmitted: requests that were begun again because their replica died; their partial output is discarded.
-        waiting: requests that wait for a replica.
-    """
+    """All replicas."""
 
     replicas: list[ReplicaHealth]
-    version: int
-    restarts: int
-    resubmitted: int
-    waiting: int
+    version: int  # of the weights that were brought last
+    restarts: int  # how often replicas were restarted
+    resubmitted: int  # requests that were begun again because their replica died; their partial output is discarded
+    waiting: int  # requests that wait for a replica
 
 
 class RolloutFleet:

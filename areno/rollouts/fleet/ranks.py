@@ -41,24 +41,15 @@ class BrokenChannelError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One transfer of weights.
-
-    Attributes:
-        specs: what travels, in this order.
-        segment: shared memory that holds, or is to hold, all tensors.
-        channel: key of a collective that was joined before.
-        bucket_bytes: of one broadcast, at most, unless a single tensor is larger.
-        folder: checkpoint that holds the tensors.
-        digests: checksum of each tensor, by name; with them, what arrives is checked.
-    """
+    """One transfer of weights."""
 
     version: int
-    specs: tuple[TensorSpec, ...]
-    segment: str = ""
-    channel: str = ""
-    bucket_bytes: int = 1 << 30
-    folder: str = ""
-    digests: Mapping[str, str] | None = None
+    specs: tuple[TensorSpec, ...]  # what travels, in this order
+    segment: str = ""  # shared memory that holds, or is to hold, all tensors
+    channel: str = ""  # key of a collective that was joined before
+    bucket_bytes: int = 1 << 30  # of one broadcast, at most, unless a single tensor is larger
+    folder: str = ""  # checkpoint that holds the tensors
+    digests: Mapping[str, str] | None = None  # checksum of each tensor, by name; with them, what arrives is checked
 
 
 # -- on the trainer's ranks ------------------------------------------------------------------------------------------

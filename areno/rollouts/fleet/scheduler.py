@@ -54,26 +54,22 @@ class Job:
     """Replicas of one role.
 
     Attributes:
-        role: names log files (``{role}-{number}.log``) and messages.
         make: starts a replica, given its number, how its processes are to be started, and whom to tell of a failure.
         on_start: called with number and replica before it counts as ready; an error there is a failed start.
-        on_lost: called with the number of a replica that has failed.
         on_given_up: called with the number of a replica that is not restarted, and why.
-        restarts: how often each replica is restarted, first after ``backoff_s``.
-        threads: of PyTorch in each process; ``environment`` has variables beside those of this one.
     """
 
-    role: str
+    role: str  # names log files (``{role}-{number}.log``) and messages
     replicas: int
     log_folder: Path
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
-    on_lost: Callable[[int], None] = lambda _number: None
+    on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a replica that has failed
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
-    restarts: int = 3
+    restarts: int = 3  # how often each replica is restarted, first after ``backoff_s``
     backoff_s: float = 1.0
-    threads: int = 1
+    threads: int = 1  # of PyTorch in each process; ``environment`` has variables beside those of this one
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
