@@ -11,6 +11,10 @@ weights once per phase, and keys and values once: those of a prompt for all its 
 itself. Norms, softmax and sampling are not counted, and a decode batch is as large as the workload allows; so no engine
 reaches the limit.
 
+:func:`measure_products` is a closer limit of decoding: the time that the matrix products of a step take by themselves,
+with the model's own shapes and row count, which is far from the GEMM rate where rows are few. :func:`train_flop` counts an
+optimizer step.
+
 A small model lives in the processor's caches, which are faster than its memory. So bandwidth is measured over as many
 bytes as the workload touches, and over a large buffer, and the faster of the two counts.
 """
@@ -65,6 +69,20 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
+def shape_of(config: Any) -> Shape:
+    """The shape of a ``transformers`` configuration. Raises AttributeError: the model is no dense decoder of this kind."""
+    heads = config.num_attention_heads
+    return Shape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
+
+
 @dataclass(frozen=True)
 class Phase:
     """Work that cannot be split further: what comes next depends on it."""
@@ -111,6 +129,19 @@ def _phases(shape: Shape, prompts: list[int], samples: int, lengths: list[int], 
         yield Phase(flop, weights + (sum(live) + rows * new) * shape.kv_entries * itemsize)
 
 
+def train_flop(shape: Shape, prompts: list[int], samples: int, lengths: list[int]) -> int:
+    """FLOP of forward and backward over all samples, each prompt computed once, logits of new tokens only.
+
+    The backward pass counts twice the forward pass, and nothing is recomputed.
+    """
+    forward = 0
+    for count, length in zip(prompts, lengths, strict=True):
+        new = samples * length
+        pairs = count * (count + 1) // 2 + new * count + samples * (length * (length + 1) // 2)
+        forward += 2 * shape.body * (count + new) + 2 * shape.head * new + shape.attention_flop * pairs
+    return 3 * forward
+
+
 def working_set(shape: Shape, prompts: list[int], samples: int, lengths: list[int], itemsize: int) -> int:
     """Bytes of weights and of all keys and values, at the end of a pass."""
     tokens = sum(count + samples * length for count, length in zip(prompts, lengths, strict=True))
@@ -136,6 +167,40 @@ def measure_gemm(shape: Shape, rows: list[int], device: str, dtype: str) -> floa
             works.append(lambda a=left, b=weight: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))  # type: ignore[misc]
         best = max(best, 2 * n * inner * outer / min(_fastest(work, device) for work in works))
     return best
+
+
+def measure_products(shape: Shape, rows: int, dtype: str, seconds: float = 0.3) -> float:
+    """Seconds that the matrix products of one decode step take on a CPU, each shape with the fastest library for it.
+
+    Every layer has weights of its own, so they come from where a model's come from: memory, unless the cache holds them.
+    A library is tried with a shape for so many ``seconds``.
+    """
+    import torch
+
+    counts = {(shape.hidden, shape.vocab): 1}
+    for size in shape.matrices:
+        counts[size] = counts.get(size, 0) + shape.layers
+    total = 0.0
+    for (inner, outer), count in counts.items():
+        left = torch.randn(rows, inner, dtype=getattr(torch, dtype))
+        weights = [torch.randn(outer, inner, dtype=left.dtype) for _ in range(count)]
+        total += min(_fastest(work, "cpu", seconds) for work in _product_works(left, weights))
+    return total
+
+
+def _product_works(left: Any, weights: list[Any]) -> Iterator[Callable[[], Any]]:
+    """Ways to multiply by all weights: PyTorch's default, oneDNN, and both libraries with weights packed beforehand."""
+    import torch
+
+    rows, onednn, mkl = len(left), torch.ops.mkldnn, torch.ops.mkl
+    yield lambda: [torch.mm(left, weight.t()) for weight in weights]
+    if torch.backends.mkldnn.is_available():
+        yield lambda: [onednn._linear_pointwise(left, weight, None, "none", [], "") for weight in weights]
+        packed = [onednn._reorder_linear_weight(weight, rows) for weight in weights]
+        yield lambda: [onednn._linear_pointwise(left, weight, None, "none", [], "") for weight in packed]
+    if torch.backends.mkl.is_available() and left.dtype == torch.float32:
+        pairs = [(mkl._mkl_reorder_linear_weight(weight, rows), weight) for weight in weights]
+        yield lambda: [mkl._mkl_linear(left, ready, weight, None, rows) for ready, weight in pairs]
 
 
 def measure_bandwidth(size: int, device: str) -> float:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the peers that areno is measured against, each in a virtual environment of its own under .peers/.
-# Usage: bash benchmarks/peers.sh [trl] [vllm] [all]      default: trl
+# Usage: bash benchmarks/peers.sh [trl] [vllm] [llama] [all]      default: trl
 # Variables: PYTHON (python3), TORCH_INDEX_URL (where torch comes from; PyTorch's CPU index avoids CUDA packages).
 # Each target may be run again: what is there already is kept.
 set -euo pipefail
@@ -45,6 +45,14 @@ vllm() {
   smoke "$env"
 }
 
+# llama.cpp; its worker needs nothing else.
+llama() {
+  local env=.peers/llama
+  [ -x "$env/bin/python" ] || "$python" -m venv "$env"
+  "$env/bin/python" -m pip install -q "xllamacpp==2026.10.11549"
+  "$env/bin/python" -c "import xllamacpp; print('llama.cpp,', xllamacpp.get_system_info())"
+}
+
 # One prompt through the worker of the benchmark, on a random model.
 smoke() {
   local env=$1 folder
@@ -69,11 +77,12 @@ PY
 all() {
   trl
   vllm
+  llama
 }
 
 for target in "${@:-trl}"; do
   case "$target" in
-    trl | vllm | all) "$target" ;;
-    *) echo "unknown peer '$target'; there are: trl vllm all" >&2 && exit 2 ;;
+    trl | vllm | llama | all) "$target" ;;
+    *) echo "unknown peer '$target'; there are: trl vllm llama all" >&2 && exit 2 ;;
   esac
 done

@@ -60,6 +60,7 @@ def measure(algo: str, args: argparse.Namespace, folder: Path, model: Path) -> d
         "samples": args.samples,
         "new_tokens": args.new_tokens if algo == "grpo" else 1024,
         "checkpointing": args.activation_checkpointing,
+        "options": {"mini_bs": rows, "activation_checkpointing": args.activation_checkpointing},
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for repeat in range(args.repeats):

@@ -17,8 +17,7 @@ def main() -> None:
     given = side.settings()
     import torch
 
-    from areno.engine.engine import Engine
-    from areno.engine.engine_config import EngineConfig
+    from areno.engine.engine import Engine, EngineConfig  # both from here, as commits have it that this is run with
     from areno.engine.rollout.compiled.switch import DecodeSwitch
     from areno.types import Request, SamplingParams
 

@@ -1,33 +1,38 @@
-"""One side of ``train_step.py``: areno through the code path of ``areno train``. Prints one JSON line."""
+"""One side of ``train_step.py`` and ``real_model.py``: areno through the code path of ``areno train``. Prints one JSON line.
+
+``options`` are those of ``areno train`` besides, as if they were on its command line.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import areno  # noqa: F401  (before torch, as the command line does: it sets how OpenMP threads wait)
+import areno  # before torch, as the command line does: it sets how OpenMP threads wait
 
 
-def build_decode_step(model: str) -> None:
+def build_decode_step(settings: dict[str, Any]) -> None:
     """Compile the decode step and keep it on disk, as a run does that generates for longer than a minute."""
     import torch
 
-    from areno.engine.engine import Engine
-    from areno.engine.engine_config import EngineConfig
+    from areno.engine.engine import Engine, EngineConfig  # both from here, as commits have it that this is run with
 
     began = time.perf_counter()
-    Engine(model, EngineConfig(device=torch.device("cpu"), dtype=torch.float32, decode="compiled")).close()
+    dtype = getattr(torch, settings.get("dtype", "float32"))
+    Engine(settings["model"], EngineConfig(device=torch.device("cpu"), dtype=dtype, decode="compiled")).close()
     print(json.dumps({"seconds": time.perf_counter() - began}))
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     if settings.get("build"):
-        build_decode_step(settings["model"])
+        build_decode_step(settings)
         return
     import torch
 
@@ -36,7 +41,7 @@ def main() -> None:
 
     torch.set_num_threads(settings["threads"])
 
-    algo, folder = settings["algo"], Path(settings["folder"])
+    algo, folder, more = settings["algo"], Path(settings["folder"]), settings.get("options", {})
     shared = {
         "algo": algo,
         "ckpt": settings["model"],
@@ -44,23 +49,25 @@ def main() -> None:
         "run_dir": settings["run_dir"],
         "max_steps": settings["steps"],
         "batch_size": settings["prompts"],
-        "mini_bs": settings["rows"],
         "max_new_tokens": settings["new_tokens"],
         "lr": 1e-5,
-        "activation_checkpointing": settings["checkpointing"],
         "save_interval": 10**6,
         "shuffle": False,
     }
-    if algo == "grpo":
+    if algo != "sft":
         shared |= {"n_samples": settings["samples"], "ignore_eos": True, "reward_fn_path": str(folder / "reward.py")}
-    run_training(TrainOptions(**shared))
+    options = TrainOptions(**{**shared, **more}, explicit=frozenset(more))
+    base_mib = peak_mib()
+    run_training(options)
     lines = [json.loads(line) for line in (Path(settings["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
     ends = [line["time"] for line in lines]
     result = {
         "seconds": [b - a for a, b in itertools.pairwise(ends)][settings["warmup"] - 1 :],
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "how": f"areno {areno.__version__}, torch {torch.__version__}",
+        "base_mib": base_mib,
+        "peak_mib": peak_mib(),
         "response_len": lines[-1]["rollout/response_len_mean"],
-        "seq_len": lines[-1]["rollout/seq_len_mean"],
+        "seq_len": statistics.mean(line["rollout/seq_len_mean"] for line in lines),
         "split": {
             name: [line[f"time/{name}"] for line in lines[settings["warmup"] :]]
             for name in ("rollout", "reward", "advantage", "train")
@@ -68,6 +75,11 @@ def main() -> None:
         },
     }
     print(json.dumps(result))
+
+
+def peak_mib() -> float:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

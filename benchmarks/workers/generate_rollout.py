@@ -56,11 +56,12 @@ def main() -> None:
     def generate(prompts: side.Prompts, new_tokens: int, **kept: Any) -> tuple[list[list[int]], list[list[float]]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=given.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=given.device)
         recorder = Recorder(width)
         with torch.inference_mode():
             out = model.generate(
                 ids,
-                attention_mask=(ids != 0).long(),
+                attention_mask=mask,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

@@ -39,6 +39,8 @@ class Settings:
         samples: samples per prompt.
         lengths: new tokens of each sample, prompt by prompt; equal within a prompt.
         prompt_ids: prompts are drawn from the ids 2 to this one.
+        prompt_file: JSON with the prompts of each pass, from pass -1 on; they are taken from it instead, and ``prompts`` has
+            the most tokens of each.
         passes: timed passes after the first.
         options: of this side alone.
     """
@@ -52,6 +54,7 @@ class Settings:
     lengths: list[int]
     prompt_ids: int
     passes: int
+    prompt_file: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,7 +63,9 @@ class Settings:
         return max(self.prompts) + max(self.lengths)
 
     def draw(self, number: int) -> Prompts:
-        """The prompts of one pass, the same for every side."""
+        """The prompts of one pass, the same for every side; -1 is a trial before the first."""
+        if self.prompt_file:
+            return json.loads(Path(self.prompt_file).read_text())[number + 1]
         rng = random.Random(number)
         return [[rng.randrange(2, self.prompt_ids) for _ in range(count)] for count in self.prompts]
 
