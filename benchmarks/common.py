@@ -89,8 +89,9 @@ def run_worker(
     settings: dict[str, Any],
     env: dict[str, str] | None = None,
     deadline_s: float = 3600,
+    cwd: Path | None = None,
 ) -> dict[str, Any]:
-    """Run one side in a fresh process; its last line of output is its result.
+    """Run one side in a fresh process, in the folder ``cwd``; its last line of output is its result.
 
     Raises:
         WorkerFailedError: the process failed, or took longer than its deadline.
@@ -98,9 +99,8 @@ def run_worker(
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TERM": "dumb", "TQDM_DISABLE": "1"}
     command = [str(python), str(script), json.dumps(settings)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **quiet, **(env or {})}, timeout=deadline_s
-        )
+        environment = {**os.environ, **quiet, **(env or {})}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=deadline_s, cwd=cwd)
     except subprocess.TimeoutExpired:
         raise WorkerFailedError(f"{script.name} took longer than {deadline_s:.0f} s") from None
     if done.returncode != 0:

@@ -78,6 +78,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if not (Path(args.ckpt) / "config.json").is_file():
         parser.error(f"--ckpt {args.ckpt}: no config.json there; give the folder of a checkpoint")
+    args.ckpt = str(Path(args.ckpt).resolve())
     for option in ("data", "gguf"):
         if (path := getattr(args, option)) and not path.is_file():
             parser.error(f"--{option} {path}: no such file")
@@ -242,7 +243,7 @@ class Bench:
     def gguf(self) -> str:
         """The model for llama.cpp."""
         if self.args.gguf:
-            return str(self.args.gguf)
+            return str(self.args.gguf.resolve())
         from areno.engine.checkpoint.gguf_export import write_gguf
 
         file = self.folder / "model.gguf"
@@ -269,15 +270,17 @@ class Bench:
         settings, env = self.settings(name, side, folder, lengths), self.environment(side, name, described)
         script = WORKERS / program.script(part.trains)
         python = program.interpreter(self.args)
+        # What a worker starts with `python -m areno...` imports from its working directory first.
+        tree = self.trees.get(program.tree, ROOT)
         commit = self.args.against if program.tree == "against" else "HEAD"
         record: dict[str, Any] = {"described": described, "commit": git("rev-parse", "--short", commit)}
         record |= {"load_before": round(os.getloadavg()[0], 2), "gflops_before": probe(self.args.threads)}
         if program.tree and part.trains and part.algo != "sft" and self.args.decode == "compiled":
-            built = run_worker(python, script, {"build": True, **settings}, env)
+            built = run_worker(python, script, {"build": True, **settings}, env, cwd=tree)
             record["decode_step_build_s"] = round(built["seconds"], 1)
         began = time.monotonic()
         try:
-            record["result"] = run_worker(python, script, settings, env)
+            record["result"] = run_worker(python, script, settings, env, cwd=tree)
         except WorkerFailedError as error:
             if program.tree == "here" or side == "limit":
                 raise

@@ -79,7 +79,7 @@ class Side:
         """That of the command line, else of its environment under .peers, else this one."""
         own = PEERS / self.peer / "bin" / "python"
         if self.peer in args.python:
-            return Path(args.python[self.peer]).expanduser()
+            return Path(args.python[self.peer]).expanduser().absolute()
         return own if self.peer and own.exists() else Path(sys.executable)
 
     def missing(self, args: argparse.Namespace) -> str:

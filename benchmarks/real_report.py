@@ -75,7 +75,7 @@ def _steps(results: list[dict[str, Any]]) -> dict[str, Any]:
     row["train_s"] = split.get("train", round(row["step_s"] - (row["rollout_s"] or 0.0), 4))
     row["peak_mib"] = round(max(result["peak_mib"] for result in results), 1)
     row["over_base_mib"] = round(max(result["peak_mib"] - result["base_mib"] for result in results), 1)
-    row |= {name: median([result[name] or 0.0 for result in results]) for name in ("response_len", "seq_len")}
+    row |= {"response_len": results[0]["response_len"], "seq_len": median([result["seq_len"] for result in results])}
     return row
 
 

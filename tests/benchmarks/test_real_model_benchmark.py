@@ -120,7 +120,8 @@ def test_sides_that_computed_other_rows_are_refused(model, workers, capsys):
 def test_an_older_commit_is_run_from_its_own_sources(model, workers, capsys):
     if not common.git("rev-parse", "HEAD"):
         pytest.skip("this is no git repository")
-    script = f"import json, os\nprint(json.dumps({STEP!r} | {{'split': {{}}, 'how': os.environ['PYTHONPATH']}}))"
+    script = "import json, os\nassert os.environ['PYTHONPATH'] == os.getcwd()  # python -m takes this one first\n"
+    script += f"print(json.dumps({STEP!r} | {{'split': {{}}, 'how': os.getcwd()}}))"
     (workers / "areno_steps.py").write_text(script)
     words = ["sft", "--ckpt", str(model), "--sides", "areno", "against", "--against", "HEAD"]
     result, _ = run(capsys, *words)
