@@ -16,10 +16,11 @@ from areno.api import arguments
 from areno.api.backend.base import BackendType
 from areno.api.datasets import iter_prompt_batches
 from areno.api.evaluation import evaluate_prompts
-from areno.api.metrics import MetricsRecorder
 from areno.api.sampler import Sampler, running_sequences
 from areno.api.session import RolloutSession
 from areno.errors import UsageError
+from areno.observability.scalars import step_scalars
+from areno.observability.tensorboard import EventWriter
 from areno.types import ModelRole, PromptBatch, RewardRecord, SamplingParams, TrainSequence
 
 
@@ -45,7 +46,7 @@ class Trainer(Sampler):
         metrics_log_dir: str | None = None,
     ) -> None:
         super().__init__(world_size, model_path, backend_type, custom_config)
-        self._recorder = MetricsRecorder(metrics_log_dir) if metrics_log_dir else None
+        self._events = EventWriter(metrics_log_dir) if metrics_log_dir else None
         self._steps = 0
         self._skipped = [0, 0]  # prompts that were too long: since the last step, and in all
 
@@ -137,12 +138,12 @@ class Trainer(Sampler):
             stats = self.backend.train(rows, loss_fn, *sizes)
         times = self.clock.close_step(self.clock.trained_at)
         stats = {**stats, **times, "policy_train_wall_time_s": self.clock.trained_s}
-        if self._recorder is not None:
+        if self._events is not None:
             rewards = [row.reward for row in rows]
             timings = {"rollout": stats["step_rollout_time_s"], "train": stats["step_train_time_s"]}
             skipped = dict(zip(("skipped_long", "total_skipped_long"), self._skipped, strict=True))
-            step = {"rows": rows, "rewards": rewards, "train_stats": stats, "timings": timings, **skipped}
-            self._recorder.record_step(self._steps, **step)
+            scalars = step_scalars(rows=rows, rewards=rewards, train_stats=stats, timings=timings, **skipped)
+            self._events.log(self._steps, scalars)
             self._skipped[0] = 0
         self._steps += 1
         return stats
@@ -313,6 +314,6 @@ class Trainer(Sampler):
     def close(self) -> None:
         """Release the models and the metric writer, also inside a session; a second call does nothing."""
         super().close()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None

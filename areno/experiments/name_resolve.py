@@ -1,22 +1,22 @@
 """Names with values that the processes of an experiment share: one repository per process, chosen by configuration.
 
 A name is a path of words such as ``user/experiment/trial/workers/rollout/0``; its value is text. ``memory`` is for one
-process, ``nfs`` for all that see the same folder; another service is a further :class:`Store`.
+process, ``nfs`` for all that see the same folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from areno.cache_folder import ScratchFolder
 from areno.errors import ArenoError, UsageError
 
 _LATER = ("etcd3", "ray")
@@ -31,72 +31,26 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
     """The name has no value."""
 
 
-class Store(Protocol):
-    """Where names are kept. A value with a time to live, in seconds, expires unless it is touched in time."""
-
-    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value; False if there is one and it is not to be replaced. Of several writers at once, one succeeds."""
-
-    def read(self, name: str) -> str | None:
-        """Value of a name; None if there is none, or if it has expired."""
-
-    def remove(self, name: str) -> bool:
-        """Delete a value; whether there was one."""
-
-    def under(self, root: str) -> list[str]:
-        """Names of live values that are ``root`` or begin with its words."""
-
-    def touch(self, name: str, ttl: float) -> bool:
-        """Let the time to live begin anew; whether the value is still there."""
-
-
-class _MemoryStore:
-    """Names in the memory of one process."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[str, float]] = {}  # value, end of its life
-        self._lock = threading.Lock()
-
-    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        with self._lock:
-            if not replace and self.read(name) is not None:
-                return False
-            self._entries[name] = value, math.inf if ttl is None else time.monotonic() + ttl
-            return True
-
-    def read(self, name: str) -> str | None:
-        value, ends = self._entries.get(name, (None, math.inf))
-        return value if time.monotonic() < ends else None
-
-    def remove(self, name: str) -> bool:
-        with self._lock:
-            live = self.read(name) is not None
-            self._entries.pop(name, None)
-            return live
-
-    def under(self, root: str) -> list[str]:
-        with self._lock:
-            return [name for name in self._entries if f"{name}/".startswith(f"{root}/") and self.read(name) is not None]
-
-    def touch(self, name: str, ttl: float) -> bool:
-        with self._lock:
-            value = self.read(name)
-            if value is not None:
-                self._entries[name] = value, time.monotonic() + ttl
-            return value is not None
-
-
-class _NfsStore:
+class Store:
     """Names as files ``{root}/{name}/ENTRY``; the folder is made when first needed.
 
     A file is written beside its place and then linked or renamed into it, so that nobody reads half of it and only one of
-    two that add the same name succeeds. It holds JSON, the value and its time to live; its age is its time of change.
+    two that add the same name succeeds. It holds JSON, the value and its time to live in seconds; its age is its time of
+    change, which is begun anew by touching it.
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+        self._shared = root
+
+    @functools.cached_property
+    def root(self) -> Path:
+        """The shared folder; without one a folder of this process alone, which goes with it."""
+        if not self._shared:
+            self._own = ScratchFolder("names")
+        return Path(self._shared or self._own.name)
 
     def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
+        """Set a value; False if there is one and it is not to be replaced. Of several writers at once, one succeeds."""
         target = self.root / name / _FILE
         if target.exists() and _value(target) is None:
             target.unlink(missing_ok=True)
@@ -115,9 +69,11 @@ class _NfsStore:
                 draft.unlink(missing_ok=True)
 
     def read(self, name: str) -> str | None:
+        """Value of a name; None if there is none, or if it has expired."""
         return _value(self.root / name / _FILE)
 
     def remove(self, name: str) -> bool:
+        """Delete a value; whether there was one."""
         folder = self.root / name
         live = self.read(name) is not None
         (folder / _FILE).unlink(missing_ok=True)
@@ -128,10 +84,12 @@ class _NfsStore:
         return live
 
     def under(self, root: str) -> list[str]:
+        """Names of live values that are ``root`` or begin with its words."""
         files = (self.root / root).rglob(_FILE)
         return [file.parent.relative_to(self.root).as_posix() for file in files if _value(file) is not None]
 
     def touch(self, name: str, ttl: float) -> bool:
+        """Let the time to live begin anew; whether the value is still there."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.root / name / _FILE)
             return True
@@ -287,14 +245,14 @@ def _normal(name: str) -> str:
 def make_store(kind: str, nfs_record_root: str | Path = "") -> Store:
     """The store ``memory``, or ``nfs`` with its folder; raises UsageError for another one, or without a folder."""
     if kind == "memory":
-        return _MemoryStore()
+        return Store("")
     if kind in _LATER:
         raise UsageError(f"name_resolve.type={kind} is not there yet; use nfs, or memory for a single process")
     if kind != "nfs":
         raise UsageError(f"name_resolve.type={kind}: use memory or nfs")
     if not str(nfs_record_root):
         raise UsageError("name_resolve.type=nfs needs a folder: set name_resolve.nfs_record_root")
-    return _NfsStore(nfs_record_root)
+    return Store(nfs_record_root)
 
 
 _names = Repository(make_store("memory"))

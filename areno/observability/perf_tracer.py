@@ -46,12 +46,8 @@ _MARKER = "areno: profile begins"
 class Category(StrEnum):
     """What kind of work an event is."""
 
-    COMPUTE = "compute"
-    COMM = "comm"
     IO = "io"
-    SYNC = "sync"
     SCHEDULER = "scheduler"
-    INSTR = "instr"
     MISC = "misc"
 
 

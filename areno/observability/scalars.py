@@ -25,7 +25,6 @@ def step_scalars(
     skipped_long: int = 0,
     total_skipped_long: int = 0,
     rewards: Sequence[float] | None = None,
-    extra: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """All scalars of a step by tag.
 
@@ -34,7 +33,6 @@ def step_scalars(
         timings: seconds by stage (``rollout``, ``reward``, ``advantage``, ``train``).
         skipped_long: prompts passed over in this step because they are too long; ``total_`` since the start of the pass.
         rewards: one reward per sample; None where there are none.
-        extra: further scalars by full tag, such as ``eval/accuracy``.
     """
     scalars = {
         **_length_scalars(rows),
@@ -43,7 +41,7 @@ def step_scalars(
         "rollout/skipped_long": skipped_long,
         "rollout/total_skipped_long": total_skipped_long,
     }
-    for prefix, values in (("train/", train_stats), ("time/", timings), ("", extra or {})):
+    for prefix, values in (("train/", train_stats), ("time/", timings)):
         for name, value in values.items():
             number = _number(value)
             if number is not None:

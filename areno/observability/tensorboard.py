@@ -42,10 +42,6 @@ class EventWriter:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """:meth:`write` at this moment."""
-        self.write(step, numbers, time.time())
-
-    def write(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
         """Queue one step. Raises ArenoError: an earlier write failed, or the writer is closed."""
         if self._closed:
             raise ArenoError(f"the event writer of {self._log_dir} is closed; make a new one to record step {step}")
@@ -60,7 +56,7 @@ class EventWriter:
                     "limit of processes and threads (`ulimit -u`)"
                 ) from error
             self._thread = thread
-        self._queue.put((step, dict(scalars), wall_time))
+        self._queue.put((step, dict(numbers), time.time()))
 
     def close(self) -> None:
         """Write what is queued and close the file; a second call does nothing. Raises ArenoError: a write failed or hangs."""

@@ -1,4 +1,4 @@
-"""Answers that must have a form: JSON, a JSON schema, one of some texts, a tool call.
+"""Answers that must have a form: JSON, a JSON schema, a tool call.
 
 The grammars are those of `llguidance <https://github.com/guidance-ai/llguidance>`_ (extra ``serve``): each is compiled
 once per tokenizer, every sample walks a copy of it. A model that reasons first may do so freely: ``after`` names the
@@ -54,14 +54,6 @@ def json_schema_constraint(
     """
     rules = f"body: %json {_checked_schema(schema, 'json_schema', {})}"
     return _compiler(tokenizer, options).factory(rules, options.get("after"), "json_schema")
-
-
-def choice_constraint(tokenizer: Any, choices: Sequence[str], **options: Unpack[Options]) -> ConstraintFactory:
-    """One of some texts; further arguments and errors as in :func:`json_schema_constraint`."""
-    if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
-        raise UsageError(f"choice: {choices!r} is no list of texts; give at least one, none of them empty")
-    rules = "body: " + " | ".join(map(_literal, choices))
-    return _compiler(tokenizer, options).factory(rules, options.get("after"), "choice")
 
 
 def tool_call_constraint(

@@ -67,28 +67,26 @@ class Saver:
         return self._root / self._layout.models.format(role=role) / name
 
     def save_if_due(
-        self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
+        self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None
     ) -> Path | None:
         """Count a finished step of a role, and :meth:`save` its model where that is due; None where it is not."""
         due = self._controls[role].check(at)
-        return self.save(role, at, write, stage=stage, needed_bytes=needed_bytes) if due else None
+        return self.save(role, at, write, stage=stage) if due else None
 
-    def save(
-        self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None, needed_bytes: int = 0
-    ) -> Path:
+    def save(self, role: str, at: StepInfo, write: WriteModel, *, stage: StageModel | None = None) -> Path:
         """Save a role's model now, and return where it lies or will lie.
 
-        ``stage`` copies it for asynchronous saving, None where that is not possible; ``needed_bytes`` is its size.
-        Raises :class:`CheckpointError` if this save failed, or the role's asynchronous save before it.
+        ``stage`` copies it for asynchronous saving, None where that is not possible. Raises :class:`CheckpointError` if this
+        save failed, or the role's asynchronous save before it.
         """
         if self._mode == "async" and stage is None:
             _log.warning("saver.mode=async: %s cannot be copied here, so training waits until it is written", role)
         self._wait(role)
         if self._mode == "sync" or stage is None:
-            self._write(role, at, write, needed_bytes)
+            self._write(role, at, write)
         else:
             self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="areno-saver")
-            self._under_way[role] = self._writer.submit(self._write, role, at, stage(), needed_bytes)
+            self._under_way[role] = self._writer.submit(self._write, role, at, stage())
         return self.path(role, at)
 
     def wait(self) -> None:
@@ -120,8 +118,8 @@ class Saver:
         if future is not None:
             future.result()
 
-    def _write(self, role: str, at: StepInfo, write: WriteModel, needed_bytes: int) -> None:
+    def _write(self, role: str, at: StepInfo, write: WriteModel) -> None:
         path = self.path(role, at)
-        with CheckpointFolder(path.parent, remedy=self._remedy).writing_named(path.name, needed_bytes) as folder:
+        with CheckpointFolder(path.parent, remedy=self._remedy).writing_named(path.name, 0) as folder:
             write(folder)
         _log.info("saved %s of global step %d in %s", role, at.global_step + 1, path)

@@ -1,6 +1,7 @@
 """Step metrics: the documented names with the right values, in TensorBoard and in metrics.jsonl."""
 
 import json
+import logging
 import math
 import random
 import subprocess
@@ -11,10 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from areno.api.metrics import MetricsRecorder
+from areno.api.trainers.report import StepReporter
+from areno.config.train_options import TrainOptions
 from areno.errors import ArenoError
+from areno.observability.health import HealthMonitor
 from areno.observability.scalars import step_scalars
+from areno.observability.tensorboard import EventWriter
 from areno.storage.run_dir import RunDirectory
+from areno.training.frequency import StepInfo
+from areno.training.report import StepOutcome
+from areno.training.state import RunState
 from areno.types import TrainSequence
 
 ROLLOUT_KEYS = {
@@ -129,54 +136,44 @@ def test_every_scalar_of_train_stats_is_recorded_and_nothing_else():
 
 def test_events_and_metrics_file_hold_the_same_scalars(tmp_path):
     run_dir = RunDirectory(tmp_path).create()
-    recorder = MetricsRecorder(run_dir.events_path, run_dir)
+    report = StepReporter(TrainOptions(run_dir=str(tmp_path)), logging.getLogger(__name__), HealthMonitor())
     timings = {"rollout": 2.0, "reward": 0.5, "advantage": 0.25, "train": 1.0}
     for step in range(2):
-        recorder.record_step(
-            step,
-            rows=policy_rows(),
-            train_stats={"loss": 0.5 + step},
-            timings=timings,
-            skipped_long=1,
-            total_skipped_long=1 + step,
-            rewards=[1.0, 0.0],
-            extra={"eval/accuracy": 0.75},
-        )
-    recorder.close()
-    recorder.close()
+        outcome = StepOutcome(policy_rows(), {"loss": 0.5 + step}, timings, rewards=[1.0, 0.0], skipped_long=1)
+        report.record_step(StepInfo(0, step, step, 2, 2), outcome, RunState(step=step, skipped_long=1 + step))
+    report.record_evaluation(RunState(step=2), {"accuracy": 0.75})
+    report.close()
+    report.close()
     events = read_events(run_dir.events_path)
-    assert set(events) == ROLLOUT_KEYS | {f"time/{name}" for name in timings} | {"train/loss", "eval/accuracy"}
-    lines = [json.loads(line) for line in run_dir.metrics_path.read_text().splitlines()]
+    assert events.pop("eval/accuracy") == [(2, 0.75)]
+    assert set(events) == ROLLOUT_KEYS | {f"time/{name}" for name in timings} | {
+        "train/loss",
+        "train/step_wall_time_s",
+    }
+    *lines, evaluation = [json.loads(line) for line in run_dir.metrics_path.read_text().splitlines()]
+    assert evaluation.keys() - {"time"} == {"step", "eval/accuracy"}
     for step, line in enumerate(lines):
         assert set(line) == set(events) | {"step", "time"}
         for tag, points in events.items():
             assert points[step] == (step, pytest.approx(line[tag]))
+    assert len(lines) == 2
 
 
 def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
     for purge_step, steps, loss in ((None, range(4), 1.0), (2, range(2, 4), 5.0)):
-        recorder = MetricsRecorder(tmp_path, purge_step=purge_step)
+        events = EventWriter(tmp_path, purge_step)
         for step in steps:
-            recorder.record_step(step, rows=[], train_stats={"loss": loss}, timings={})
-        recorder.close()
+            events.log(step, {"train/loss": loss})
+        events.close()
     assert read_events(tmp_path)["train/loss"] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
-
-
-def test_without_a_log_dir_only_the_metrics_file_is_written(tmp_path):
-    run_dir = RunDirectory(tmp_path / "run").create()
-    recorder = MetricsRecorder(None, run_dir)
-    recorder.record_step(0, rows=[], train_stats={"loss": 1.0}, timings={})
-    recorder.close()
-    assert len(run_dir.read_metrics()) == 1
-    assert not list(run_dir.events_path.iterdir())
 
 
 def test_an_unwritable_event_folder_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
-    recorder = MetricsRecorder(tmp_path / "file" / "events")
-    recorder.record_step(0, rows=[], train_stats={}, timings={})
+    events = EventWriter(tmp_path / "file" / "events")
+    events.log(0, {})
     with pytest.raises(ArenoError, match=r"events.*--metrics-log-dir"):
-        recorder.close()
+        events.close()
 
 
 def test_where_no_thread_can_be_started_the_limit_of_threads_is_named(tmp_path, monkeypatch):
@@ -185,24 +182,24 @@ def test_where_no_thread_can_be_started_the_limit_of_threads_is_named(tmp_path, 
 
     monkeypatch.setattr("threading.Thread.start", refuse)  # exhausting the machine's threads would end other tests
     with pytest.raises(ArenoError, match=r"can't start new thread; end other programs, or raise .*ulimit -u"):
-        MetricsRecorder(tmp_path / "events").record_step(0, rows=[], train_stats={"loss": 1.0}, timings={})
+        EventWriter(tmp_path / "events").log(0, {"train/loss": 1.0})
 
 
 def test_recording_after_close_is_an_error(tmp_path):
-    recorder = MetricsRecorder(tmp_path)
-    recorder.close()
+    events = EventWriter(tmp_path)
+    events.close()
     with pytest.raises(ArenoError, match="closed"):
-        recorder.record_step(0, rows=[], train_stats={}, timings={})
+        events.log(0, {})
 
 
 def test_a_program_that_forgets_close_loses_no_events_and_does_not_hang(tmp_path):
     program = (
-        "import sys; from areno.api.metrics import MetricsRecorder\n"
+        "import sys; from areno.observability.tensorboard import EventWriter\n"
         "assert 'torch' not in sys.modules, 'metrics must not import torch'\n"
         "import torch\n"
-        "recorder = MetricsRecorder(sys.argv[1])\n"
+        "events = EventWriter(sys.argv[1])\n"
         "for step in range(3):\n"
-        "    recorder.record_step(step, rows=[], train_stats={'loss': 1.0}, timings={})\n"
+        "    events.log(step, {'train/loss': 1.0})\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
     assert [step for step, _ in read_events(tmp_path)["train/loss"]] == [0, 1, 2]
@@ -211,9 +208,9 @@ def test_a_program_that_forgets_close_loses_no_events_and_does_not_hang(tmp_path
 def test_events_that_cannot_be_written_at_exit_are_reported(tmp_path):
     (tmp_path / "file").write_text("")
     program = (
-        "import sys, torch; from areno.api.metrics import MetricsRecorder\n"
-        "recorder = MetricsRecorder(sys.argv[1])\n"
-        "recorder.record_step(0, rows=[], train_stats={'loss': 1.0}, timings={})\n"
+        "import sys, torch; from areno.observability.tensorboard import EventWriter\n"
+        "events = EventWriter(sys.argv[1])\n"
+        "events.log(0, {'train/loss': 1.0})\n"
     )
     arguments = [sys.executable, "-c", program, str(tmp_path / "file" / "events")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)

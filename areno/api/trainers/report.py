@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from logging import Logger
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areno.api.metrics import MetricsRecorder
 from areno.config.tracking import mode_of
 from areno.config.train_options import TrainOptions
 from areno.config.yaml_io import dump_config
 from areno.observability import lifecycle
 from areno.observability.health import HealthMonitor
+from areno.observability.scalars import step_scalars
 from areno.observability.services import RunName, ServiceGroup, open_services
+from areno.observability.tensorboard import EventWriter
 from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import Reporter, StepOutcome
@@ -30,20 +31,19 @@ class StepReporter(Reporter):
     def __init__(self, config: TrainOptions, logger: Logger, health: HealthMonitor) -> None:
         super().__init__(RunDirectory(config.run_path), logger, health)
         self._config = config
-        self._recorder: MetricsRecorder | None = None
+        self._sinks: Sequence[EventWriter | ServiceGroup] = ()
 
     def begin(self, total_steps: int, done_steps: int) -> None:
         """Also write the configuration, and open the services."""
         self.run_dir.write_config(dump_config(self._config))
-        self._metrics(done_steps)
+        self._opened(done_steps)
         super().begin(total_steps, done_steps)
 
     def record_step(self, at: StepInfo, outcome: StepOutcome, state: RunState) -> None:
         """Log the statistics, and write all scalars."""
         outcome.stats["step_wall_time_s"] = outcome.seconds
         lifecycle.train_stats(self.logger, at.epoch, at.global_step, outcome.stats)
-        self._metrics(at.global_step).record_step(
-            at.global_step,
+        scalars = step_scalars(
             rows=outcome.rows,
             train_stats=outcome.stats,
             timings=outcome.timings,
@@ -51,12 +51,13 @@ class StepReporter(Reporter):
             total_skipped_long=state.skipped_long,
             rewards=outcome.rewards,
         )
+        self._record(at.global_step, scalars)
 
     def record_evaluation(self, state: RunState, metrics: Mapping[str, float], *, again: bool = False) -> None:
         """Log the metrics, and write them under ``eval/``."""
         if not again:
             lifecycle.evaluation(self.logger, state.epoch, state.step, metrics)
-        self._metrics(state.step).record_scalars(state.step, {f"eval/{name}": value for name, value in metrics.items()})
+        self._record(state.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def rewind(self, state: RunState) -> None:
         """Drop lines of later steps."""
@@ -71,19 +72,24 @@ class StepReporter(Reporter):
         lifecycle.save_checkpoint_end(self.logger, state.epoch, state.step - 1, path)
 
     def close(self) -> None:
-        """Also write the events that are queued."""
+        """Also write the events that are queued, and close the services."""
         super().close()
-        if self._recorder is not None:
-            self._recorder.close()
+        for sink in reversed(self._sinks):
+            sink.close()
 
-    def _metrics(self, step: int) -> MetricsRecorder:
-        """The recorder; ``step`` is the first one that it is asked for, where a resumed run records anew."""
-        if self._recorder is None:
+    def _record(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by full tag as a line of their own; an evaluation's ``step`` counts the completed steps."""
+        sinks = self._opened(step)
+        self.run_dir.append_metrics(step, scalars)
+        for sink in sinks:
+            sink.log(step, scalars)
+
+    def _opened(self, step: int) -> Sequence[EventWriter | ServiceGroup]:
+        """Where else scalars go; ``step`` is the first one that it is asked for, where a resumed run records anew."""
+        if not self._sinks:
             config = self._config
             name = RunName(config.track_project, self.run_dir.path.name, asdict(config))
             sections: dict[str, Any] = {service: {"mode": mode_of(service)} for service in config.track}
             services = ServiceGroup(open_services(name, self.run_dir.path, **sections), self.run_dir.metrics_path)
-            self._recorder = MetricsRecorder(
-                config.events_path, self.run_dir, step if config.resume else None, services
-            )
-        return self._recorder
+            self._sinks = EventWriter(config.events_path, step if config.resume else None), services
+        return self._sinks
