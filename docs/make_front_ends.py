@@ -71,6 +71,8 @@ FEATURES = (
     Feature("reference of DPO, scored once and kept on disk", ("--ref-ckpt",), ("ref.path",)),
     Feature("swapped labels of DPO", ("--dpo-label-smoothing",), ("actor.label_smoothing",)),
     Feature("reward function", ("--reward-fn-path",), ("reward.fn",)),
+    Feature("weights of a reward's parts", ("--reward-weights",), ("reward.weights",)),
+    Feature("normalised parts of a reward", ("--reward-normalize-parts",), ("reward.normalize_parts",)),
     Feature("reward model", ("--reward-ckpt",), ("reward.path",)),
     Feature("what a failing reward does", ("--on-reward-error",), ("reward.on_error",)),
     Feature("agents", ("--agent-fn",), ("rollout.agent.agent_cls_path",)),

@@ -19,7 +19,7 @@ from areno.api.sampler import Sampler
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import RewardError
-from areno.types import PromptBatch, RewardRecord, RolloutSequence, SamplingParams, tightest
+from areno.types import PARTS, PromptBatch, RewardRecord, RolloutSequence, SamplingParams, part_columns, tightest
 
 RewardSource = Callable[[list[RewardRecord], list[list[int]]], Sequence[float | None]]
 """Scores records, given with the token ids of prompt and response; None where a score failed."""
@@ -104,7 +104,8 @@ def evaluate_prompts(
         answers: answers in place of the policy's completions, such as those of an agent.
 
     Returns:
-        ``rewards_mean, rewards_std, accuracy`` (share of rewards above 0), ``pass@k`` for k = 1, 2, 4, ... and
+        ``rewards_mean, rewards_std``, of a reward in parts their means as ``reward_parts/NAME``, ``accuracy`` (share of
+        rewards above 0), ``pass@k`` for k = 1, 2, 4, ... and
         ``n_samples``, ``response_len_mean`` in tokens, ``truncated_ratio, num_prompts, num_samples, skipped_long,
         reward_errors, eval_time_s``. Answers without a reward count in the lengths only.
 
@@ -230,6 +231,7 @@ class _Tally:
         return {
             "rewards_mean": statistics.fmean(self.rewards),
             "rewards_std": statistics.pstdev(self.rewards),
+            **{name: statistics.fmean(part) for name, part in part_columns(self.rewards, PARTS).items()},
             "accuracy": sum(reward > 0 for reward in self.rewards) / len(self.rewards),
             **self._pass_at_k(),
             "response_len_mean": sum(self.lengths) / drawn,

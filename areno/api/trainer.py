@@ -21,7 +21,8 @@ from areno.api.session import RolloutSession
 from areno.errors import UsageError
 from areno.observability.scalars import step_scalars
 from areno.observability.tensorboard import EventWriter
-from areno.types import ModelRole, PromptBatch, RewardRecord, SamplingParams, TrainSequence
+from areno.rewards.worker import as_reward
+from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, SamplingParams, TrainSequence
 
 
 class Trainer(Sampler):
@@ -269,7 +270,7 @@ class Trainer(Sampler):
     def evaluate(
         self,
         dataset: Sequence[dict[str, Any]],
-        reward_fn: Callable[[RewardRecord], float],
+        reward_fn: Callable[[RewardRecord], Any],
         *,
         sampling_params: SamplingParams,
         n_samples: int = 1,
@@ -280,7 +281,7 @@ class Trainer(Sampler):
 
         Args:
             dataset: rows with a ``prompt``.
-            reward_fn: scores one answer; called here, in this process.
+            reward_fn: scores one answer, with a number or a dictionary of named parts; called here, in this process.
             sampling_params: generation controls, usually ``SamplingParams(greedy=True, ...)`` for one sample.
             n_samples: answers per prompt; ``pass@k`` is reported up to this k.
             max_prompt_tokens: longer prompts are passed over and counted.
@@ -290,11 +291,11 @@ class Trainer(Sampler):
             The metrics of :func:`areno.api.evaluation.evaluate_prompts`: ``rewards_mean``, ``accuracy``, ``pass@1``, ...
         """
         arguments.function("reward_fn", reward_fn)
-        before = set(self._sampled_at)
+        before, parts = set(self._sampled_at), RewardParts()
         metrics = evaluate_prompts(
             self,
             arguments.dataset(dataset),
-            lambda records, _: [float(reward_fn(record)) for record in records],
+            lambda records, _: [parts.weigh(as_reward(reward_fn(record))) for record in records],
             sampling=arguments.sampling(sampling_params),
             n_samples=arguments.whole("n_samples", n_samples),
             max_prompt_tokens=arguments.whole("max_prompt_tokens", max_prompt_tokens),

@@ -14,7 +14,7 @@ from areno.config.eval_options import EvalOptions, parse_eval
 from areno.config.prepare import load_hooks
 from areno.errors import ArenoError
 from areno.observability.logs import route_console, setup_logging
-from areno.types import RewardRecord
+from areno.types import RewardRecord, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ def _line(record: RewardRecord, reward: float | None) -> str:
     values = {
         **record.metadata,
         "reward": reward,
+        **({"reward_parts": dict(parts)} if (parts := parts_of(reward)) else {}),
         "response_len": len(record.tokens),
         "prompt": record.prompt,
         "completion": record.completion,

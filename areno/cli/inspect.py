@@ -70,13 +70,19 @@ def _list(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
     for sample in samples:
         advantage = "" if sample["advantage"] is None else f"{sample['advantage']:.3f}"
         rows = len(sample["rows"]) if "rows" in sample else "-"
-        answer = " ".join(str(sample["completion"]).split())
+        answer = " ".join(f"{_parts(sample)} {sample['completion']}".split())
         answer = answer if len(answer) <= _SHOWN else answer[: _SHOWN - 1] + "…"
         yield f"{_id(sample):<12}{sample['reward']:>9.3f}{advantage:>11}{sample['response_len']:>8}{rows:>6}  {answer}"
 
 
+def _parts(sample: Mapping[str, Any]) -> str:
+    """The parts of a sample's reward, in brackets; empty where it has none."""
+    parts = ", ".join(f"{name} {part:g}" for name, part in sample.get("reward_parts", {}).items())
+    return f" [{parts}]" if parts else ""
+
+
 def _show(sample: Mapping[str, Any], every_token: bool) -> Iterator[str]:
-    yield f"sample {_id(sample)}  reward {sample['reward']:g}  finish {sample['finish_reason']}"
+    yield f"sample {_id(sample)}  reward {sample['reward']:g}{_parts(sample)}  finish {sample['finish_reason']}"
     if "rows" not in sample:
         yield "Its tokens were not kept: a step keeps those of its first samples only. The texts:"
         yield f"  prompt: {sample['prompt']!r}"

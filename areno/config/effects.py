@@ -74,13 +74,17 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:
     """Options of reward functions, where none runs."""
-    of_functions = ("reward_timeout_s", "reward_workers", "reward_memory_gb")
+    of_parts = ("reward_weights", "reward_normalize_parts")
+    of_functions = (*of_parts, "reward_timeout_s", "reward_workers", "reward_memory_gb")
     if options.workflow is not None:
         for name in ("reward_fn_path", "reward_ckpt", "on_reward_error", *of_functions):
             yield name, "has no effect with --workflow, which gives the rewards itself; leave one of the two out"
     elif options.reward_ckpt and not options.reward_fn_path:
         for name in of_functions:
             yield name, "has no effect with --reward-ckpt, which runs no reward function; leave it out"
+    if options.turn_discount is not None:
+        because = "which compares turns by one number each; leave one of the two out"
+        yield "reward_normalize_parts", f"has no effect with --turn-discount, {because}"
 
 
 def _adapter(options: TrainOptions) -> Iterator[tuple[str, str]]:

@@ -95,6 +95,7 @@ class EvalOptions(CommandOptions):
     attn_backend: str = as_in(RolloutOptions, "attn_backend")
     disable_thinking: bool = as_in(RolloutOptions, "disable_thinking")
     reward_fn_path: str | None = as_in(RolloutOptions, "reward_fn_path")
+    reward_weights: str | None = as_in(RolloutOptions, "reward_weights")
     reward_ckpt: str | None = as_in(RolloutOptions, "reward_ckpt")
     reward_timeout_s: float = as_in(RolloutOptions, "reward_timeout_s")
     reward_workers: int | None = as_in(RolloutOptions, "reward_workers")
@@ -172,7 +173,7 @@ def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
             yield name, "on a single sample, which is greedy; give --temperature or --n-samples too"
     if options.reward_ckpt:
         yield "reward_fn_path", "with --reward-ckpt, which gives the reward already; leave one of the two out"
-        for name in ("reward_timeout_s", "reward_workers", "reward_memory_gb"):
+        for name in ("reward_weights", "reward_timeout_s", "reward_workers", "reward_memory_gb"):
             yield name, "with --reward-ckpt, which runs no reward function; leave it out"
     else:
         yield "score_micro_bs", "without --reward-ckpt; leave it out"

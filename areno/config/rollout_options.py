@@ -116,6 +116,15 @@ class RolloutOptions:
         metavar="FILE.PY[:FUNCTION]",
         help="Python function that scores one completion; reward_fn(record) unless named.",
     )
+    reward_weights: str | None = _rollout(
+        None,
+        metavar="NAME=WEIGHT,...",
+        unset="every part counts as it is",
+        help="Weights of the named parts that the reward function returns, such as format=0.2,answer=1; 1 where not named.",
+    )
+    reward_normalize_parts: bool = _rollout(
+        False, help="Standardise each part of the reward among a prompt's samples, then weight it (GDPO)."
+    )
     reward_ckpt: str | None = _rollout(
         None,
         path="place",

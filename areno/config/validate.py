@@ -21,6 +21,7 @@ from areno.config.parser import Problems, extra_options
 from areno.config.paths import adapter_problem, ckpt_problem, dataset_problem, is_adapter, unwritable
 from areno.config.policy_loss_options import PolicyLossOptions
 from areno.config.resume import value_of
+from areno.config.reward_weights import part_weights
 from areno.config.splits import TEST, TRAIN, split_problem
 from areno.config.tracking import SERVICES, mode_of, service_problem
 from areno.config.train_options import TrainOptions
@@ -95,6 +96,10 @@ def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
     """Problems of combinations and input paths, as training and ``areno eval`` check them alike; ``split`` is what is read."""
     yield from _combinations(options)
     yield from _paths(options, split)
+    try:
+        part_weights(options.reward_weights)
+    except UsageError as error:
+        yield f"--reward-weights {options.reward_weights!r}: {error}"
 
 
 def _required(options: TrainOptions, spec: AlgorithmSpec | None) -> Iterator[str]:

@@ -49,6 +49,9 @@ def function_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield _problem(config.reward_section.fn, "reward.fn")
     elif not config.reward_section.path:
         yield NO_REWARD
+    own = agent or workflow.path not in BUILT_IN_WORKFLOWS
+    if own and config.reward_section.weights and not config.reward_section.normalize_parts:
+        yield "reward.weights has no effect with a workflow of your own, which gives rewards; give its AsyncReward weights"
     if workflow.dynamic_filter_fn:
         yield _problem(workflow.dynamic_filter_fn, "workflow.dynamic_filter_fn")
 

@@ -8,7 +8,10 @@ turn rounding into a learning signal. Lengths that differ and rewards that are n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from areno.errors import RewardError
+from areno.types import part_columns
 
 
 def compute_group_advantages(rewards: Sequence[float], eps: float = 1e-8) -> list[float]:
@@ -69,3 +72,17 @@ def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[flo
 def batch_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """:func:`compute_group_advantages` of all samples of the step together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
     return _per_group(rewards, [0] * len(groups), compute_group_advantages)
+
+
+def normalised_parts(rewards: Sequence[float], groups: Sequence[int], weights: Mapping[str, float]) -> list[float]:
+    """sum_k w_k (r_k - mean(r_k)) / (std(r_k) + eps), with mean and std of part k over the prompt's samples.
+
+    With :func:`batch_advantages` behind, it is GDPO (Liu et al. 2026, arXiv:2601.05242). Raises RewardError: no parts.
+    """
+    columns = part_columns(rewards)
+    if not columns:
+        raise RewardError(
+            "the reward has no parts: return a dictionary, or leave out --reward-normalize-parts (reward.normalize_parts)"
+        )
+    scores = [[weights.get(name, 1.0) * z for z in group_advantages(part, groups)] for name, part in columns.items()]
+    return [math.fsum(parts) for parts in zip(*scores, strict=True)]

@@ -1,13 +1,13 @@
 """From task rewards to per-token advantages: penalties, scaling, normalising, a KL reward, GAE.
 
-The order is fixed: over-long penalty, bias, scaling, clip, normalising over samples; the result R' is the reward of the last
-trained token, beside a KL reward at every trained token; GAE over the trained tokens; normalising over tokens. Tokens that
-are not trained on (a prompt, what a tool said) are stepped over and discount nothing.
+The order is fixed: parts normalised and weighted, over-long penalty, bias, scaling, clip, normalising over samples; the
+result R' is the reward of the last trained token, beside a KL reward at every trained token; GAE over the trained tokens;
+normalising over tokens. Tokens that are not trained on (a prompt, what a tool said) are stepped over and discount nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from areno.loss_fns.advantages import normalised_parts
 from areno.loss_fns.gae import fill_gae
 from areno.loss_fns.kl import kl_penalty
 from areno.loss_fns.rejection import second_moment_keep
@@ -42,6 +43,7 @@ class RewardShaping:
         ValueError: a knob is out of its range, or the penalty lacks a number.
     """
 
+    part_weights: Mapping[str, float] | None = None  # of normalised parts; None takes rewards as they are
     reward_bias: float = 0.0  # added to the reward
     reward_scaling: float = 1.0  # factor on the sum
     reward_clip: float = 20.0  # bound on its size, above 0
@@ -91,6 +93,8 @@ class RewardShaping:
             lengths: trained tokens that each belongs to [B].
             groups: what it is compared with [B].
         """
+        if self.part_weights is not None:
+            raw = normalised_parts(raw, groups, self.part_weights)
         penalised = [reward + self.penalty(length) for reward, length in zip(raw, lengths, strict=True)]
         biased = torch.tensor(penalised, dtype=torch.float64) + self.reward_bias
         shaped = (biased * self.reward_scaling).clamp(-self.reward_clip, self.reward_clip)

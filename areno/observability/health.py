@@ -8,15 +8,26 @@ into the checkpoint: a resumed run warns exactly as an uninterrupted one would.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from areno.types import part_columns
 
 LOGPROB_GAP_LIMIT = 0.05
 """Mean |rollout - train log-prob| that is worth a warning in bf16."""
 LOGPROB_GAP_LIMIT_FP32 = 1e-3
 """The same when both sides compute in fp32."""
 _LOSS_IS_ZERO = 1e-6
+PARTS_WINDOW = 20
+"""Steps over which the means of a reward's parts are compared."""
+_OPPOSED = -0.7  # correlation of two parts' means; by chance one in a few thousand windows has such a one
+_RISES = 0.5  # correlation of the reward's mean with the step
+_REWARD = ""  # the name of the mean reward among those of its parts
 
 
 @dataclass(slots=True)
@@ -58,6 +69,7 @@ class HealthMonitor:
         self._episodes: dict[str, _Episode] = {}
         self._max_new_tokens = max_new_tokens
         self._settings = settings or {}
+        self._parts: deque[dict[str, float]] = deque(maxlen=PARTS_WINDOW)
         self._loss_explained = not grouped  # the explanation is of grouped advantages
 
     def observe(
@@ -74,13 +86,15 @@ class HealthMonitor:
             step: step index, for the messages.
             stats: of it ``loss``, ``grad_norm``, ``response_len``, ``logp_abs_diff_mean`` and ``reward_errors``
                 (samples dropped because their reward function failed) are read; what is missing is not judged.
-            rewards: one per sample; empty for algorithms without rewards.
+            rewards: one per sample, with parts as :class:`~areno.types.WeightedReward`; empty for algorithms without.
             groups: prompt index of each sample, aligned with ``rewards``.
             truncated: whether each response ended at the token limit.
 
         Raises:
             ValueError: ``rewards`` and ``groups`` differ in length.
         """
+        columns = {_REWARD: rewards, **part_columns(rewards)} if rewards else {}
+        self._parts.append({name: statistics.fmean(column) for name, column in columns.items()})
         warnings = [
             text
             for name, condition in self._conditions(stats, rewards, groups, truncated).items()
@@ -107,7 +121,7 @@ class HealthMonitor:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
         episodes = {name: [e.held, e.absent, e.warned] for name, e in self._episodes.items()}
-        return {"episodes": episodes, "loss_explained": self._loss_explained}
+        return {"episodes": episodes, "loss_explained": self._loss_explained, "parts": [*self._parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` gave."""
@@ -116,6 +130,7 @@ class HealthMonitor:
             for name, (held, absent, warned) in state["episodes"].items()
         }
         self._loss_explained = self._loss_explained or bool(state["loss_explained"])
+        self._parts.extend(state.get("parts", []))
 
     def _follow(self, name: str, holds: bool | None, message: str) -> list[str]:
         """Advance one condition's episode by one step."""
@@ -185,6 +200,7 @@ class HealthMonitor:
                 "not the one that sampled. Take fewer optimizer steps per batch (drop --gradient-accumulation-steps) "
                 "or a lower learning rate; if it is so from the first step, try --dtype float32",
             ),
+            "opposed_parts": _opposed(self._parts),
             "reward_errors": (
                 None if dropped is None else dropped > 0,
                 f"the reward function failed on {dropped or 0:g} samples, which were dropped; the log names each record",
@@ -196,6 +212,29 @@ def unusable(stats: Mapping[str, float]) -> bool:
     """Whether an update of a step was skipped, or its loss or gradient is not finite."""
     numbers = (stats.get(name, 0.0) for name in ("loss", "grad_norm"))
     return stats.get("update_skipped", 0.0) > 0 or not all(map(math.isfinite, numbers))
+
+
+def _opposed(history: Sequence[Mapping[str, float]]) -> tuple[bool | None, str]:
+    """Whether the part that rises most and the one that falls most oppose each other while the reward rises; the warning."""
+    names = [name for name in (history[0] if history else ()) if all(name in means for means in history)]
+    if len(history) < PARTS_WINDOW or len(names) < 3:
+        return None, ""
+    columns = np.array([[means[name] for means in history] for name in names])
+    with np.errstate(divide="ignore", invalid="ignore"):  # what does not vary correlates with nothing
+        correlation = np.nan_to_num(np.corrcoef([*columns.round(9), range(PARTS_WINDOW)]))
+    trends = correlation[-1, 1:-1]
+    up, down = 1 + int(trends.argmax()), 1 + int(trends.argmin())
+    if correlation[-1, 0] <= _RISES or not trends.max() > 0 > trends.min() or correlation[up, down] > _OPPOSED:
+        return False, ""
+    halves = columns.reshape(len(names), 2, -1).mean(2)
+    rising, falling = names[up], names[down]
+    rose, fell = ("{:.3g} to {:.3g}".format(*halves[place]) for place in (up, down))
+    return True, (
+        f"parts of the reward move against each other: over {PARTS_WINDOW} steps `{rising}` rose ({rose}, means of the halves) "
+        f"and `{falling}` fell ({fell}; correlation {correlation[up, down]:.2f}), while the reward as a whole rose. The policy "
+        f"may be exploiting `{rising}`: read late samples where it is high and `{falling}` low (areno inspect RUN), then close "
+        f"what they exploit or lower its weight (--reward-weights {rising}=...)"
+    )
 
 
 def _all_tied(rewards: Sequence[float], groups: Sequence[int]) -> bool | None:

@@ -15,7 +15,7 @@ from logging import Logger
 from typing import Any, Protocol
 
 from areno.errors import UsageError
-from areno.types import RewardRecord, TrainSequence
+from areno.types import RewardRecord, TrainSequence, parts_of
 
 MAX_CHARS = 8000
 LOGGED_TOKENS = 64
@@ -50,9 +50,9 @@ def sample_records(
 
     Returns:
         One dictionary per kept sample, in the order of ``records``: ``step, prompt_index, sample_index, picked`` (why
-        it was kept: ``first``, ``best``, ``worst``), ``reward, advantage, finish_reason, response_len, logprob_mean``
-        (over tokens that are trained on; None where there are none), ``prompt, completion``; of an agent also ``messages``;
-        and ``rows``, where there is room for them.
+        it was kept: ``first``, ``best``, ``worst``), ``reward``, ``reward_parts`` where it has parts, ``advantage,
+        finish_reason, response_len, logprob_mean`` (over tokens that are trained on; None where there are none), ``prompt,
+        completion``; of an agent also ``messages``; and ``rows``, where there is room for them.
 
     Raises:
         ValueError: the sequences differ in length.
@@ -74,6 +74,7 @@ def sample_records(
             "sample_index": records[i].metadata.get("sample_index", 0),
             "picked": picked[i],
             "reward": rewards[i],
+            **({"reward_parts": dict(parts)} if (parts := parts_of(rewards[i])) else {}),
             "advantage": None if advantages is None else advantages[i],
             "finish_reason": records[i].metadata.get("finish_reason"),
             "response_len": len(records[i].tokens),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areno.types import TrainSequence
+from areno.types import PARTS, TrainSequence, part_columns
 
 
 def step_scalars(
@@ -74,7 +74,8 @@ def _reward_scalars(rewards: Sequence[float] | None) -> dict[str, float]:
         return {}
     values = np.asarray(rewards, dtype=np.float64)
     scalars = {f"rollout/rewards_{name}": float(getattr(values, name)()) for name in ("mean", "std", "max", "min")}
-    return {**scalars, "rollout/accuracy": float((values > 0).mean())}
+    parts = {name: float(np.mean(part)) for name, part in part_columns(rewards, f"rollout/{PARTS}").items()}
+    return {**scalars, "rollout/accuracy": float((values > 0).mean()), **parts}
 
 
 def _token_scalars(rows: Sequence[TrainSequence]) -> dict[str, float]:

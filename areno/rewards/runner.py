@@ -21,7 +21,7 @@ from areno.cores import usable_cores
 from areno.errors import RewardError, UsageError
 from areno.rewards.lanes import Lane, Pool, RewardProcess, RewardThread
 from areno.rewards.worker import Message, describe_error, is_async, source_file, timeout_text
-from areno.types import RewardRecord
+from areno.types import RewardParts, RewardRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class RewardRunner:
         on_error: ``stop`` raises at the first record that fails, ``drop`` gives it an outcome without a value.
         retries: how often a record runs again whose worker process died, or did not begin with it in time.
         memory_gb: most data of each process of a reward file, in GiB; None sets no limit.
+        parts: weighs the parts of rewards; several runners of one function share it. None gives each part the weight 1.
 
     Raises:
         UsageError: not exactly one of ``reward_fn`` and ``path``, or a value out of range.
@@ -72,6 +73,7 @@ class RewardRunner:
         on_error: OnError = "stop",
         retries: int = 1,
         memory_gb: float | None = None,
+        parts: RewardParts | None = None,
     ) -> None:
         if (reward_fn is None) == (path is None):
             raise UsageError("a reward needs either a function or a file (--reward-fn-path), and not both")
@@ -84,6 +86,7 @@ class RewardRunner:
         self.timeout_s = timeout_s
         self.on_error = on_error
         self._retries = retries
+        self._parts = parts or RewardParts()
         self._lock = threading.Lock()
         self._closed = False
         size = workers or min(usable_cores(), _MAX_DEFAULT_WORKERS)
@@ -122,6 +125,10 @@ class RewardRunner:
                 for lane in self._pool.lanes:
                     if lane.running or lane.waiting:
                         self._pool.replace(lane.position)
+            outcomes = [outcome for outcome in batch.outcomes if outcome is not None]
+            for index, outcome in enumerate(outcomes):  # only with all of them is it known which part one lacks
+                if outcome.value is not None and (problem := self._parts.problem(outcome.value)):
+                    self._fail(batch, index, problem, outcome.seconds)
             return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def close(self) -> None:
@@ -192,7 +199,7 @@ class RewardRunner:
             if kind == "error":
                 self._fail(batch, index, result, batch.pace_s)
             else:
-                batch.finish(index, RewardOutcome(result, None, batch.pace_s))
+                batch.finish(index, RewardOutcome(self._parts.weigh(result), None, batch.pace_s))
         else:
             self._lose(batch, lane, f"its worker reported {message!r:.80} out of turn, and was stopped")
 

@@ -17,15 +17,17 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areno.config.hooks import REWARD_HOOK, load_hook
+from areno.config.reward_weights import PART_NAME
 from areno.errors import RewardError, UsageError
 from areno.frames import Frames
 from areno.rewards.supervisor import supervised
 from areno.types import RewardRecord
+from areno.types.reward_parts import PartValues
 
 MAX_CONCURRENT = 64  # async calls at once in one event loop
 MESSAGE_BYTES = 1 << 20  # most that a report may have
@@ -33,15 +35,15 @@ _MAX_ERROR_CHARS = 2000
 
 Job = tuple[int, Any]
 Message = list[Any]
-"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` or
-``["error", index, text, seconds]``."""
+"""``["ready", is_async]``, ``["broken", text]``, ``["start", index]``, ``["value", index, reward, seconds]`` (a number or
+parts) or ``["error", index, text, seconds]``."""
 
-_SHAPES: dict[Any, tuple[type, ...]] = {
-    "ready": (bool,),
-    "broken": (str,),
-    "start": (int,),
-    "value": (int, float, float),
-    "error": (int, str, float),
+_SHAPES: dict[Any, set[tuple[type, ...]]] = {
+    "ready": {(bool,)},
+    "broken": {(str,)},
+    "start": {(int,)},
+    "value": {(int, float, float), (int, dict, float)},
+    "error": {(int, str, float)},
 }
 
 
@@ -50,8 +52,10 @@ def parse_message(body: bytes) -> Message:
     try:
         message = json.loads(body)
         kind, values = message[0], message[1:]
-        known = isinstance(message, list) and tuple(map(type, values)) == _SHAPES[kind]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        known = isinstance(message, list) and tuple(map(type, values)) in _SHAPES[kind]
+        if known and kind == "value":
+            as_reward(values[1])
+    except (ValueError, LookupError, TypeError, RecursionError, RewardError):
         known = False
     if not known or not all(math.isfinite(value) for value in values if isinstance(value, float)):
         raise ValueError(f"{body[:80]!r} is no report of a reward")
@@ -79,8 +83,19 @@ def describe_error(error: BaseException, source: str) -> str:
     return _cut(text) + where
 
 
-def as_reward(value: Any) -> float:
-    """A finite float from a bool, int, float, or zero-dimensional array or tensor; RewardError for anything else."""
+def as_reward(value: Any) -> PartValues:
+    """What a reward function returned, as a finite float or a dictionary of them; RewardError for anything else."""
+    if not isinstance(value, Mapping):
+        return _as_number(value)
+    if not value or not all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in value):
+        raise RewardError(
+            f"returned parts named {list(value)!r:.80}; name at least one, with letters, digits, `_`, `.`, `-`, no digit first"
+        )
+    return {name: _as_number(part, f" as the part {name}") for name, part in value.items()}
+
+
+def _as_number(value: Any, place: str = "") -> float:
+    """A finite float from a bool, int, float, or zero-dimensional array or tensor."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -92,8 +107,8 @@ def as_reward(value: Any) -> float:
             return number
     shown = repr(value)
     raise RewardError(
-        f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}); "
-        "a reward must be one finite number"
+        f"returned {shown if len(shown) <= 80 else shown[:80] + '…'} ({type(value).__name__}){place}; "
+        "a reward must be one finite number, or a dictionary of them by the names of its parts"
     )
 
 
@@ -123,7 +138,7 @@ class Scorer:
     def _score(self, index: int, payload: Any) -> None:
         self._report("start", index)
         started = time.perf_counter()
-        result: tuple[str, int, float | str]
+        result: tuple[str, int, PartValues | str]
         try:
             result = "value", index, as_reward(self.function(self.load(payload)))
         except BaseException as error:
@@ -138,7 +153,7 @@ class Scorer:
                 self._report("start", index)
                 started = time.perf_counter()
                 deadline = asyncio.timeout(self.timeout_s)
-                result: tuple[str, int, float | str]
+                result: tuple[str, int, PartValues | str]
                 try:
                     async with deadline:
                         result = "value", index, as_reward(await self.function(self.load(payload)))

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from areno.rollouts.trajectory import Trajectory, samples_of
+from areno.rollouts.trajectory import Trajectory, reward_of, samples_of
+from areno.types import parts_of
 
 
 class TrajectoryDump:
@@ -19,8 +20,8 @@ class TrajectoryDump:
         """Write one group of samples; returns the file.
 
         Each line has ``task_id, sample_idx, seqlen, prompt_len`` (tokens before the first sampled one),
-        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward, prompt, completion``.
-        The folder is the newest ``tail_version`` of the group.
+        ``head_version`` and ``tail_version`` (of the first and the last sampled token), ``reward``, ``reward_parts`` where it
+        has parts, ``prompt, completion``. The folder is the newest ``tail_version`` of the group.
         """
         lines = [self._line(task_id, index, row) for index, row in enumerate(samples_of(trajectory))]
         path = self.folder / str(max(line["tail_version"] for line in lines)) / f"{task_id}.jsonl"
@@ -40,6 +41,7 @@ class TrajectoryDump:
             "head_version": versions[sampled[0]] if sampled else -1,
             "tail_version": versions[sampled[-1]] if sampled else -1,
             "reward": row["rewards"],
+            **({"reward_parts": dict(parts)} if (parts := parts_of(reward_of(row))) else {}),
             "prompt": self._tokenizer.decode(tokens[:begin]),
             "completion": self._tokenizer.decode(tokens[begin:]),
         }

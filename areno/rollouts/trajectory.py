@@ -3,7 +3,7 @@
 Keys, all of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 where a token is trained on), ``logprobs`` (float32,
 0 where nothing was sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask``
 (False on padding). Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as the engine said it;
-nothing is guessed from lengths) and ``temperature``.
+nothing is guessed from lengths), ``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from areno.errors import UsageError
 from areno.rollouts.conversation.rows import TrajectoryRow
-from areno.types import TrainSequence
+from areno.types import PARTS, TrainSequence, WeightedReward, parts_of
 
 Trajectory = dict[str, Any]
 
@@ -46,6 +46,7 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
                 "rewards": torch.tensor([reward], dtype=torch.float32),
                 "truncated": torch.tensor([row.truncated]),
                 "temperature": torch.tensor([row.temperature], dtype=torch.float32),
+                **{PARTS + name: torch.tensor([part], dtype=torch.float32) for name, part in parts_of(reward).items()},
             }
             for row, reward in rows
         ]
@@ -125,11 +126,17 @@ def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> li
     made = []
     for group, trajectory in enumerate(trajectories):
         for row in samples_of(trajectory):
-            sequence = trajectory_row(row).train_sequence(reward=row["rewards"], group=group, eos_token_id=eos_token_id)
+            sequence = trajectory_row(row).train_sequence(reward=reward_of(row), group=group, eos_token_id=eos_token_id)
             for key in _CARRIED.keys() & row.keys():
                 setattr(sequence, _CARRIED[key], row[key])
             made.append(sequence)
     return made
+
+
+def reward_of(row: dict[str, Any]) -> float:
+    """The reward of a row of :func:`samples_of`, with its parts if it has any."""
+    parts = {key.removeprefix(PARTS): value for key, value in row.items() if key.startswith(PARTS)}
+    return WeightedReward(row["rewards"], parts) if parts else row["rewards"]
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:

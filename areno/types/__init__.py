@@ -1,6 +1,7 @@
 """The data classes that travel through areno. Nothing here imports torch."""
 
 from areno.types.reward import RewardEvent, RewardEventType, RewardRecord
+from areno.types.reward_parts import PARTS, RewardParts, WeightedReward, part_columns, parts_of
 from areno.types.sampling import (
     FinishReason,
     GeneratedToken,
@@ -15,6 +16,7 @@ from areno.types.sampling import (
 from areno.types.training import ModelRole, PromptBatch, PromptItem, TrainSequence
 
 __all__ = [
+    "PARTS",
     "FinishReason",
     "GeneratedToken",
     "Logprobs",
@@ -24,11 +26,15 @@ __all__ = [
     "Request",
     "RewardEvent",
     "RewardEventType",
+    "RewardParts",
     "RewardRecord",
     "RolloutResult",
     "RolloutSequence",
     "SamplingParams",
     "TokenConstraint",
     "TrainSequence",
+    "WeightedReward",
+    "part_columns",
+    "parts_of",
     "tightest",
 ]

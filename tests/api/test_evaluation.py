@@ -146,6 +146,17 @@ def test_rewards_see_the_record_and_all_tokens_of_each_answer(trainer):
         assert record.completion == tokenizer.decode(record.tokens, skip_special_tokens=True)
 
 
+def test_the_means_of_a_rewards_parts_are_reported(trainer):
+    def in_parts(record):
+        return {"length": len(record.tokens), "first": record.metadata["sample_index"] == 0}
+
+    metrics = trainer.evaluate(PROMPTS, in_parts, sampling_params=SAMPLING, n_samples=2)
+    assert metrics["reward_parts/first"] == 0.5
+    assert metrics["reward_parts/length"] == metrics["response_len_mean"]
+    assert metrics["rewards_mean"] == pytest.approx(0.5 + metrics["response_len_mean"])
+    assert "reward_parts/first" not in evaluate(trainer, lambda records, _: [1.0] * len(records))
+
+
 def answers_of(trainer, rows=PROMPTS, **changes):
     texts = {}
 

@@ -41,6 +41,11 @@ WRONG = [
     ([*EVAL, "--score-micro-bs", "4"], "--score-micro-bs 4 has no effect without --reward-ckpt"),
     ([*EVAL, "--reward-ckpt", "model"], "--reward-fn-path reward.py has no effect with --reward-ckpt"),
     ([*BASE, "--reward-ckpt", "model", "--reward-workers", "2"], "--reward-workers 2 has no effect with --reward-ckpt"),
+    ([*EVAL, "--reward-weights", "a=-1"], "--reward-weights 'a=-1': 'a=-1' is no part's weight"),
+    (
+        [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],
+        "--reward-weights a=1 has no effect with --reward-ckpt",
+    ),
     ([*EVAL, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is less than one sequence may need"),
     ([*EVAL, "--device", "tpu"], "--device 'tpu' is unknown"),
     ([*EVAL, "--dtype", "fp16"], "--dtype 'fp16' is unknown; choose auto, float32, bfloat16"),

@@ -18,7 +18,7 @@ GROUPS = {
         "batch-size n-samples max-running-prompts max-prompt-tokens max-new-tokens max-context-len temperature "
         "top-k top-p greedy eager-decode speculate drop-rollout-state attn-backend disable-thinking agent-fn "
         "agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
-        "reward-fn-path reward-ckpt reward-timeout-s reward-memory-gb reward-workers "
+        "reward-fn-path reward-weights reward-normalize-parts reward-ckpt reward-timeout-s reward-memory-gb reward-workers "
         "on-reward-error rollout rollout-replicas max-staleness workflow kv-cache-tokens stop stop-token-ids ignore-eos"
     ),
     "Parameter tuning": "tune-params mem-frac tune-max-samples",

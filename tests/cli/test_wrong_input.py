@@ -99,6 +99,22 @@ TRAIN = [
         [*GSPO, "--rollout", "async", "--lora-rank", "4", "--load-in-4bit"],
         "--rollout async with --load-in-4bit: rollout processes hold whole weights only",
     ),
+    (
+        [*GSPO, "--reward-weights", "format"],
+        "--reward-weights 'format': 'format' is no part's weight: give each part's name",
+    ),
+    (
+        [*BASE, "--reward-ckpt", "model", "--reward-weights", "a=1"],
+        "--reward-weights a=1 has no effect with --reward-ckpt",
+    ),
+    (
+        [*GSPO, "--reward-normalize-parts", "--turn-discount", "0.9"],
+        "--reward-normalize-parts has no effect with --turn",
+    ),
+    (
+        [*GSPO, "--workflow", "reward.py:Even", "--reward-weights", "a=1"],
+        "--reward-weights a=1 has no effect with --workf",
+    ),
     ([*GSPO, "--workflow", "reward.py:reward_fn"], "--reward-fn-path reward.py has no effect with --workflow"),
     ([*BASE, "--workflow", "reward.py"], "--workflow reward.py: name the class or object too, as file.py:NAME"),
     ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),

@@ -238,6 +238,8 @@ OPTIONS = {
     "train_tool_results": False,
     "turn_discount": None,
     "reward_fn_path": None,
+    "reward_weights": None,
+    "reward_normalize_parts": False,
     "reward_ckpt": None,
     "reward_timeout_s": 60.0,
     "reward_workers": None,

@@ -13,6 +13,11 @@ def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids
     return sum(completion_ids) % 7 / 7
 
 
+def in_parts(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> Any:
+    """The same, and how short the answer is."""
+    return {"letters": letters(prompt, completions, prompt_ids, completion_ids), "short": -len(completion_ids)}
+
+
 def nothing(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """Always 0."""
     return 0.0

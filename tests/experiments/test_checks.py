@@ -57,6 +57,10 @@ def test_all_that_is_missing_is_named_at_once(tmp_path, no_model):
         ({"reward__fn": "no_such_module.reward"}, "reward.fn: importing no_such_module raised ModuleNotFoundError"),
         ({"reward__fn": ""}, "reward.fn is missing: name the reward function"),
         (
+            {"workflow__path": "json.JSONDecoder", "reward__weights": {"a": 1}},
+            "reward.weights has no effect with a workflow",
+        ),
+        (
             {"workflow__path": "json.NoSuchWorkflow", "reward__fn": ""},
             "workflow.path 'json.NoSuchWorkflow': json defines no",
         ),

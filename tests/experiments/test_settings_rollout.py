@@ -261,6 +261,30 @@ def test_the_reward_function_is_the_named_one(rl):
     assert max(rl({"reward.fn": REWARDS + "letters"}).column("rollout/reward/max")) > 0
 
 
+PARTS = ("reward_parts/letters", "reward_parts/short")
+
+
+def test_parts_of_a_reward_are_weighted(rl):
+    run = rl({
+        **{"reward.fn": REWARDS + "in_parts", "reward.weights": {"short": 0.25}, "rollout.dump_to_file": True},
+        **{"valid_dataset.path": "${train_dataset.path}", "valid_dataset.split": "train", "valid_dataset.type": "rl"},
+        **{"evaluator.freq_steps": 1},
+    })  # fmt: skip
+    for row, answer in zip(run.samples, run.answers(), strict=True):
+        parts = {"letters": sum(answer) % 7 / 7, "short": -len(answer)}
+        assert {name: row[f"reward_parts/{name}"] for name in parts} == pytest.approx(parts)
+        assert row["rewards"] == pytest.approx(parts["letters"] + 0.25 * parts["short"])
+    reward, *parts = (run.column(f"eval-rollout/{name}/avg")[0] for name in ("reward", *PARTS))
+    assert reward == pytest.approx(parts[0] + 0.25 * parts[1])
+    short = [row["reward_parts/short"] for row in run.samples]
+    assert run.column("rollout/reward_parts/short/avg") == pytest.approx([sum(short) / len(short)])
+    kept = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    dumped = [json.loads(line) for path in (run.folder / "rollout").rglob("*.jsonl") for line in path.open()]
+    for one in (*kept, *dumped):
+        assert one["reward"] == pytest.approx(one["reward_parts"]["letters"] + 0.25 * one["reward_parts"]["short"])
+    assert len(dumped) >= len(run.samples)  # some are rolled out for the next step
+
+
 def test_a_reward_model_judges_finished_answers_in_training_and_evaluation(rl, tiny_checkpoint, tmp_path):
     judge = save_classifier(tmp_path / "judge", tiny_checkpoint)
     run = rl({

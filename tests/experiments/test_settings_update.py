@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from areno.errors import UsageError
 from areno.experiments.trainers.update import loss_of, policy_loss_of, shaping_of, with_version
 from areno.loss_fns import PolicyLoss, RejectionSampling, gspo_loss_fn, policy_loss_fn
 from areno.loss_fns.shaping import shape_advantages
-from areno.types import TrainSequence
+from areno.types import TrainSequence, WeightedReward
 from tests.config.experiment.samples import RL, changed
 from tests.experiments.trainer_stage import Run, differ, run_kind, settings_of_kind, trainer_of
 from tests.loss_fns import written_out, written_out_family
@@ -259,11 +260,35 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_parts_of_a_reward_are_normalised_where_asked_for():
+    """Per part (x - mean) / deviation of the group's rows, times its weight; then no further norm, so it is the advantage."""
+
+    def advantages(**reward: Any) -> list[float]:
+        rows = rows_to_shape()
+        for row, number in zip(rows, numbers, strict=True):
+            row.reward = WeightedReward(number, {"a": number, "b": number**2})
+        given = {f"reward.{name}": value for name, value in reward.items()} | {"actor.reward_norm": None}
+        made = config(given)
+        shape_advantages(rows, shaping_of(made.actor, made.reward))
+        return [row.advantages[2] for row in rows]
+
+    def scores(values: list[float]) -> list[float]:
+        groups = [[v for v, g in zip(values, GROUPS, strict=True) if g == group] for group in GROUPS]
+        spreads = [statistics.pstdev(group) for group in groups]
+        moved = [value - statistics.fmean(group) for value, group in zip(values, groups, strict=True)]
+        return [m / s if s else 0.0 for m, s in zip(moved, spreads, strict=True)]
+
+    numbers = [0.5 * (index + 1) for index in range(len(GROUPS))]
+    parts = zip(scores(numbers), scores([n**2 for n in numbers]), strict=True)
+    assert advantages(normalize_parts=True, weights={"b": 0.5}) == pytest.approx([a + 0.5 * b for a, b in parts])
+    assert advantages(weights={"b": 0.5}) == numbers
+
+
 @pytest.mark.parametrize(("base", "changes", "knobs"), SHAPES, ids=lambda given: ",".join(given))
 def test_a_knob_of_the_reward_gives_its_formula(base, changes, knobs):
     def advantages(given: dict[str, Any]) -> list[list[float]]:
         rows = rows_to_shape()
-        shape_advantages(rows, shaping_of(config(given).actor))
+        shape_advantages(rows, shaping_of(config(given).actor, config(given).reward))
         return [row.advantages[2:] for row in rows]
 
     found = advantages(base | changes)

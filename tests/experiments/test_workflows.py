@@ -29,6 +29,7 @@ from areno.rollouts.workflows.multi_turn import TRY_AGAIN, MultiTurnWorkflow
 from areno.rollouts.workflows.resolve import resolve_function, resolve_workflow
 from areno.rollouts.workflows.rewards import AsyncReward
 from areno.rollouts.workflows.rlvr import RLVRWorkflow
+from areno.types import parts_of
 from tests.experiments.stage import Generation
 
 ROW = {"prompt": "What is 2 plus 2?", "answer": "4"}
@@ -174,6 +175,21 @@ def test_a_wrong_answer_is_tried_again_and_costs_a_discount(engine):
         assert [bool(mark) for mark in row["loss_mask"]] == [version >= 0 for version in row["versions"]]
     texts = [engine.tokenizer.decode(row["input_ids"]) for row in samples_of(found)]
     assert any(text.count(TRY_AGAIN) == 2 for text in texts)
+
+
+def test_a_discount_holds_for_the_parts_of_a_reward_too(engine):
+    gconfig = Generation(max_new_tokens=4)
+
+    def parts(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> Any:
+        again = TRY_AGAIN in prompt
+        return {"right": 4.0 * again, "tidy": 2.0 * again}
+
+    reward = AsyncReward(parts, weights={"tidy": 0.5})
+    found = episode(engine, MultiTurnWorkflow(reward, gconfig, engine.tokenizer, max_turns=3, turn_discount=0.5))
+    check_trajectory(found)
+    for row, sequence in zip(samples_of(found), train_sequences([found], 0), strict=True):
+        assert (row["rewards"], row["reward_parts/right"], row["reward_parts/tidy"]) == (2.5, 2.0, 1.0)
+        assert (sequence.reward, parts_of(sequence.reward)) == (2.5, {"right": 2.0, "tidy": 1.0})
 
 
 def test_tries_end_at_the_limit_with_reward_zero(engine):

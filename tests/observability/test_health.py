@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, HealthMonitor
+from areno.observability.health import LOGPROB_GAP_LIMIT_FP32, PARTS_WINDOW, HealthMonitor
+from areno.types import WeightedReward
 
 HEALTHY = {"loss": -0.01, "grad_norm": 0.5, "response_len": 40.0, "logp_abs_diff_mean": 1e-6, "reward_errors": 0}
 REWARDS, GROUPS = [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]
@@ -154,3 +155,55 @@ def test_the_limit_that_cut_the_responses_is_the_one_to_raise():
 
 def test_a_loss_near_zero_is_not_put_down_to_groups_where_there_are_none():
     assert HealthMonitor(grouped=False).explain(3, {"loss": 1e-9, "grad_norm": 0.5}, [0.0, 1.0]) == ""
+
+
+def in_parts(**parts):
+    """Two samples of each of two prompts, which have the parts as their means and do not tie."""
+    spread = [{name: mean + shift for name, mean in parts.items()} for shift in (-0.1, 0.1, -0.1, 0.1)]
+    return [WeightedReward(sum(each.values()), each) for each in spread]
+
+
+def follow(monitor, script, first=0):
+    return [
+        text for step, parts in enumerate(script, first) for text in observe(monitor, step, rewards=in_parts(**parts))
+    ]
+
+
+HACKED = [{"length": 0.1 * step, "answer": 0.8 - 0.02 * step, "format": 1.0} for step in range(30)]
+
+
+def test_parts_that_move_against_each_other_while_the_reward_rises_are_reported_once():
+    (text,) = follow(HealthMonitor(), HACKED)
+    assert text.startswith(f"step {PARTS_WINDOW - 1}: ")
+    # The means of ten steps each, by hand: 0.1 (0 + ... + 9) / 10 = 0.45, 0.8 - 0.02 * 4.5 = 0.71.
+    assert (
+        "`length` rose (0.45 to 1.45, means of the halves) and `answer` fell (0.71 to 0.51; correlation -1.00)" in text
+    )
+    assert "--reward-weights length=..." in text
+    experiment = HealthMonitor(settings={"--reward-weights": "reward.weights"})
+    assert "lower its weight (reward.weights length=...)" in follow(experiment, HACKED)[0]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [{"a": 0.1 * step, "b": 0.02 * step} for step in range(30)],  # both rise
+        [{"a": 0.02 * step, "b": 1 - 0.1 * step} for step in range(30)],  # the reward falls
+        [{"a": 0.1 * step, "b": 0.5} for step in range(30)],  # one stands still
+        [{"a": 0.1 * step, "b": 0.5 + 0.1 * (-1) ** step - 1e-3 * step} for step in range(30)],  # noise
+        HACKED[: PARTS_WINDOW - 1],  # too early to say
+    ],
+)
+def test_other_parts_are_not(script):
+    assert follow(HealthMonitor(), script) == []
+
+
+def test_a_resumed_monitor_remembers_the_parts():
+    for cut in (1, 12, PARTS_WINDOW, 25):
+        first, second = HealthMonitor(), HealthMonitor()
+        texts = follow(first, HACKED[:cut])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert len(texts + follow(second, HACKED[cut:], cut)) == 1
+    old = HealthMonitor()
+    old.load_state_dict({"episodes": {}, "loss_explained": False})  # of a checkpoint from before
+    assert len(follow(old, HACKED)) == 1

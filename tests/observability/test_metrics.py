@@ -22,7 +22,7 @@ from areno.storage.run_dir import RunDirectory
 from areno.training.frequency import StepInfo
 from areno.training.report import StepOutcome
 from areno.training.state import RunState
-from areno.types import TrainSequence
+from areno.types import TrainSequence, WeightedReward
 
 ROLLOUT_KEYS = {
     f"rollout/{name}"
@@ -82,6 +82,15 @@ def test_accuracy_is_the_share_of_rewards_above_zero():
     assert values["rollout/rewards_mean"] == pytest.approx(0.1875)
     assert values["rollout/rewards_std"] == pytest.approx(np.std([1.0, -0.5, 0.0, 0.25]))
     assert (values["rollout/rewards_max"], values["rollout/rewards_min"]) == (1.0, -0.5)
+
+
+def test_each_part_of_a_reward_has_its_mean():
+    rewards = [WeightedReward(1.0, {"format": 1.0, "answer": 0.8}), WeightedReward(0.5, {"format": 0.0, "answer": 0.5})]
+    values = scalars(rewards=rewards)
+    assert set(values) == ROLLOUT_KEYS | {"rollout/reward_parts/format", "rollout/reward_parts/answer"}
+    assert values["rollout/rewards_mean"] == 0.75
+    assert values["rollout/reward_parts/format"] == 0.5
+    assert values["rollout/reward_parts/answer"] == pytest.approx(0.65)
 
 
 def test_token_statistics_count_only_tokens_that_are_trained_on():

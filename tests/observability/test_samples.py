@@ -1,5 +1,6 @@
 """Which completions are kept and logged, and what is said about each."""
 
+import json
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from areno.errors import UsageError
 from areno.observability.samples import MAX_CHARS, completions_to_log, log_completions, sample_records
 from areno.storage.run_dir import RunDirectory
-from areno.types import RewardRecord
+from areno.types import RewardRecord, WeightedReward
 
 
 def record(prompt_index, sample_index, completion="4", **changes):
@@ -53,6 +54,12 @@ def test_a_kept_sample_says_everything_about_itself(tmp_path):
     run_dir = RunDirectory(tmp_path).create()
     run_dir.append_samples([row])
     assert run_dir.read_samples() == [row]
+
+
+def test_a_kept_sample_has_the_parts_of_its_reward():
+    (row,) = sample_records(1, [record(4, 2)], [WeightedReward(1.1, {"format": 0.5, "answer": 1.0})])
+    assert (row["reward"], row["reward_parts"]) == (1.1, {"format": 0.5, "answer": 1.0})
+    assert json.loads(json.dumps(row)) == row
 
 
 def test_the_choice_is_bounded_per_step():

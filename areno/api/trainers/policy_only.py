@@ -41,7 +41,7 @@ class PolicyOnlyTrainer(RolloutTrainer):
         def norm(rewards: Tensor, groups: Sequence[int]) -> Tensor:
             return torch.tensor(estimate(rewards.tolist(), groups), dtype=torch.float64)
 
-        return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.kl_reward)
+        return RewardShaping(reward_clip=math.inf, reward_norm=norm, **self.reward_options)
 
     def credits(self, samples: list[Sample], rows: list[list[TrainSequence]]) -> Credits:
         """The response tokens of all rows of a sample carry the advantage of the response, or of their turn."""

@@ -53,7 +53,7 @@ class PPOTrainer(RolloutTrainer):
             gae_lambda=config.lam,
             bootstrap_truncated=config.bootstrap_truncated,
             adv_norm=_whitened if config.whiten_advantages else None,
-            **self.kl_reward,
+            **self.reward_options,
         )
 
     def learners(self) -> list[Learner]:

@@ -31,6 +31,7 @@ from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
 from areno.api.trainers.samples import REWARD, Sample
 from areno.api.trainers.source import SampleSource
+from areno.config.reward_weights import part_weights
 from areno.engine.backend import ACTOR
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import EngineError, RewardError
@@ -53,7 +54,7 @@ from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
-from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
+from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, TrainSequence
 
 
 class RolloutTrainer(DataTrainer):
@@ -91,9 +92,11 @@ class RolloutTrainer(DataTrainer):
         return {name: value for _, stats in updates for name, value in (stats or {}).items()}
 
     @property
-    def kl_reward(self) -> dict[str, Any]:
-        """The KL penalty of :meth:`shaping`."""
-        return {"kl_ctl": self.config.kl_reward_coef, "kl_estimator": self.config.kl_reward_type}
+    def reward_options(self) -> dict[str, Any]:
+        """The KL penalty and the parts of :meth:`shaping`."""
+        config = self.config
+        weights = part_weights(config.reward_weights) if config.reward_normalize_parts else None
+        return {"kl_ctl": config.kl_reward_coef, "kl_estimator": config.kl_reward_type, "part_weights": weights}
 
     @property
     def passes(self) -> dict[str, int]:
@@ -145,6 +148,7 @@ class RolloutTrainer(DataTrainer):
                 workers=config.reward_workers,
                 memory_gb=config.reward_memory_gb,
                 on_error=cast(OnError, config.on_reward_error),
+                parts=RewardParts(config.reward_weights),
             )
             self._runner.start()
         self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)

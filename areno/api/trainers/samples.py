@@ -10,7 +10,7 @@ from areno.api.agentic.samples import AgentSample
 from areno.api.evaluation import Answer
 from areno.api.records import reward_record
 from areno.rollouts.conversation.rows import TrajectoryRow, completion_row
-from areno.rollouts.trajectory import trajectory_row
+from areno.rollouts.trajectory import reward_of, trajectory_row
 from areno.types import PromptBatch, PromptItem, RewardRecord, RolloutSequence
 
 REWARD = "reward"
@@ -77,6 +77,6 @@ def workflow_sample(
     )
     record = reward_record(item, prompt_index, sample_index, sequence)
     record.loss_mask = [row.trained[place] for place in said]
-    record.metadata[REWARD] = float(fields["rewards"])
+    record.metadata[REWARD] = reward_of(fields)
     rows = [row] if any(row.trained[1:]) else []
     return Sample(item, prompt_index, sample_index, sequence, record, row.tokens, rows)

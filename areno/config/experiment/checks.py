@@ -186,7 +186,7 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
     if not reward.path:
         return
     because = "with reward.path, whose model gives the rewards; leave one of the two out"
-    names = ("fn", "timeout_seconds", "max_retries", "max_workers", "on_error")
+    names = ("fn", "weights", "normalize_parts", "timeout_seconds", "max_retries", "max_workers", "on_error")
     yield from at("reward", idle(reward, names, because))
     agent = config.rollout.agent.agent_cls_path
     if agent or workflow.path != "rlvr":

@@ -8,6 +8,8 @@ from typing import Any
 
 from areno.config.experiment.settings import Problems, idle, section, setting
 from areno.config.experiment.worker_sections import SchedulingSpec
+from areno.config.reward_weights import part_weights
+from areno.errors import UsageError
 
 SAVES_NOTHING = "off"
 """Mode of a saver that saves nothing."""
@@ -210,6 +212,8 @@ class RewardConfig:
     """The reward function, for experiments that are run without a program of their own."""
 
     fn: str = setting("", "file.py:NAME or module.NAME; called as (prompt, completion, prompt_ids, ids, **row).")
+    weights: dict[str, Any] = setting({}, "Weights of the named parts that fn returns; 1 where a part is not named.")
+    normalize_parts: bool = setting(False, "Standardise each part among a prompt's samples, then weight it (GDPO).")
     path: str = setting(
         "", "Reward model in place of fn: folder or repo id. Scores the finished answers of workflow.path rlvr."
     )
@@ -221,6 +225,13 @@ class RewardConfig:
     timeout_seconds: float = setting(15.0, "Seconds for one reward; then its worker is killed.", above=0)
     max_retries: int = setting(3, "How often a reward that was killed is tried again.", minimum=0)
     max_workers: int | None = setting(None, "Worker processes; null takes half of the cores.", minimum=1)
+
+    def problems(self) -> Problems:
+        """What is wrong with the weights."""
+        try:
+            part_weights(self.weights)
+        except UsageError as error:
+            yield "weights", str(error)
 
 
 @dataclass

@@ -227,4 +227,4 @@ def shown(value: Any) -> str:
     """A value as YAML writes it; nothing for a section."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int | float | str) else ""
+    return str(value) if isinstance(value, int | float | str | dict) else ""

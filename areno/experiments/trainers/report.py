@@ -25,6 +25,7 @@ _SETTINGS = {
     "--dtype float32": "actor.dtype=float32",
     "--temperature": "gconfig.temperature",
     "--n-samples": "gconfig.n_samples",
+    "--reward-weights": "reward.weights",
     "--lr": "actor.optimizer.lr",
 }
 """What the options of ``areno train`` are called in an experiment."""

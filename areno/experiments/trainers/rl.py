@@ -44,7 +44,7 @@ from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.in_turn import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
-from areno.rollouts.trajectory import Trajectory, samples_of, train_sequences
+from areno.rollouts.trajectory import Trajectory, reward_of, samples_of, train_sequences
 from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
 from areno.serving.text import TokenTexts
 from areno.storage.layout import ACTOR_MODELS
@@ -54,7 +54,7 @@ from areno.training.frequency import StepInfo
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective
 from areno.training.report import StepOutcome
-from areno.types import TrainSequence
+from areno.types import PARTS, TrainSequence, part_columns
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class PPOTrainer(ExperimentTrainer):
         config = self.config
         try:
             self.loss = update.loss_of(config.actor, config.teacher)
-            self.shaping = update.shaping_of(config.actor)
+            self.shaping = update.shaping_of(config.actor, config.reward_section)
             self.batching = engines.micro_batching(config.actor.mb_spec, tree=config.actor.enable_tree_training)
             self.ensure_roles()
             self.fleet = self._start_fleet()
@@ -313,6 +313,7 @@ class PPOTrainer(ExperimentTrainer):
         if self.config.actor.log_agent_stats:
             for key in self.config.actor.log_agent_stats_keys:
                 found[f"agent/{key}"] = update.told_by_workflows(batch.trajectories, key)
+        found |= part_columns([row.reward for row in rows], PARTS)
         numbers |= in_scope("rollout", summaries({k: torch.tensor(v, dtype=torch.float64) for k, v in found.items()}))
         return numbers
 
@@ -370,10 +371,11 @@ class PPOTrainer(ExperimentTrainer):
         with self.fleet.generating():
             found = self.eval_dispatcher.rollout_batch(rows, self.eval_workflow)
         self._judge(found)
-        rewards = [t["rewards"].double() for t in found]
-        lengths = [t["attention_mask"].sum(-1).double() for t in found]
-        told = {"reward": torch.cat(rewards), "seq_len": torch.cat(lengths)} if found else {}
-        told["num_turns"] = torch.tensor(update.turns_of(found), dtype=torch.float64)
+        samples = [row for t in found for row in samples_of(t)]
+        rewards = [reward_of(row) for row in samples]
+        columns = {"reward": rewards, **part_columns(rewards, PARTS), "num_turns": update.turns_of(found)}
+        columns["seq_len"] = [float(len(row["input_ids"])) for row in samples]
+        told = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
         counts = {"n_prompts": float(len(found)), "accepted": float(len(found))}
         counts["rejected"] = float(len(rows) - len(found))
         return in_scope("eval-rollout", {**summaries(told), **counts})

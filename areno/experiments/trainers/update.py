@@ -13,6 +13,8 @@ import torch
 from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfig
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.named_algorithm import is_family, named_algorithm
+from areno.config.experiment.run_sections import RewardConfig
+from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_at_once
@@ -92,10 +94,12 @@ def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> Poli
     return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
 
 
-def shaping_of(actor: PPOActorConfig) -> RewardShaping:
+def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:
     """The way from task rewards to advantages."""
+    weights = part_weights(reward.weights) if reward.normalize_parts else None
     norms = {name: getattr(actor, name) for name in ("reward_norm", "adv_norm")}
-    return made_of(RewardShaping, actor, **{name: norm and made_of(Norm, norm) for name, norm in norms.items()})
+    made = {name: norm and made_of(Norm, norm) for name, norm in norms.items()}
+    return made_of(RewardShaping, actor, part_weights=weights, **made)
 
 
 def made_of(cls: type[T], *sections: Any, **others: Any) -> T:

@@ -59,6 +59,7 @@ def _reward_call(config: PPOConfig) -> AsyncReward | None:
         timeout_seconds=reward.timeout_seconds,
         max_retries=reward.max_retries,
         max_workers=reward.max_workers,
+        weights=reward.weights,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from areno.errors import RewardError, UsageError
 from areno.observability import tracing
 from areno.rewards import RewardRunner
 from areno.rollouts.workflows.sending import name_of, pickled
-from areno.types import RewardRecord
+from areno.types import RewardParts, RewardRecord
 
 RewardFn = Callable[..., Any] | str
 
@@ -34,11 +34,12 @@ class AsyncReward:
     good is an error and never a reward of 0.
 
     Args:
-        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or its name
-            (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
+        reward_fn: ``(prompt, completions, prompt_ids, completion_ids, **data) -> float``, or a dictionary of named parts, or
+            its name (``package.module.fn`` or ``file.py:fn``); may be a coroutine function.
         timeout_seconds: deadline of a call.
         max_workers: calls at the same time; None takes half of the CPUs.
         max_retries: how often a lost call is repeated.
+        weights: of the parts of a reward, by name; None counts each as it is.
 
     Raises:
         UsageError: the function is not to be found, or cannot be sent to another process; or there are no workers.
@@ -51,6 +52,7 @@ class AsyncReward:
         timeout_seconds: float = 15.0,
         max_workers: int | None = None,
         max_retries: int = 3,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         workers = max(usable_cores() // 2, 1) if max_workers is None else max_workers
         if workers < 1:
@@ -65,7 +67,7 @@ class AsyncReward:
         self._folder = ScratchFolder("reward")
         self._file = f"{self._folder.name}/reward.py"
         Path(self._file).write_text(_FILE.format(sent=sent), encoding="utf-8")
-        self._timeout_s, self._retries = timeout_seconds, max_retries
+        self._parts, self._timeout_s, self._retries = RewardParts(weights), timeout_seconds, max_retries
         self._idle: list[RewardRunner] = []  # processes are started when they are first needed
         self._threads = ThreadPoolExecutor(workers, "areno-reward-call")
         self._closed = False
@@ -73,7 +75,7 @@ class AsyncReward:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], /, **data: Any
     ) -> float:
-        """The reward; fields of the row ``data`` that are called like the other arguments are left out.
+        """The reward, with any parts; fields of the row ``data`` that are called like the other arguments are left out.
 
         Raises RewardError: the function raised, returned no finite number, or was lost as often as there were retries.
         """
@@ -91,7 +93,8 @@ class AsyncReward:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = RewardRunner(path=self._file, timeout_s=self._timeout_s, workers=1, on_error="drop", retries=0)
+            limits: dict[str, Any] = {"timeout_s": self._timeout_s, "workers": 1, "retries": 0}
+            runner = RewardRunner(path=self._file, on_error="drop", parts=self._parts, **limits)
         try:
             for attempt in range(self._retries + 1):
                 outcome = runner.run([record])[0]

@@ -76,7 +76,16 @@ def refused(changes, tree=RL, cls=GRPOConfig):
         ),
         ({"actor.overlong_tokens": 8}, "without the penalty", {}),
         ({"actor.kl_estimator": "k2"}, "with kl_ctl 0", {"actor.kl_estimator": "k2", "ref": {}}),
+        # parts of rewards
+        ({"reward.weights": {"a": -1}}, "reward.weights 'a=-1' is no part's weight", {"reward.weights": {"a": 0}}),
+        ({"reward.weights": {"a": "b"}}, "reward.weights 'a=b' is no part's weight", {"reward.weights": {"a": 0.5}}),
+        ({"reward.weights": {"1 a": 1}}, "reward.weights '1 a=1' is no part's weight", {}),
         # reward models
+        (
+            {"reward.path": "m", "reward.weights": {"a": 1}},
+            "reward.weights {'a': 1} has no effect with reward.path",
+            {"reward.path": "m"},
+        ),
         (
             {"reward.path": "m", "reward.fn": "r.py:f"},
             "reward.fn r.py:f has no effect with reward.path",

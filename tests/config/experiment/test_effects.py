@@ -75,6 +75,7 @@ COMPANIONS: dict[str, dict] = {
     "rollout.agent.agent_cls_path": {"workflow.path": "agent"},
 }
 VALUES = {
+    "reward.weights": {"some": 0.5},
     "experiment_name": "other",
     "trial_name": "other",
     "allocation_mode": "areno:d1+fsdp:d1",

@@ -15,6 +15,7 @@ from areno.observability.display import LiveProgress
 from areno.spec import RunSpec
 from areno.training.frequency import StepInfo
 from areno.training.loop import TrainingLoop
+from areno.training.objectives.policy import PolicyObjective
 from areno.training.objectives.reference import CACHE_KIND
 
 STEP = 6
@@ -87,6 +88,15 @@ class Driven:
         """A metric that ends with one of some names, line by line."""
         return [line[name] for line in self.metrics for name in line if name.endswith(endings)]
 
+    def mean_part(self, name: str) -> float:
+        """The mean of a part of the first step's rewards."""
+        return self.column(f"reward_parts/{name}", f"reward_parts/{name}/avg")[0]
+
+    @property
+    def objective(self) -> PolicyObjective:
+        trainer: Any = self.loop
+        return trainer.objective
+
     def checkpoints(self, kind: str = "step_*") -> list[Path]:
         return sorted(self.spec.checkpoints.folder.glob(kind))
 
@@ -116,6 +126,10 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "KL in the loss": lambda run: "ref" in run.scored and any(run.column("kl_loss", "kl_loss/avg")),
     "KL in the reward": lambda run: "ref" in run.scored and run.column("kl_reward_mean", "kl_rewards/avg") != [],
     "reward function": lambda run: run.column(*REWARD) != [] and "reward" not in run.scored,
+    "weights of a reward's parts": lambda run: (
+        abs(run.column(*REWARD)[0] - run.mean_part("digits") - 0.1 * run.mean_part("length")) < 1e-5
+    ),
+    "normalised parts of a reward": lambda run: run.objective.settings.shaping.part_weights == {"length": 0.1},
     "reward model": lambda run: run.column(*REWARD) != [] and "reward" in run.scored,
     "prompts shared in training": lambda run: run.engine.tree_training or getattr(run.calls[0][1], "tree", False),
     "8-bit Adam": lambda run: run.engine.optimizer.adam_8bit,

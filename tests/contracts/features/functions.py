@@ -10,6 +10,10 @@ def reward_fn(record: Any) -> float:
     return sum(record.tokens) % 7 / 7
 
 
+def parts(record: Any) -> dict[str, float]:
+    return {"digits": reward_fn(record), "length": len(record.tokens)}
+
+
 def failing(record: Any) -> float:
     if record.metadata["sample_index"] == 1:
         raise ValueError("no reward for this one")
@@ -22,6 +26,12 @@ def equal(record: Any) -> float:
 
 def letters(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
     return sum(completion_ids) % 7 / 7
+
+
+def named(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> dict[str, float]:
+    return {"digits": sum(completion_ids) % 7 / 7, "length": len(completion_ids)}
 
 
 def stumbling(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:

@@ -96,6 +96,16 @@ DRIVES: dict[str, tuple[str, str]] = {
         POLICY + " --max-steps 1 --algo gmpo --kl-reward-coef 0.1",
         "algorithm by name or from your own file, KL in the reward",
     ),
+    "flags parts": (
+        POLICY.replace("{functions}", "{functions}:parts")
+        + " --max-steps 1 --reward-weights length=0.1 --reward-normalize-parts --advantage batch",
+        "weights of a reward's parts, normalised parts of a reward",
+    ),
+    "yaml parts": (
+        RUN_POLICY.replace(":letters", ":named") + " total_train_steps=1 reward.weights.length=0.1"
+        " reward.normalize_parts=true",
+        "weights of a reward's parts, normalised parts of a reward",
+    ),
     "flags async": (
         TRAIN + " --algo grpo --workflow {workflow}:Quarter --batch-size 2 --n-samples 4 --max-steps 3 --rollout async"
         " --rollout-replicas 2 --max-staleness 1",

@@ -1,0 +1,32 @@
+"""Weights of the parts of a reward: ``--reward-weights format=0.2,answer=1`` and ``reward.weights``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from areno.errors import UsageError
+
+PART_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+"""What a part may be called: a name that metrics, options and YAML can carry as it is."""
+
+
+def part_weights(weights: str | Mapping[Any, Any] | None) -> dict[str, float]:
+    """The weights of ``name=number,name=number`` or of a mapping; UsageError for what is neither."""
+    entries = weights.split(",") if isinstance(weights, str) else [f"{name}={w}" for name, w in (weights or {}).items()]
+    checked: dict[str, float] = {}
+    for entry in entries:
+        name, _, given = (text.strip() for text in entry.partition("="))
+        try:
+            weight = float(given)
+        except ValueError:
+            weight = math.nan
+        if not PART_NAME.fullmatch(name) or name in checked or not 0 <= weight < math.inf:
+            raise UsageError(
+                f"{entry!r} is no part's weight: give each part's name (letters, digits, `_`, `.`, `-`, no digit first) "
+                "once, with a finite number of 0 or more, as in format=0.2,answer=1, and return what is bad as a negative part"
+            )
+        checked[name] = weight
+    return checked
