@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import types
 import typing
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from areno.errors import UsageError
@@ -21,6 +22,10 @@ GROUPS = ("Basic", "Rollout", "Parameter tuning", "Train", "LoRA", "Checkpoint",
 
 METADATA_KEY = "areno.option"
 """Where the metadata of a field holds its declaration."""
+
+Shape = Literal["scalar", "tuple", "list", "dict", "raw", "section", "sections"]
+"""What a field holds: one value, several, a free mapping, anything that YAML can hold, the fields of a class, or several of
+those. A tuple is an option that may be repeated."""
 
 _SCALARS = (int, float, str, bool)
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -34,6 +39,10 @@ class OptionInfo:
     Attributes:
         stored: written to ``config.yaml``; False for options that belong to one invocation or to the place of the run.
         path: ``place`` may be a file or folder, ``python`` a ``file.py:name``; what exists is stored as an absolute path.
+        inherits: dotted path from the root of an experiment, whose value an unset or empty setting takes where there is one.
+        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
+            an empty path inherits nothing.
+        documented: default that the format documents, where areno's own is another; accepted like an unset value.
     """
 
     help: str  # one or two sentences for ``--help``
@@ -52,6 +61,17 @@ class OptionInfo:
     stored: bool = True
     bare: str | None = None  # value of the flag when it is given without one
     path: Literal["", "place", "python"] = ""
+    remedy: str = ""  # what to do about a number that is out of bounds; empty names the bounds
+    # Those of experiments alone:
+    inherits: str = ""
+    inner: Mapping[str, str] = field(default_factory=dict)
+    required: bool = False  # must be given, or inherited
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # further spellings of values, with what they stand for
+    shown: str = ""  # default as help and docs show it; empty shows the value itself
+    documented: Any = None
+    refused: str = ""  # why only the default, or the documented one, is accepted
+    refused_values: Mapping[str, str] = field(default_factory=dict)  # single values, each with the reason
+    no_effect: str = ""  # why every value is accepted: none changes what a run does here
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +121,19 @@ class Option:
             return f"must be below {info.below:g}"
         return ""
 
+    def number_problem(self, value: float, label: str) -> str:
+        """Why what ``label`` names cannot be this number: it is not finite, or out of bounds; empty if it can."""
+        if not math.isfinite(value):
+            return f"{label} {value} is not a finite number; {self.bounds_remedy}"
+        problem = self.bounds_problem(value)
+        return problem and f"{label} {problem}, got {value}; {self.bounds_remedy}"
+
     @property
     def bounds_remedy(self) -> str:
         """The allowed interval in words."""
         info = self.info
+        if info.remedy:
+            return info.remedy
         low = f"above {info.above:g}" if info.above is not None else ""
         low = low or (f"from {info.minimum:g}" if info.minimum is not None else "")
         high = f"below {info.below:g}" if info.below is not None else ""
@@ -127,8 +156,13 @@ def options_of(declaration: type) -> tuple[Option, ...]:
         if METADATA_KEY in entry.metadata:
             if entry.default is MISSING:
                 raise UsageError(f"option {entry.name} of {declaration.__name__} has no default; give it one")
-            kind, many = _take_apart(hints[entry.name], f"{declaration.__name__}.{entry.name}")
-            found.append(Option(entry.name, kind, many, entry.default, entry.metadata[METADATA_KEY]))
+            shape, kind, _ = take_apart(hints[entry.name])
+            if shape not in ("scalar", "tuple"):
+                raise UsageError(
+                    f"option {declaration.__name__}.{entry.name} has type {hints[entry.name]}; use int, float, str, bool, "
+                    "one of these | None, or tuple[int | str, ...]"
+                )
+            found.append(Option(entry.name, kind, shape == "tuple", entry.default, entry.metadata[METADATA_KEY]))
     return tuple(found)
 
 
@@ -143,21 +177,35 @@ def check_options(values: Any, prefix: str = "") -> None:
             raise ValueError(
                 f"{prefix}{entry.name} {value!r} is unknown; choose one of: {', '.join(entry.info.choices)}"
             )
-        if entry.kind in (int, float) and (problem := entry.bounds_problem(value)):
-            raise ValueError(f"{prefix}{entry.name} {problem}, got {value}; {entry.bounds_remedy}")
+        if entry.kind in (int, float) and (problem := entry.number_problem(value, f"{prefix}{entry.name}")):
+            raise ValueError(problem)
 
 
-def _take_apart(hint: Any, where: str) -> tuple[type, bool]:
+def take_apart(hint: Any) -> tuple[Shape | None, type, bool]:
+    """What an annotation lets a field hold, the type of one value or the class of a section, and whether None is allowed."""
+    nullable = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
+        nullable = len(members) < len(typing.get_args(hint))
         hint = members[0] if len(members) == 1 else hint
-    many = typing.get_origin(hint) is tuple and typing.get_args(hint)[1:] == (Ellipsis,)
-    kind = typing.get_args(hint)[0] if many else hint
-    if kind not in _SCALARS or (many and kind not in (int, str)):
-        raise UsageError(
-            f"option {where} has type {hint}; use int, float, str, bool, one of these | None, or tuple[int | str, ...]"
-        )
-    return kind, many
+    if typing.get_origin(hint) is Literal:
+        hint = str
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict or hint is dict:
+        return "dict", dict, nullable
+    if origin is tuple and arguments in ((int, Ellipsis), (str, Ellipsis)):
+        return "tuple", arguments[0], nullable
+    if origin is list and arguments[0] in (int, str, float):
+        return "list", arguments[0], nullable
+    if origin is list and is_dataclass(arguments[0]):
+        return "sections", typing.cast(type, arguments[0]), nullable
+    if is_dataclass(hint):
+        return "section", typing.cast(type, hint), nullable
+    if hint in _SCALARS:
+        return "scalar", hint, nullable
+    if hint in (Any, list) or origin in (list, types.UnionType, typing.Union):  # of a user's own class
+        return "raw", object, nullable or hint is Any
+    return None, object, nullable
 
 
 def flag_of(name: str) -> str:

@@ -30,7 +30,12 @@ class RolloutOptions:
         unset="the model's limit",
         help="Most tokens of a row: prompt and response, or an agent's whole conversation. The model's own limit also holds.",
     )
-    temperature: float = _rollout(1.0, above=0, help="Sampling temperature; log-probs are those of the scaled policy.")
+    temperature: float = _rollout(
+        1.0,
+        above=0,
+        remedy="for the most likely token use --greedy",
+        help="Sampling temperature; log-probs are those of the scaled policy.",
+    )
     top_k: int = _rollout(-1, minimum=-1, help="Sample among the k most likely tokens; -1 for all.")
     top_p: float = _rollout(1.0, above=0, maximum=1, help="Sample among the most likely tokens that hold this mass.")
     greedy: bool = _rollout(False, help="Always take the most likely token.")

@@ -5,7 +5,6 @@ An option without effect is a problem too. Files are looked at; `areno.config.ho
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,11 +142,8 @@ def value_problem(entry: Option, value: Any) -> str:
                 return f"{entry.flag} {one!r} is unknown; choose {', '.join(entry.info.choices)}"
             if entry.many and not one:
                 return f"{entry.flag} must not be empty; give the text to look for, or leave it out"
-        elif not math.isfinite(one):
-            return f"{entry.flag} {one} is not a finite number; {entry.bounds_remedy}"
-        elif problem := entry.bounds_problem(one):
-            remedy = "for the most likely token use --greedy" if entry.name == "temperature" else entry.bounds_remedy
-            return f"{entry.flag} {problem}, got {one}; {remedy}"
+        elif problem := entry.number_problem(one, entry.flag):
+            return problem
     return ""
 
 

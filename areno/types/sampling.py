@@ -176,25 +176,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One sampled token, as a listener receives it.
+    """One sampled token, as a listener receives it."""
 
-    Attributes:
-        token: its id.
-        logprob: natural log-prob under the temperature-scaled policy.
-        top: the most likely tokens with their log-probs, where the request asked for them.
-        version: weight version that made it.
-        finish: why the sample ends with it; None while it goes on.
-        forced: a grammar left no other token to choose.
-        cut_mass: probability that top-k, top-p, min-p and a grammar removed.
-    """
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-    version: int
-    finish: FinishReason | None
-    forced: bool = False
-    cut_mass: float = 0.0
+    token: int  # its id
+    logprob: float  # natural log-prob under the temperature-scaled policy
+    top: list[tuple[int, float]]  # the most likely tokens with their log-probs, where the request asked for them
+    version: int  # weight version that made it
+    finish: FinishReason | None  # why the sample ends with it; None while it goes on
+    forced: bool = False  # a grammar left no other token to choose
+    cut_mass: float = 0.0  # probability that top-k, top-p, min-p and a grammar removed
 
 
 class TokenConstraint(Protocol):
@@ -223,15 +213,13 @@ class Request:
     """One prompt to be continued ``n`` times; the prompt is prefilled once for all of them.
 
     Args:
-        prompt_tokens: token ids of the prompt.
-        sampling: how to sample.
         seeds: one per sample; sample i draws from ``seeds[i]`` alone, whatever else is in the batch.
         listener: called in the engine's thread with the index of the sample and each of its tokens; must be quick.
         constraint: makes the grammar state of one sample; None allows everything.
     """
 
-    prompt_tokens: list[int]
-    sampling: SamplingParams
+    prompt_tokens: list[int]  # token ids of the prompt
+    sampling: SamplingParams  # how to sample
     seeds: list[int] = field(default_factory=lambda: [0])
     listener: Callable[[int, GeneratedToken], None] | None = None
     constraint: Callable[[], TokenConstraint] | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -295,11 +294,8 @@ def _plain(value: Any, entry: Setting, path: str) -> Any:
         if entry.info.choices and one not in entry.info.choices:
             choices = ", ".join((*entry.info.choices, *(["null"] if entry.nullable else [])))
             raise UsageError(f"{path} {one!r} is unknown{nearest(str(one), entry.info.choices)}; choose {choices}")
-        if entry.kind in (int, float):
-            if not math.isfinite(one):
-                raise UsageError(f"{path} {one} is not a finite number; {entry.bounds_remedy}")
-            if problem := entry.bounds_problem(one):
-                raise UsageError(f"{path} {problem}, got {one}; {entry.bounds_remedy}")
+        if entry.kind in (int, float) and (problem := entry.number_problem(one, path)):
+            raise UsageError(problem)
     return list(converted) if entry.shape == "list" else converted
 
 

@@ -10,58 +10,24 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
 
-from areno.config.options import METADATA_KEY, Option, OptionInfo
+from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option, take_apart
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
 """Pairs of a setting's name inside a section and what is wrong with it."""
 
 _Listing = TypeVar("_Listing", bound=Callable[..., dict[str, "Setting"]])
-_SCALARS = (int, float, str, bool)
-
-Shape = Literal["scalar", "list", "dict", "raw", "section", "sections"]
-"""What a setting holds: one value, several, a free mapping, anything that YAML can hold, the fields of a class, or several
-of those."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SettingInfo(OptionInfo):
-    """Everything about a setting that its name, type and default do not say; see `areno.config.options.OptionInfo`.
-
-    Attributes:
-        inherits: dotted path from the root whose value an unset or empty setting takes, where there is such a path.
-        inner: for a section, the same for some of its fields, by name; it goes before what the fields say themselves, and
-            an empty path inherits nothing.
-        documented: default that the format documents, where areno's own is another; accepted like an unset value.
-        refused_values: single values that are refused, each with the reason.
-    """
-
-    inherits: str = ""
-    inner: Mapping[str, str] = field(default_factory=dict)
-    required: bool = False  # must be given, or inherited
-    synonyms: Mapping[str, str] = field(default_factory=dict)  # further spellings of values, with what they stand for
-    shown: str = ""  # default as help and docs show it; empty shows the value itself
-    documented: Any = None
-    refused: str = ""  # why only the default, or the documented one, is accepted
-    refused_values: Mapping[str, str] = field(default_factory=dict)
-    no_effect: str = ""  # why every value is accepted: none changes what a run does here
 
 
 @dataclass(frozen=True, slots=True)
 class Setting(Option):
-    """A declared field, its type taken apart.
+    """A declared field, its type taken apart; ``default`` of a section is an instance, or None."""
 
-    Attributes:
-        default: of a section it is an instance, or None.
-    """
-
-    info: SettingInfo
     shape: Shape  # what it holds; ``kind`` is the type of one value, or the class of a section
     nullable: bool  # None is allowed
     owner: str  # name of the class that declares it
@@ -103,12 +69,11 @@ def setting(default: Any, help: str, **info: Any) -> Any:
     Args:
         default: its value when it is not given; a list or dict is copied for each use.
         help: one or two sentences.
-        **info: further fields of `SettingInfo`.
+        **info: further fields of `OptionInfo`.
     """
-    metadata = {METADATA_KEY: SettingInfo(help=help, **info)}
     if isinstance(default, list | dict):
-        return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return section(functools.partial(copy.deepcopy, default), help, **info)
+    return option(default, help=help, **info)
 
 
 def section(factory: Any, help: str, **info: Any) -> Any:
@@ -117,11 +82,11 @@ def section(factory: Any, help: str, **info: Any) -> Any:
     Args:
         factory: makes the section when it is not given: its class, or a function for a list of sections; None is absent.
         help: one or two sentences.
-        **info: further fields of `SettingInfo`.
+        **info: further fields of `OptionInfo`.
     """
     if factory is None:
         return setting(None, help, **info)
-    return field(default_factory=factory, metadata={METADATA_KEY: SettingInfo(help=help, **info)})
+    return field(default_factory=factory, metadata={METADATA_KEY: OptionInfo(help=help, **info)})
 
 
 def _cached(function: _Listing) -> _Listing:
@@ -138,44 +103,20 @@ def settings_of(declaration: type) -> dict[str, Setting]:
     hints = typing.get_type_hints(declaration)
     found = {}
     for entry in fields(declaration):
-        info = entry.metadata.get(METADATA_KEY) or SettingInfo(help=str(entry.metadata.get("help", "")))
-        if not isinstance(info, SettingInfo):  # a field that is an option of ``areno train`` too
-            info = SettingInfo(**{each.name: getattr(info, each.name) for each in fields(info)})
+        info = entry.metadata.get(METADATA_KEY) or OptionInfo(help=str(entry.metadata.get("help", "")))
         where = f"{declaration.__name__}.{entry.name}"
         default = entry.default if entry.default_factory is MISSING else entry.default_factory()
         if default is MISSING:
             raise UsageError(f"{where} has no default; give it one")
-        shape, kind, nullable = _take_apart(hints[entry.name], where)
+        shape, kind, nullable = take_apart(hints[entry.name])
+        if shape is None or shape == "tuple":
+            raise UsageError(
+                f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
+            )
         # The class that declares it first: a redeclaration with another default is still the same setting.
         owner = [base for base in declaration.__mro__ if entry.name in inspect.get_annotations(base)][-1].__name__
         found[entry.name] = Setting(entry.name, kind, shape == "list", default, info, shape, nullable, owner)
     return found
-
-
-def _take_apart(hint: Any, where: str) -> tuple[Shape, type, bool]:
-    nullable = False
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        members = [member for member in typing.get_args(hint) if member is not type(None)]
-        nullable = len(members) < len(typing.get_args(hint))
-        hint = members[0] if len(members) == 1 else hint
-    if typing.get_origin(hint) is Literal:
-        hint = str
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is dict or hint is dict:
-        return "dict", dict, nullable
-    if origin is list and arguments[0] in (int, str, float):
-        return "list", arguments[0], nullable
-    if origin is list and is_dataclass(arguments[0]):
-        return "sections", typing.cast(type, arguments[0]), nullable
-    if is_dataclass(hint):
-        return "section", typing.cast(type, hint), nullable
-    if hint in _SCALARS:
-        return "scalar", hint, nullable
-    if hint in (Any, list) or origin in (list, types.UnionType, typing.Union):  # of a user's own class
-        return "raw", object, nullable or hint is Any
-    raise UsageError(
-        f"{where} has type {hint}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
-    )
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
