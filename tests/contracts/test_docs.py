@@ -35,6 +35,7 @@ OTHER_FLAGS = {
     "--sample": "areno inspect",
     "--step": "areno inspect",
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
+    "--data": "examples/structured/evaluate.py",
     **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py"),
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),

@@ -1,0 +1,174 @@
+"""Writes orders to a bakery, each in one message of free text, with the JSON object that says the same.
+
+    python examples/structured/make_data.py --output /tmp/orders
+
+makes ``train.jsonl`` and ``heldout.jsonl``. The held-out messages have sentence forms, names and items of their own, none of
+which occurs in training; they share the counts. Equal seeds give equal files, and a longer file begins like a shorter one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Split = Literal["train", "heldout"]
+Form = tuple[str, bool]
+"""A sentence with ``{name}``, ``{count}`` and ``{item}`` left open, and whether it asks for delivery."""
+
+INSTRUCTION = "Turn the order into JSON."
+EXAMPLES = (  # they show the keys and types; their values occur nowhere else, so that copying them is never right
+    (
+        "Deliver nine bread rolls to Ann.",
+        {"name": "Ann", "count": 9, "item": "bread rolls", "delivery": True},
+    ),
+    (
+        "Tom needs four oat cookies and will pick them up.",
+        {"name": "Tom", "count": 4, "item": "oat cookies", "delivery": False},
+    ),
+)
+# From 2 on, so that items are plural.
+NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the messages of one split are made of."""
+
+    forms: Sequence[Form]
+    names: Sequence[str]
+    items: Sequence[str]
+
+
+# Every opening is met with either request, so that nothing but the request tells whether to deliver.
+_OPENINGS = (
+    "Hi, this is {name}. I need {count} {item}.",
+    "Could {name} have {count} {item}?",
+    "My name is {name} and I want to order {count} {item}.",
+    "Do you have {count} {item} left? They are for {name}.",
+    "We would love {count} of your {item}. Regards, {name}.",
+    "Good evening! {count} {item}, if you can. Signed {name}.",
+)
+_REQUESTS = (
+    ("Please deliver them.", True),
+    ("Can you bring them to my house?", True),
+    ("Send them to my office, please.", True),
+    ("I would like home delivery.", True),
+    ("I want them delivered before noon.", True),
+    ("Somebody should bring them over.", True),
+    ("I will pick them up.", False),
+    ("Can I collect them after work?", False),
+    ("I am going to fetch them in the shop.", False),
+    ("I come by and take them with me.", False),
+    ("They are picked up before noon.", False),
+    ("Somebody will collect them for me.", False),
+)
+TRAIN = Vocabulary(
+    forms=(
+        *((f"{opening} {request}", delivery) for opening in _OPENINGS for request, delivery in _REQUESTS),
+        ("Could you deliver {count} {item}? This is {name}.", True),
+        ("{name} would like {count} {item}, delivered before lunch.", True),
+        ("Please bring {count} {item} to my house. Thanks, {name}", True),
+        ("Good morning! My name is {name}, please send {count} {item} to my office.", True),
+        ("We are having a party and need {count} {item} delivered. {name}", True),
+        ("Hello, {name} speaking. Can you bring me {count} {item} today?", True),
+        ("Order for {name}: {count} {item}, home delivery.", True),
+        ("I cannot leave the house, so please deliver {count} {item}. Regards, {name}", True),
+        ("Do you deliver? Then I take {count} {item}. {name}", True),
+        ("We want you to send {count} {item} to {name}.", True),
+        ("Can I pick up {count} {item}? This is {name}.", False),
+        ("{name} would like {count} {item} and collects them before lunch.", False),
+        ("Please put {count} {item} aside, I will fetch them. Thanks, {name}", False),
+        ("Good morning! My name is {name}, I will come by later for {count} {item}.", False),
+        ("We are having a party and pick up {count} {item}. {name}", False),
+        ("Hello, {name} speaking. Can I collect {count} {item} today?", False),
+        ("Order for {name}: {count} {item}, pick-up in the shop.", False),
+        ("I am in town anyway, so I will fetch {count} {item}. Regards, {name}", False),
+        ("Are you open today? Then I come by and take {count} {item}. {name}", False),
+        ("We want to collect {count} {item} for {name}.", False),
+    ),
+    names=(
+        *("Anna", "Omar", "Lucy", "Peter", "Mia", "Carlos", "Emma", "David", "Fatima", "Paul", "Sarah", "Ahmed"),
+        *("Laura", "Ben", "Maria", "James", "Helen", "Ravi", "Clara", "Daniel", "Amy", "George", "Rosa", "Kevin"),
+    ),
+    items=(
+        *("muffins", "croissants", "bagels", "apple pies", "lemon tarts", "brownies", "cupcakes", "cinnamon buns"),
+        *("doughnuts", "carrot cakes", "rye loaves", "cream puffs", "pancakes", "cherry pies", "cheese sticks"),
+        *("almond cookies", "white loaves", "meat pies", "ginger cookies", "chocolate tarts", "sesame rings"),
+    ),
+)
+HELD_OUT = Vocabulary(
+    forms=(
+        ("Is it possible to have {count} {item} delivered this evening? The order is in the name of {name}.", True),
+        ("{name} here again, I am going to need {count} {item} and will pick them up tonight.", False),
+        ("Your {item} were great! I want {count} more, with delivery. Best, {name}", True),
+        ("Reserve {count} {item}, please. They are for {name}, who collects them.", False),
+        ("Dear baker, {count} {item} would make me happy. You can bring them to my flat. {name}", True),
+        ("It is my birthday, so please keep {count} {item} ready, I will fetch them at noon. Yours, {name}", False),
+        ("Could somebody send {count} {item} to {name}?", True),
+        ("Can I come by for {count} {item} this afternoon? I am {name}.", False),
+        ("{name} is at home all day and waits for you to deliver {count} {item}.", True),
+        ("Put {name} on your list with {count} {item}, which I pick up myself.", False),
+    ),
+    names=("Nora", "Hassan", "Julia", "Victor", "Sofia", "Ivan", "Grace", "Leo", "Teresa", "Oscar", "Linda", "Simon"),
+    items=("pretzels", "baguettes", "cheese cakes", "plum cakes", "scones", "waffles", "fruit tarts", "walnut cookies"),
+)
+
+
+def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
+    """The row ``index`` of a split: ``prompt`` (chat messages), ``solutions``, ``response`` and ``form``.
+
+    The reward takes ``solutions``, SFT would take ``response``. Held-out forms take turns, so that each counts alike.
+    """
+    words = HELD_OUT if split == "heldout" else TRAIN
+    chance = random.Random(f"{seed}:{split}:{index}")
+    form, delivery = words.forms[index % len(words.forms)] if split == "heldout" else chance.choice(words.forms)
+    number = chance.randrange(len(NUMBERS))
+    order = {"name": chance.choice(words.names), "count": number + 2, "item": chance.choice(words.items)}
+    count = NUMBERS[number] if chance.random() < 0.5 else str(number + 2)
+    answer = compact({**order, "delivery": delivery})
+    prompt = messages(form.format(**{**order, "count": count}))
+    return {"prompt": prompt, "solutions": [answer], "response": answer, "form": form}
+
+
+def messages(order: str) -> list[dict[str, str]]:
+    """The chat that asks for the JSON of an order: the instruction, two worked examples, the order."""
+    turns = [{"role": "system", "content": INSTRUCTION}]
+    for text, answer in EXAMPLES:
+        turns += [{"role": "user", "content": text}, {"role": "assistant", "content": compact(answer)}]
+    return [*turns, {"role": "user", "content": order}]
+
+
+def compact(answer: dict[str, Any]) -> str:
+    """JSON without blanks, which takes a fifth fewer tokens."""
+    return json.dumps(answer, separators=(",", ":"))
+
+
+def rows(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """The first ``count`` rows of a split."""
+    return (draw(split, seed, index) for index in range(count))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write both files into ``--output``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", required=True, type=Path, help="folder to write train.jsonl and heldout.jsonl into")
+    parser.add_argument("--train-rows", type=int, default=4000, help="default: %(default)s")
+    parser.add_argument("--held-out-rows", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    options = parser.parse_args(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    splits: tuple[tuple[Split, int], ...] = (("train", options.train_rows), ("heldout", options.held_out_rows))
+    for split, count in splits:
+        file = options.output / f"{split}.jsonl"
+        lines = (json.dumps(row) + "\n" for row in rows(split, count, options.seed))
+        file.write_text("".join(lines), encoding="utf-8")
+        print(f"{count} rows in {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What an answer is worth that should be a JSON object, in named parts: its form, keys, types and values.
+
+Every part grows with each key, so that of several wrong answers to a prompt one is better than another.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from areno.types import RewardRecord
+
+PARTS = ("exact", "json", "keys", "types", "values")
+
+
+def reward_fn(record: RewardRecord) -> dict[str, float]:
+    """The parts of ``record.completion``, judged by the row's ``solutions``; ``--reward-weights`` weighs them.
+
+    Raises:
+        KeyError: the row has no reference answer.
+    """
+    if not record.answer:
+        raise KeyError("the row has no `solutions`; make the data with examples/structured/make_data.py")
+    return reward_parts(record.completion, record.answer[0])
+
+
+def reward_parts(completion: str, solution: str) -> dict[str, float]:
+    """The parts of a reward, each from 0 to 1, by their names in ``PARTS``.
+
+    * ``exact``: 1 for an object with just the solution's keys, types and values, and nothing else; 0 otherwise;
+    * ``json``: 1 for an object and nothing else, 0.5 for one with text around it, 0 for none;
+    * ``keys``: keys that both have, among those that either has;
+    * ``types``, ``values``: the share of the solution's keys whose value has the right type, and is right.
+    """
+    expected: dict[str, Any] = json.loads(solution)
+    answer, whole = find_object(completion)
+    if answer is None:
+        return dict.fromkeys(PARTS, 0.0)
+    common = expected.keys() & answer.keys()
+    types = {key for key in common if type(answer[key]) is type(expected[key])}
+    parts = {
+        "json": 1.0 if whole else 0.5,
+        "keys": len(common) / len(expected.keys() | answer.keys()),
+        "types": len(types) / len(expected),
+        "values": sum(answer[key] == expected[key] for key in types) / len(expected),
+    }
+    return {"exact": float(all(part == 1.0 for part in parts.values())), **parts}
+
+
+def find_object(text: str) -> tuple[dict[str, Any] | None, bool]:
+    """The JSON object at the first brace of a text, or None, and whether nothing but white space is around it."""
+    begin = text.find("{")
+    if begin < 0:
+        return None, False
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None, False
+    return value, not (text[:begin] + text[end:]).strip()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
