@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
+from areno.engine.model.attention import LayerAttention
 from areno.engine.model.loading import prepare
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows
@@ -70,15 +71,20 @@ def test_a_tree_holds_each_beginning_once_and_every_token_sees_what_came_before_
         paths.append(tree.add(sequence))
     beginnings = {tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)}
     assert len(tree.tokens) == len(beginnings)
-    plan = TreePlan(tree.parents)
+    plan = TreePlan(paths)
+    # Equal scores weigh all that a token sees alike, and values that are unit vectors say what that is.
+    nodes = torch.eye(len(tree.tokens))[:, None]
+    seen = {
+        window: plan.attend(LayerAttention(0, 1.0, window), 0 * nodes, 0 * nodes, nodes)[:, 0] for window in (None, 3)
+    }
     for sequence, path in zip(sequences, paths, strict=True):
         assert [tree.tokens[node] for node in path] == sequence
         assert plan.position_ids[path].tolist() == list(range(len(sequence)))
         for depth, node in enumerate(path):
-            for window in (None, 3):
-                row = plan._mask(window, torch.zeros(1))[node]
-                seen = set((row == 0).nonzero()[:, 0].tolist())
-                assert seen == set(path[max(0, depth + 1 - window) if window else 0 : depth + 1])
+            for window, weight in seen.items():
+                visible = path[max(0, depth + 1 - window) if window else 0 : depth + 1]
+                assert weight[node].nonzero()[:, 0].tolist() == visible
+                assert weight[node, visible].tolist() == pytest.approx([1 / len(visible)] * len(visible))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])

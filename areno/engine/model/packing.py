@@ -52,8 +52,14 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x at ``index``, none of them twice."""
+    rows: Tensor = _Gather.apply(x, index)
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
-class _Group:
+class PaddedGroup:
     """Sequences that are padded together: ``rows`` are their packed positions, ``cells`` where those lie in [B * L]."""
 
     size: int
@@ -71,6 +77,14 @@ class _Group:
         return _Gather.apply(x.reshape(self.size * self.length, *x.shape[2:]), self.cells)
 
 
+def pad_together(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> PaddedGroup:
+    """Sequences of ``lengths`` tokens that begin at the packed positions ``starts``."""
+    longest = max(lengths)
+    rows = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+    cells = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
+    return PaddedGroup(len(lengths), longest, upload(rows, device), upload(cells, device))
+
+
 class PackedPlan:
     """Attention plan of sequences packed end to end. ``lengths``: tokens of each sequence, in packed order."""
 
@@ -79,8 +93,10 @@ class PackedPlan:
         self.starts = [0, *accumulate(self.lengths)]
         self.device = torch.device(device)
         self.position_ids = upload(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
-        members = _group_by_length(self.lengths)
-        self.groups = [self._group(group) for group in members]
+        self.groups = [
+            pad_together([self.lengths[i] for i in group], [self.starts[i] for i in group], self.device)
+            for group in group_by_length(self.lengths)
+        ]
         self._inverse = self._inverse_order() if len(self.groups) > 1 else None
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -93,12 +109,6 @@ class PackedPlan:
     def boundaries(self) -> Tensor:
         """First token of each sequence, and the number of all tokens: int32 [N + 1]."""
         return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
-
-    def _group(self, members: list[int]) -> _Group:
-        longest = max(self.lengths[i] for i in members)
-        rows = torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for i in members])
-        cells = torch.cat([torch.arange(self.lengths[i]) + row * longest for row, i in enumerate(members)])
-        return _Group(len(members), longest, upload(rows, self.device), upload(cells, self.device))
 
     def _inverse_order(self) -> Tensor:
         order = torch.cat([group.rows for group in self.groups])
@@ -136,10 +146,10 @@ class PackedPlan:
         """Tokens of all groups, concatenated group by group, back into packed order."""
         if self._inverse is None:
             return outputs[0]
-        return _Gather.apply(torch.cat(outputs), self._inverse)
+        return gather(torch.cat(outputs), self._inverse)
 
 
-def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Split sequence indices into groups whose padded size is at most ``MAX_PADDED_SHARE`` of their tokens."""
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]

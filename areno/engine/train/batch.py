@@ -48,8 +48,9 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     plan: PackedPlan | TreePlan
     if tree:
         shared = TokenTree()
-        places = torch.tensor(list(chain.from_iterable(shared.add(row.tokens) for row in rows)))
-        fed, plan = torch.tensor(shared.tokens), TreePlan(shared.parents, device)
+        paths = [shared.add(row.tokens) for row in rows]
+        places = torch.tensor(list(chain.from_iterable(paths)))
+        fed, plan = torch.tensor(shared.tokens), TreePlan(paths, device)
     else:
         plan = PackedPlan(lengths, device)
     first = torch.zeros(len(tokens), dtype=torch.bool)
