@@ -31,12 +31,13 @@ class UpdateOptions:
         None, minimum=1, unset="all of a step", help="Microbatches per optimizer step."
     )
     activation_checkpointing: bool = _train(
-        True, help="Recompute activations in the backward pass: less memory, more time."
+        True,
+        help="Recompute activations in the backward pass: less memory, more time. If not given, only where memory is short.",
     )
     tree_training: bool = _train(
-        False,
+        True,
         algorithms=("dpo", "gspo", "grpo", "ppo", "sft"),
-        help="Compute tokens that rows of a pass begin with once: saves time where a long prompt has short answers.",
+        help="Compute the prompt of several answers once in the update; the result is the same up to rounding.",
     )
     offload_activations: bool = _train_free(
         False, help="GPU only: keep the inputs of recomputed layers in the computer's memory until the backward pass."

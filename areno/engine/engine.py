@@ -285,14 +285,11 @@ class Engine:
         """Load a role that trains as the configuration says, or is frozen."""
         config = self.config
         role = load_role(
-            *(name, path, kind, options, optimizer, config.activation_checkpointing is not False, adapter),
+            *(name, path, kind, options, optimizer, config.activation_checkpointing, adapter),
             offload_activations=config.offload_activations,
         )
-        role.tree = config.tree_training and role.trainable
-        if role.tree and any(is_recurrent(module) for module in role.model.module.modules()):
-            raise UsageError(
-                f"--tree-training: {path} has recurrent layers, which cannot follow a tree of sequences; leave the option out"
-            )
+        recurrent = any(is_recurrent(module) for module in role.model.module.modules())
+        role.tree = config.tree_training and role.trainable and not recurrent
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:

@@ -29,8 +29,8 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adapter: AdapterOptions | None = None  # what roles train in place of their weights; None trains those
     attn_backend: str = "flash"  # ``flash`` or ``native``, see :mod:`areno.engine.model.attention`
-    activation_checkpointing: bool | None = None  # recompute layers; None does so unless a GPU has room
-    tree_training: bool = False  # see :mod:`areno.engine.model.tree`
+    activation_checkpointing: bool | None = None  # recompute layers; None does so unless there is room
+    tree_training: bool = True  # prompts of a pass are computed once; see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # layers' inputs wait in the computer's memory; on a GPU
     keep_rollout_state: bool = True
     decode: DecodeMode = "auto"

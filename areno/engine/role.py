@@ -40,7 +40,7 @@ class Role:
     kind: ModelKind
     model: PackedModel  # the model; frozen roles of the same checkpoint share it
     optimizer: Optimizer | None = None  # None for a frozen role
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool | None = True
     peers: Peers = field(default_factory=Peers)
     adapter_off: bool = False  # it is the model that the adapter of ``model`` was made for
     tree: bool = False
@@ -180,7 +180,7 @@ def load_role(
     kind: ModelKind,
     options: LoadOptions,
     optimizer: OptimizerConfig | None,
-    checkpointing: bool,
+    checkpointing: bool | None,
     adapter: AdapterOptions | None = None,
     offload_activations: bool = False,
 ) -> Role:
@@ -214,7 +214,7 @@ def _check_choices(
     path: str,
     options: LoadOptions,
     optimizer: OptimizerConfig | None,
-    checkpointing: bool,
+    checkpointing: bool | None,
     adapter: AdapterOptions | None,
     offload_activations: bool,
 ) -> None:
@@ -228,7 +228,7 @@ def _check_choices(
         raise UsageError(
             f"--offload-activations: role {name!r} is on a CPU, whose memory holds activations anyway; leave it out"
         )
-    if optimizer is not None and offload_activations and not checkpointing:
+    if optimizer is not None and offload_activations and checkpointing is False:
         raise UsageError(
             f"--offload-activations: role {name!r} keeps all activations; use --activation-checkpointing too, which leaves "
             "one tensor per layer to offload"

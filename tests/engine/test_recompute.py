@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
+from areno.engine.model.packing import PackedPlan
 from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
-from areno.engine.train.recompute import InHostMemory
+from areno.engine.train.recompute import InHostMemory, kept_bytes
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import sft_loss_fn
 from tests.engine.test_model_families import random_rows
@@ -117,3 +118,35 @@ def test_on_a_gpu_gradients_are_the_same_and_less_is_held(dtype):
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
     assert peaks[1] < peaks[0]
+
+
+def saved_bytes(model, tokens):
+    """What autograd keeps of a forward pass, measured by what is allocated: a tensor lives as long as something saves it."""
+    plan = PackedPlan([tokens])
+    ids = torch.arange(tokens) % 90
+    model.body(ids, plan.position_ids, plan)  # what is made once
+    with torch.profiler.profile(profile_memory=True) as profile:
+        hidden = model.body(ids, plan.position_ids, plan)
+    del hidden
+    return sum(event.self_cpu_memory_usage for event in profile.events())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_what_a_pass_keeps_is_known_before_it_is_made(family):
+    model = prepare(tiny_module(family, sharpen=1.0, layers=LAYERS), family)
+    model.module.train()
+    assert kept_bytes(model) * 256 == pytest.approx(saved_bytes(model, 256), rel=0.1)
+
+
+@pytest.mark.parametrize(("share", "recomputes"), [(1.05, False), (0.95, True)])
+def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_memory(share, recomputes, monkeypatch):
+    rows, step = random_rows(5), make("llama", offload=False)
+    tokens = max(sum(len(row.tokens) for row in rows[start : start + 2]) for start in range(0, 5, 2))
+    free = int(kept_bytes(step.model) * tokens * 2 * share)
+    monkeypatch.setattr(step_module, "available_bytes", lambda device: free)
+    switched = []
+    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
+    step.activation_checkpointing = None
+    step.run(rows, sft_loss_fn, 2)
+    assert switched[0] is recomputes
+    assert switched[-1] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,18 +12,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areno.algorithms import gmpo, simpo
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.attention import LayerAttention
 from areno.engine.model.loading import prepare
+from areno.engine.model.packing import PackedPlan
 from areno.engine.model.tree import TokenTree, TreePlan
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import predict
-from areno.errors import EngineError, UsageError
-from areno.loss_fns import PolicyLoss, policy_loss_fn, reduces_over
+from areno.errors import EngineError
+from areno.loss_fns import (
+    PolicyLoss,
+    dpo_loss_fn,
+    grpo_loss_fn,
+    gspo_loss_fn,
+    policy_loss_fn,
+    ppo_loss_fn,
+    reduces_over,
+    sft_loss_fn,
+)
 from areno.types import TrainSequence
+from tests.engine.test_microbatch import KNOBS
 from tests.engine.test_train_step import make_step, weights
 from tests.support.examples import examples
 from tests.support.tiny import FAMILIES, VOCAB, save_tiny_checkpoint, tiny_module
@@ -175,7 +188,57 @@ def test_an_engine_trains_on_trees_if_told_to(tiny_checkpoint):
         assert (found[True][1][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_a_model_that_cannot_follow_a_tree_is_refused_when_it_is_loaded(tmp_path):
+def test_a_model_that_cannot_follow_a_tree_trains_on_its_rows(tmp_path):
     path = save_tiny_checkpoint(tmp_path / "model", "qwen3_5")
-    with pytest.raises(UsageError, match=r"--tree-training: .* has recurrent layers"):
-        Engine(str(path), EngineConfig(tree_training=True))
+    with contextlib.closing(Engine(str(path), EngineConfig())) as engine:
+        assert "tree_token_ratio" not in engine.train(branching_rows(), policy_loss_fn, 12)
+
+
+def test_rows_that_share_little_are_packed_one_after_the_other():
+    rows = [TrainSequence([True, False] * 10, [1, *range(first, first + 19)], logprobs=[0.0] * 20) for first in (2, 40)]
+    assert isinstance(pack_rows(rows, tree=True).plan, PackedPlan)
+    shared = [replace(row, tokens=[*rows[0].tokens[:-1], index]) for index, row in enumerate(rows)]
+    assert isinstance(pack_rows(shared, tree=True).plan, TreePlan)
+
+
+LOSSES = {
+    "sft": sft_loss_fn,
+    "dpo": dpo_loss_fn,
+    "grpo": grpo_loss_fn,
+    "gspo": gspo_loss_fn,
+    "ppo": ppo_loss_fn,
+    "gmpo": partial(gmpo.gmpo_loss_fn, knobs=gmpo.Knobs()),
+    "simpo": partial(simpo.simpo_loss_fn, knobs=simpo.Knobs()),
+    **{name: partial(policy_loss_fn, knobs=knobs, version=6) for name, knobs in KNOBS.items()},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_algorithm_learns_from_trees_what_it_learns_from_rows(name):
+    """Gradients to 1e-5 of each tensor's largest entry, and weights to 1e-4 after five steps."""
+    rng = random.Random(1)
+    rows = [
+        replace(
+            row,
+            ref_logprobs=[x - 0.1 for x in row.logprobs],
+            prox_logprobs=[x + 0.05 for x in row.logprobs],
+            teacher_logprobs=[x + 0.1 for x in row.logprobs],
+            versions=[rng.randint(4, 6) for _ in row.tokens],
+            keep=[rng.random() < 0.9 for _ in row.tokens],
+        )
+        for row in branching_rows()
+    ]
+    flat, tree = (make_step(lr=1e-3, eps=1e-4) for _ in range(2))
+    for step, shares in ((flat, False), (tree, True)):
+        step.tree = shares
+        step.set_training(True)
+        step.accumulate(rows, LOSSES[name], 12)
+        step.set_training(False)
+    for ours, theirs in zip(tree.optimizer.gradients(), flat.optimizer.gradients(), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    for step in (flat, tree):
+        for _ in range(5):
+            stats = step.run(rows, LOSSES[name], 12)
+    assert stats["tree_token_ratio"] < 0.8
+    for parameter, value in weights(flat).items():
+        assert (weights(tree)[parameter] - value).abs().max() <= 1e-4 * value.abs().max(), parameter

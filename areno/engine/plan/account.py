@@ -130,7 +130,7 @@ class _Planner:
         open_ = self.config.activation_checkpointing is None and not self.config.offload_activations
         self.recompute = self.config.activation_checkpointing is not False
         self.updates = self._updates(self.recompute)
-        if sizes.device.type == "cuda" and open_ and self.updates:  # do without recomputation where the engine would
+        if open_ and self.updates:  # do without recomputation where the engine would
             kept = self._updates(False)
             if not divide(self._free(), self._need(self.updates, kept), keeps_cache=False).recompute:
                 self.recompute, self.updates = False, kept

@@ -15,6 +15,7 @@ import torch
 
 from areno.engine.plan.memory import available_bytes, default_kv_tokens
 from areno.engine.rollout.scheduler import round_up
+from areno.engine.train.recompute import KEPT_SHARE
 from areno.engine.train.step import MAX_TOKENS_CUDA
 from areno.errors import ArenoError
 
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # What fragmentation and libraries take of the free memory.
 _UNPLANNED = 0.05
-# Activations are kept instead of recomputed while they take at most this share of what the optimizer leaves.
-_KEPT_SHARE = 0.5
 _ROW, _LEAST_TOKENS, _GIB = 1024, 1024, 2**30
 
 
@@ -58,7 +57,7 @@ def divide(free: int, need: Need, *, keeps_cache: bool, recompute: bool | None =
     """
     left = int(free * (1 - _UNPLANNED)) - need.moments
     if recompute is None:
-        recompute = need.kept > left * _KEPT_SHARE
+        recompute = need.kept > left * KEPT_SHARE
     training = need.recomputed if recompute else need.kept
     beside = max(need.decode, training) if keeps_cache else need.decode
     return Division(recompute, max(left - beside, 0), max(training - left, 0))

@@ -16,6 +16,9 @@ from areno.engine.model.tree import TokenTree, TreePlan
 from areno.loss_fns.pack import DataPack, Reduction, RowData
 from areno.types import TrainSequence
 
+# Rows are packed as a tree if it has at most this share of their tokens.
+MOST_KEPT = 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
@@ -38,7 +41,7 @@ class PackedBatch:
 
 
 def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu", tree: bool = False) -> PackedBatch:
-    """Pack rows end to end, or as a ``tree`` in which tokens that they begin with are there once.
+    """Pack rows end to end, or with ``tree`` so that tokens that they begin with are there once, if that saves a tenth.
 
     What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``.
     """
@@ -46,9 +49,9 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
     fed, places = tokens, torch.arange(len(tokens))  # what the model gets, and the place there of each token
     plan: PackedPlan | TreePlan
-    if tree:
-        shared = TokenTree()
-        paths = [shared.add(row.tokens) for row in rows]
+    shared = TokenTree()
+    paths = [shared.add(row.tokens) for row in rows] if tree and len(rows) > 1 else []
+    if paths and len(shared.tokens) <= MOST_KEPT * len(tokens):
         places = torch.tensor(list(chain.from_iterable(paths)))
         fed, plan = torch.tensor(shared.tokens), TreePlan(paths, device)
     else:

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass, and where their inputs wait for it."""
+"""Layers that are computed again in the backward pass, where their inputs wait for it, and when to do without."""
 
 from __future__ import annotations
 
@@ -10,8 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areno.engine.model.causal_lm import PackedModel
+from areno.engine.model.packing import PackedPlan
+
+# Activations are kept instead of recomputed while they take at most this share of the free memory.
+KEPT_SHARE = 0.5
+_PROBE_TOKENS = 64
+
 Keeping = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which what autograd saves is kept in some way; see ``torch.autograd.graph.saved_tensors_hooks``."""
+
+
+def kept_bytes(model: PackedModel) -> float:
+    """Bytes that a forward pass keeps for the backward pass for each token, where no layer is recomputed."""
+    weights = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    plan = PackedPlan([_PROBE_TOKENS], model.device)
+    tokens = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = model.body(tokens, plan.position_ids, plan)  # holds them, so that no two have one address
+    del hidden
+    return sum(kept.values()) / _PROBE_TOKENS
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):

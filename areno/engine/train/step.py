@@ -17,15 +17,17 @@ from torch import Tensor
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.tree import TreePlan
 from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
+from areno.engine.plan.memory import available_bytes
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, predict
-from areno.engine.train.recompute import InHostMemory, recompute_layers
+from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, kept_bytes, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
@@ -85,13 +87,15 @@ class TrainStep:
 
     model: PackedModel
     optimizer: Optimizer
-    activation_checkpointing: bool = True  # recompute each decoder layer in backward instead of keeping its activations
+    # Recompute each decoder layer in backward instead of keeping its activations; None does so unless a CPU has room.
+    activation_checkpointing: bool | None = True
     max_skipped: int = 5  # stop after this many updates in a row whose gradient was not finite
     kind: ModelKind = "policy"  # what the loss gets from it, see :mod:`areno.engine.train.outputs`
     peers: Peers = field(default_factory=Peers)
     tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
     _skipped: int = 0
+    _kept_per_token: float | None = None
 
     def run(
         self,
@@ -120,7 +124,7 @@ class TrainStep:
             raise ValueError("train needs at least one row")
         refuse_mixed(rows)
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
-        self.set_training(True)
+        self.set_training(True, self._largest_pass(rows, loss_fn, mini_bs))
         try:
             results = []
             for start in range(0, len(rows), per_step):
@@ -185,7 +189,11 @@ class TrainStep:
         total = count_units(rows, unit)
         together = 2 if unit == "pair" else 1
         measured = _Measured()
-        tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
+        tree = self.tree and self.kind != "reward"
+        if isinstance(mini_bs, MicroBatching) and mini_bs.tree:
+            if self.kind == "reward":
+                raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
+            tree = True
         most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
         passes = list(_passes(mine, mini_bs, most, together))
         alike = not self.model.weights.whole  # all ranks must make as many passes
@@ -234,13 +242,11 @@ class TrainStep:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Loss and statistics of a pass, and what they were made from."""
-        if tree and self.kind == "reward":
-            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         batch = pack_rows(rows, self.model.device, tree)
         predicted = self._predict(batch, loss_fn)
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
-        if tree:
+        if isinstance(batch.plan, TreePlan):
             tokens = torch.tensor(sum(len(row.tokens) for row in rows))
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
         return loss, metrics, predicted
@@ -267,11 +273,34 @@ class TrainStep:
             )
         return stats
 
-    def set_training(self, training: bool) -> None:
-        """Layers are in training mode only while gradients are wanted: it is what switches recomputation on."""
-        if self.activation_checkpointing:
+    def set_training(self, training: bool, tokens: int | None = None) -> None:
+        """Layers are in training mode only while gradients are wanted: it is what switches recomputation on.
+
+        ``tokens``: those of the largest pass; None if unknown.
+        """
+        recompute = self.activation_checkpointing
+        if recompute is None:
+            recompute = self.offload_activations or tokens is None or not self._has_room(tokens)
+        if recompute or not training:
             recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
         self.model.module.train(training)
+
+    def _largest_pass(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> int:
+        """Most tokens of a forward and backward pass, if no tokens are shared."""
+        together = 2 if reduction_of(loss_fn) == "pair" else 1
+        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
+        return max(sum(len(row.tokens) for row in chunk) for chunk in _passes(rows, mini_bs, most, together))
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether what a pass keeps takes no more than its share of a CPU's free memory."""
+        if self.model.device.type != "cpu" or not self.model.weights.whole:
+            return False
+        if self._kept_per_token is None:
+            self._kept_per_token = kept_bytes(self.model)
+        return (
+            tokens * self._kept_per_token
+            <= KEPT_SHARE * available_bytes(self.model.device) / self.peers.layout.world_size
+        )
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:

@@ -65,6 +65,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
         adapter=adapter,
         attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
+        tree_training=section.enable_tree_training,
         offload_activations=section.offload_activations,
         dummy_load=section.init_from_scratch,
         **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
