@@ -128,7 +128,7 @@ def _training(options: TrainOptions) -> dict[str, str]:
         "max_steps": str(options.max_steps or "no limit"),
         "mini_bs": str(options.mini_bs),
         "gradient_accumulation_steps": str(options.gradient_accumulation_steps or "auto"),
-        "activation_checkpointing": "yes" if options.activation_checkpointing else "no",
+        "activation_checkpointing": {True: "yes", False: "no", None: "auto"}[options.recomputes],
         "optimizer": f"{'8-bit AdamW' if options.adam_8bit else 'AdamW'} lr={options.lr:g} "
         f"({decay}, warm-up {options.lr_warmup_steps}) "
         f"betas=({options.adam_beta1:g}, {options.adam_beta2:g}) eps={options.adam_eps:g} "

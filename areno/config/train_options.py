@@ -54,7 +54,7 @@ class TrainOptions(
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether layers are recomputed in backward; None leaves it to the engine, which knows the memory of a GPU."""
+        """Whether layers are recomputed in backward; None leaves it to the engine, which knows what memory is free."""
         open_ = self.activation_checkpointing and "activation_checkpointing" not in self.explicit
         return None if open_ else self.activation_checkpointing
 

@@ -289,7 +289,7 @@ class Engine:
             offload_activations=config.offload_activations,
         )
         recurrent = any(is_recurrent(module) for module in role.model.module.modules())
-        role.tree = config.tree_training and role.trainable and not recurrent
+        role.tree = config.tree_training and role.trainable and kind != "reward" and not recurrent
         return role
 
     def _new_adapter(self) -> AdapterOptions | None:

@@ -18,9 +18,9 @@ def rows_of(lengths: list[int], scored: list[int]) -> list[Any]:
     from areno.types import TrainSequence
 
     rows = []
-    for length, own in zip(lengths, scored, strict=True):
+    for first, (length, own) in enumerate(zip(lengths, scored, strict=True)):  # none begins like another
         mask = [index < length - own for index in range(length)]
-        tokens = [(7 * index + length) % 500 for index in range(length)]
+        tokens = [(7 * index + first) % 500 for index in range(length)]
         zeros, ones = [-1.0] * length, [1.0] * length
         rows.append(
             TrainSequence(prompt_mask=mask, tokens=tokens, logprobs=zeros, advantages=ones, ref_logprobs=list(zeros))
@@ -130,7 +130,7 @@ def main() -> None:
     config = EngineConfig(
         dtype=sizes.config.dtype,
         optimizer=OptimizerConfig(lr=1e-6, adam_8bit=options.adam_8bit),
-        activation_checkpointing=options.activation_checkpointing,
+        activation_checkpointing=options.recomputes,
         keep_rollout_state=not options.drop_rollout_state,
         kv_cache_tokens=options.kv_cache_tokens,
         max_running=sizes.running,

@@ -251,7 +251,7 @@ OPTIONS = {
     "mini_bs": 16,
     "gradient_accumulation_steps": None,
     "activation_checkpointing": True,
-    "tree_training": False,
+    "tree_training": True,
     "offload_activations": False,
     "lr": 1e-6,
     "min_lr": 1e-7,

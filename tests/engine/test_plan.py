@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -30,6 +31,7 @@ from areno.engine.plan.memory import (
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.plan.table import plan_text
 from areno.engine.rollout.probe import prove_decoding
+from areno.engine.train import step as step_module
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
@@ -159,6 +161,25 @@ def test_smaller_microbatches_and_recomputation_take_less_memory(tiny_checkpoint
 
     assert backward(mini_bs=8) > backward(mini_bs=4) > backward(mini_bs=1)
     assert backward(activation_checkpointing=False) > backward(activation_checkpointing=True)
+
+
+@pytest.mark.parametrize(("share", "recomputes"), [(1.1, False), (0.85, True)])
+def test_what_is_planned_where_nothing_is_said_is_what_the_engine_does(share, recomputes, tmp_path, monkeypatch):
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", hidden=128, layers=4, heads=4)
+    kept = make_plan(options(checkpoint, algo="sft", activation_checkpointing=False))
+    loaded, moments = kept.phase("load").total, part(kept, "backward", "optimizer")
+    free = int(share * 2 * (kept.phase("backward").total - moments - loaded))
+    plan = make_plan(options(checkpoint, algo="sft"), available=loaded + int((free + moments) / 0.95))
+    assert (part(plan, "backward", "activations") < part(kept, "backward", "activations")) is recomputes
+    monkeypatch.setattr(step_module, "available_bytes", lambda device: free)
+    switched = []
+    monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
+    sizes = RunSizes(options(checkpoint, algo="sft"), CPU)
+    lengths, _ = sizes.microbatch(sizes.longest_row(None))
+    rows = [TrainSequence([False] * n, [5] * n, logprobs=[0.0] * n) for n in lengths]
+    with contextlib.closing(Engine(str(checkpoint), EngineConfig())) as engine:
+        engine.train(rows, sft_loss_fn, len(rows))
+    assert switched == [True, False] if recomputes else [False]
 
 
 def test_a_shape_is_made_once_and_a_plan_does_not_depend_on_those_before_it(tiny_checkpoint):

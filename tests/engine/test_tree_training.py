@@ -194,9 +194,18 @@ def test_a_model_that_cannot_follow_a_tree_trains_on_its_rows(tmp_path):
         assert "tree_token_ratio" not in engine.train(branching_rows(), policy_loss_fn, 12)
 
 
+def test_the_memory_of_made_up_rows_is_that_of_rows_apart(monkeypatch):
+    rows, step, computed = [branching_rows()[0]] * 4, make_step(), []
+    step.tree, body = True, step.model.body
+    monkeypatch.setattr(step.model, "body", lambda tokens, *plan: computed.append(len(tokens)) or body(tokens, *plan))
+    step.rehearse(rows, grpo_loss_fn, 4)
+    step.run(rows, grpo_loss_fn, 4)
+    assert computed == [4 * len(rows[0].tokens), len(rows[0].tokens)]
+
+
 def test_rows_that_share_little_are_packed_one_after_the_other():
     rows = [TrainSequence([True, False] * 10, [1, *range(first, first + 19)], logprobs=[0.0] * 20) for first in (2, 40)]
-    assert isinstance(pack_rows(rows, tree=True).plan, PackedPlan)
+    assert type(pack_rows(rows, tree=True).plan) is PackedPlan
     shared = [replace(row, tokens=[*rows[0].tokens[:-1], index]) for index, row in enumerate(rows)]
     assert isinstance(pack_rows(shared, tree=True).plan, TreePlan)
 

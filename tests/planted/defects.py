@@ -26,10 +26,17 @@ DEFECTS = (
     ),
     Defect(
         "window of a tree one token too wide",
-        "areno/engine/model/tree.py",
-        "- self.position_ids[None, :] < window)",
-        "- self.position_ids[None, :] <= window)",
+        "areno/engine/model/packing.py",
+        "window_mask(before + length, window, like, before)",
+        "window_mask(before + length, window and window + (before > 0), like, before)",
         ("tests/engine/test_tree_training.py::test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones",),
+    ),
+    Defect(
+        "first token of an answer is predicted from another answer",
+        "areno/engine/train/batch.py",
+        "places[actions[scored] - 1]",
+        "places[actions[scored]] - 1",
+        ("tests/engine/test_tree_training.py::test_every_algorithm_learns_from_trees_what_it_learns_from_rows",),
     ),
     Defect(
         "alpha of an adapter is its rank",

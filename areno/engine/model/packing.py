@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -52,53 +52,65 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
-def gather(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x at ``index``, none of them twice."""
-    rows: Tensor = _Gather.apply(x, index)
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
-class PaddedGroup:
+class _Group:
     """Sequences that are padded together: ``rows`` are their packed positions, ``cells`` where those lie in [B * L]."""
 
     size: int
     length: int
     rows: Tensor
     cells: Tensor
+    prefix: Tensor | None  # packed positions of the S tokens that all of them continue; None for no such
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...] with zeros after each sequence's end."""
         rows = x if len(self.rows) == len(x) else _Gather.apply(x, self.rows)
         return _Scatter.apply(rows, self.cells, self.size * self.length).view(self.size, self.length, *x.shape[1:])
 
+    def contexts(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B, S + L, ...]: what each sequence continues, then its own tokens padded."""
+        if self.prefix is None:
+            return self.pad(x)
+        prefix = _Gather.apply(x, self.prefix)
+        return torch.cat([prefix.expand(self.size, *prefix.shape), self.pad(x)], 1)
+
     def unpad(self, x: Tensor) -> Tensor:
         """[B, L, ...] -> this group's tokens, in packed order."""
         return _Gather.apply(x.reshape(self.size * self.length, *x.shape[2:]), self.cells)
 
 
-def pad_together(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> PaddedGroup:
-    """Sequences of ``lengths`` tokens that begin at the packed positions ``starts``."""
-    longest = max(lengths)
-    rows = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-    cells = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
-    return PaddedGroup(len(lengths), longest, upload(rows, device), upload(cells, device))
-
-
 class PackedPlan:
-    """Attention plan of sequences packed end to end. ``lengths``: tokens of each sequence, in packed order."""
+    """Attention plan of sequences packed end to end.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    Args:
+        lengths: tokens of each sequence, in packed order.
+        device: where they are.
+        prefixes: packed positions of the tokens that each sequence continues, and sees; None where all begin anew.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        prefixes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.lengths = list(lengths)
         self.starts = [0, *accumulate(self.lengths)]
         self.device = torch.device(device)
-        self.position_ids = upload(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
+        self._prefixes = prefixes or [()] * len(self.lengths)
+        befores = [len(prefix) for prefix in self._prefixes]
+        positions = [torch.arange(first, first + n) for first, n in zip(befores, self.lengths, strict=True)]
+        self.position_ids = upload(torch.cat(positions), self.device)
+        siblings: dict[int, list[int]] = {}  # sequences that continue the same token
+        for index, prefix in enumerate(self._prefixes):
+            siblings.setdefault(prefix[-1] if prefix else -1, []).append(index)
         self.groups = [
-            pad_together([self.lengths[i] for i in group], [self.starts[i] for i in group], self.device)
-            for group in group_by_length(self.lengths)
+            self._group([same[i] for i in group])
+            for same in siblings.values()
+            for group in _group_by_length([self.lengths[i] for i in same])
         ]
         self._inverse = self._inverse_order() if len(self.groups) > 1 else None
-        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
 
     @property
     def tokens(self) -> int:
@@ -110,30 +122,55 @@ class PackedPlan:
         """First token of each sequence, and the number of all tokens: int32 [N + 1]."""
         return upload(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
+    def _group(self, members: list[int]) -> _Group:
+        longest = max(self.lengths[i] for i in members)
+        rows = torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for i in members])
+        cells = torch.cat([torch.arange(self.lengths[i]) + row * longest for row, i in enumerate(members)])
+        before = self._prefixes[members[0]]
+        prefix = upload(torch.tensor(before), self.device) if before else None
+        return _Group(len(members), longest, upload(rows, self.device), upload(cells, self.device), prefix)
+
+    @functools.cached_property
+    def _contexts(self) -> tuple[Tensor, Tensor, int]:
+        """Packed positions of all that each sequence sees, where these begin (int32 [N + 1]), and the most of one."""
+        seen = [[*prefix, *range(*own)] for prefix, own in zip(self._prefixes, pairwise(self.starts), strict=True)]
+        starts = torch.tensor([0, *accumulate(map(len, seen))], dtype=torch.int32)
+        places = torch.tensor(list(chain.from_iterable(seen)))
+        return upload(places, self.device), upload(starts, self.device), max(map(len, seen))
+
     def _inverse_order(self) -> Tensor:
         order = torch.cat([group.rows for group in self.groups])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         return inverse
 
-    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
-        if window is None or length <= window:
+    def _mask(self, group: _Group, window: int | None, like: Tensor) -> Tensor | None:
+        """None where attention is causal and nothing else."""
+        before = 0 if group.prefix is None else len(group.prefix)
+        if not before and (window is None or group.length <= window):
             return None
-        key = (length, window, like.dtype)
+        return self._causal_mask(before, group.length, window, like)
+
+    def _causal_mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
+        """Additive mask [length, before + length] of tokens after others."""
+        key = (before, length, window, like.dtype)
         if key not in self._masks:
-            self._masks[key] = window_mask(length, window, like)
+            self._masks[key] = window_mask(before + length, window, like, before)
         return self._masks[key]
 
     def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention inside each sequence; see :class:`~areno.engine.model.attention.AttentionPlan`."""
         kernel = find_kernel(layer, q, v)
         if kernel is not None:
-            longest = max(self.lengths)
-            return kernel.attend(q, k, v, (self.boundaries, self.boundaries), (longest, longest), layer)
+            starts, longest = self.boundaries, max(self.lengths)
+            if any(self._prefixes):
+                places, starts, longest = self._contexts
+                k, v = k[places], v[places]
+            return kernel.attend(q, k, v, (self.boundaries, starts), (max(self.lengths), longest), layer)
         outputs = []
         for group in self.groups:
-            padded = [group.pad(x).transpose(1, 2) for x in (q, k, v)]
-            mask = self._mask(group.length, layer.window, q)
+            padded = [x.transpose(1, 2) for x in (group.pad(q), group.contexts(k), group.contexts(v))]
+            mask = self._mask(group, layer.window, q)
             out = scaled_dot_product(padded[0], padded[1], padded[2], layer, mask, causal=mask is None)
             outputs.append(group.unpad(out.transpose(1, 2)))
         return self.join(outputs)
@@ -146,10 +183,10 @@ class PackedPlan:
         """Tokens of all groups, concatenated group by group, back into packed order."""
         if self._inverse is None:
             return outputs[0]
-        return gather(torch.cat(outputs), self._inverse)
+        return _Gather.apply(torch.cat(outputs), self._inverse)
 
 
-def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Split sequence indices into groups whose padded size is at most ``MAX_PADDED_SHARE`` of their tokens."""
     if max(lengths) * len(lengths) <= MAX_PADDED_SHARE * sum(lengths):
         return [list(range(len(lengths)))]

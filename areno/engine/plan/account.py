@@ -131,8 +131,10 @@ class _Planner:
         self.recompute = self.config.activation_checkpointing is not False
         self.updates = self._updates(self.recompute)
         if open_ and self.updates:  # do without recomputation where the engine would
-            kept = self._updates(False)
-            if not divide(self._free(), self._need(self.updates, kept), keeps_cache=False).recompute:
+            kept, free = self._updates(False), self._free()
+            if sizes.device.type == "cpu" and sizes.generates and self.config.keep_rollout_state:
+                free -= self._rollout().cache
+            if not divide(free, self._need(self.updates, kept), keeps_cache=False).recompute:
                 self.recompute, self.updates = False, kept
 
     def _updates(self, recompute: bool) -> list[UpdateBytes]:

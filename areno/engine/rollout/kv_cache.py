@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from areno.engine.model.attention import LayerAttention, scaled_dot_product, window_mask
+from areno.engine.model.attention import LayerAttention, scaled_dot_product
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import Forward, SlotStates
 from areno.engine.rollout.scheduler import COLUMN_STEP, Move, round_up
@@ -163,7 +163,6 @@ class PrefillPlan(PackedPlan):
         super().__init__([span.length for span in spans], cache.device)
         self.cache, self.spans = cache, spans
         self._continued = any(span.offset for span in spans)
-        self._piece_masks: dict[tuple[int, int, int | None], Tensor] = {}
         if self._continued:
             self.position_ids = self.position_ids + self._per_token([span.offset for span in spans])
         self._place()
@@ -202,16 +201,10 @@ class PrefillPlan(PackedPlan):
         """``contexts``: keys and values [1, heads, tokens, size] of each span up to its end."""
         outputs = []
         for span, own, (keys, values) in zip(self.spans, q.split(self.lengths), contexts, strict=True):
-            mask = self._piece_mask(span, layer.window, q)
+            mask = self._causal_mask(span.offset, span.length, layer.window, q)
             out = scaled_dot_product(own.transpose(0, 1)[None], keys, values, layer, mask)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
-
-    def _piece_mask(self, span: Span, window: int | None, like: Tensor) -> Tensor:
-        key = (span.offset, span.length, window)
-        if key not in self._piece_masks:
-            self._piece_masks[key] = window_mask(span.offset + span.length, window, like, span.offset)
-        return self._piece_masks[key]
 
     def run_recurrent(self, module: nn.Module, forward: Forward, hidden: Tensor) -> Tensor:
         """One context at a time: a state that is kept must not see padding."""

@@ -25,9 +25,7 @@ class PackedBatch:
     """One microbatch on its device."""
 
     tokens: Tensor  # packed token ids [T]
-    plan: (
-        PackedPlan | TreePlan
-    )  # attention plan over them: sequences end to end, or a tree of sequences that begin alike
+    plan: PackedPlan  # attention plan over them: sequences end to end, or a tree of sequences that begin alike
     scored: Tensor  # indices on the action axis [A] whose log-probs are needed
     sources: Tensor  # packed position that predicts each of them
     targets: Tensor  # the token to predict at each of them
@@ -41,21 +39,19 @@ class PackedBatch:
 
 
 def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu", tree: bool = False) -> PackedBatch:
-    """Pack rows end to end, or with ``tree`` so that tokens that they begin with are there once, if that saves a tenth.
+    """Pack rows end to end; with ``tree`` tokens that several begin with are there once, if that saves a tenth of all.
 
     What the loss sees is the same; see :mod:`areno.loss_fns.pack` for the keys of ``data``.
     """
     lengths = [len(row.tokens) for row in rows]
     tokens = torch.tensor(list(chain.from_iterable(row.tokens for row in rows)))
     fed, places = tokens, torch.arange(len(tokens))  # what the model gets, and the place there of each token
-    plan: PackedPlan | TreePlan
     shared = TokenTree()
     paths = [shared.add(row.tokens) for row in rows] if tree and len(rows) > 1 else []
+    plan = None
     if paths and len(shared.tokens) <= MOST_KEPT * len(tokens):
         places = torch.tensor(list(chain.from_iterable(paths)))
         fed, plan = torch.tensor(shared.tokens), TreePlan(paths, device)
-    else:
-        plan = PackedPlan(lengths, device)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     first[list(accumulate(lengths[:-1], initial=0))] = True
     actions = (~first).nonzero()[:, 0]
@@ -76,7 +72,7 @@ def pack_rows(rows: Sequence[TrainSequence], device: torch.device | str = "cpu",
             data[key] = upload(stream, device)
     return PackedBatch(
         tokens=upload(fed, device),
-        plan=plan,
+        plan=plan or PackedPlan(lengths, device),
         scored=upload(scored, device),
         sources=upload(places[actions[scored] - 1], device),
         targets=upload(tokens[actions[scored]], device),

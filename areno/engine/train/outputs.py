@@ -9,7 +9,6 @@ from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.train.batch import PackedBatch
 
@@ -27,7 +26,6 @@ def predict(
     """
     if kind == "reward":
         assert isinstance(model, ValueModel)
-        assert isinstance(batch.plan, PackedPlan), "scores of sequences are not trained on trees"
         return model.values(hidden.index_select(0, last_tokens(batch.plan.starts, hidden.device)))
     rows = hidden.index_select(0, batch.sources)
     if isinstance(model, ValueModel):

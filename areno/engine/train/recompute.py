@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areno.engine.model.causal_lm import PackedModel
+from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 
-# Activations are kept instead of recomputed while they take at most this share of the free memory.
+# Activations are kept instead of recomputed while they and the gradients take at most this share of the free memory.
 KEPT_SHARE = 0.5
 _PROBE_TOKENS = 64
 
@@ -21,8 +22,28 @@ Keeping = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which what autograd saves is kept in some way; see ``torch.autograd.graph.saved_tensors_hooks``."""
 
 
-def kept_bytes(model: PackedModel) -> float:
-    """Bytes that a forward pass keeps for the backward pass for each token, where no layer is recomputed."""
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """Bytes that a forward pass keeps for the backward pass where no layer is recomputed."""
+
+    per_token: float
+    per_pair: float  # of two tokens of a row: attention that is written out keeps its scores
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """Those of a pass over rows of so many tokens."""
+        return sum(n * (self.per_token + n * self.per_pair) for n in lengths)
+
+
+def kept_bytes(model: PackedModel) -> KeptBytes:
+    """Measured on two short rows."""
+    n = min(_PROBE_TOKENS, (model.context_length or 2 * _PROBE_TOKENS) // 2)
+    short, long = _probe(model, n), _probe(model, 2 * n)
+    pair = max(long - 2 * short, 0) / (2 * n * n)
+    return KeptBytes(short / n - n * pair, pair)
+
+
+def _probe(model: PackedModel, tokens: int) -> int:
+    """Bytes that a forward pass over one row keeps."""
     weights = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -32,12 +53,11 @@ def kept_bytes(model: PackedModel) -> float:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    plan = PackedPlan([_PROBE_TOKENS], model.device)
-    tokens = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    plan = PackedPlan([tokens], model.device)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = model.body(tokens, plan.position_ids, plan)  # holds them, so that no two have one address
-    del hidden
-    return sum(kept.values()) / _PROBE_TOKENS
+        hidden = model.body(torch.zeros_like(plan.position_ids), plan.position_ids, plan)
+    del hidden  # had held them, so that no two had one address
+    return sum(kept.values())
 
 
 class InHostMemory(torch.autograd.graph.saved_tensors_hooks):

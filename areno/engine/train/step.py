@@ -17,7 +17,6 @@ from torch import Tensor
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
 from areno.engine.model.packed_model import PackedModel
-from areno.engine.model.tree import TreePlan
 from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
@@ -27,7 +26,7 @@ from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
 from areno.engine.train.outputs import ModelKind, predict
-from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, kept_bytes, recompute_layers
+from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
 from areno.loss_fns.stats import Count, Mean, Parts, Statistic, merge_parts, parts_of, scalars_of
@@ -95,7 +94,7 @@ class TrainStep:
     tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
     _skipped: int = 0
-    _kept_per_token: float | None = None
+    _kept: KeptBytes | None = None
 
     def run(
         self,
@@ -124,7 +123,7 @@ class TrainStep:
             raise ValueError("train needs at least one row")
         refuse_mixed(rows)
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
-        self.set_training(True, self._largest_pass(rows, loss_fn, mini_bs))
+        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs))
         try:
             results = []
             for start in range(0, len(rows), per_step):
@@ -141,11 +140,11 @@ class TrainStep:
     def rehearse(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> None:
         """Compute gradients over rows of this replica's own, and forget them: the memory of a step, and no update.
 
-        Other replicas are not heard: one of them may have failed.
+        Rows may be made up, so what they begin with is not shared. Other replicas are not heard: one of them may have failed.
         """
-        self.set_training(True)
+        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs))
         try:
-            self._accumulate(rows, loss_fn, mini_bs, rows)
+            self._accumulate(rows, loss_fn, mini_bs, rows, tree=False)
         finally:
             self.set_training(False)
             self.optimizer.zero_grad()
@@ -166,7 +165,8 @@ class TrainStep:
         if not isinstance(mini_bs, int):
             together = mini_bs.granularity
         mine = self._share(rows, together)
-        found = [self._accumulate(mine, loss_fn, mini_bs, rows)]
+        tree = self.tree or (isinstance(mini_bs, MicroBatching) and mini_bs.tree)
+        found = [self._accumulate(mine, loss_fn, mini_bs, rows, tree)]
         if self.peers.data.size > 1:
             found = self.peers.data.everyone(found[0])
         sums = Sums()
@@ -183,19 +183,13 @@ class TrainStep:
         loss_fn: LossFn,
         mini_bs: int | MicroBatching,
         rows: Sequence[TrainSequence],
+        tree: bool,
     ) -> tuple[float, Sums]:
         """The same over this replica's rows alone, out of ``rows`` of all."""
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
-        together = 2 if unit == "pair" else 1
         measured = _Measured()
-        tree = self.tree and self.kind != "reward"
-        if isinstance(mini_bs, MicroBatching) and mini_bs.tree:
-            if self.kind == "reward":
-                raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
-            tree = True
-        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
-        passes = list(_passes(mine, mini_bs, most, together))
+        passes = list(self._passes(mine, loss_fn, mini_bs))
         alike = not self.model.weights.whole  # all ranks must make as many passes
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         for chunk in passes:
@@ -242,12 +236,14 @@ class TrainStep:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Loss and statistics of a pass, and what they were made from."""
+        if tree and self.kind == "reward":
+            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         batch = pack_rows(rows, self.model.device, tree)
         predicted = self._predict(batch, loss_fn)
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
-        if isinstance(batch.plan, TreePlan):
-            tokens = torch.tensor(sum(len(row.tokens) for row in rows))
+        tokens = torch.tensor(sum(len(row.tokens) for row in rows))
+        if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
         return loss, metrics, predicted
 
@@ -273,34 +269,37 @@ class TrainStep:
             )
         return stats
 
-    def set_training(self, training: bool, tokens: int | None = None) -> None:
+    def set_training(self, training: bool, recompute: bool = True) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on.
 
-        ``tokens``: those of the largest pass; None if unknown.
+        ``recompute``: whether to, where the configuration allows it.
         """
-        recompute = self.activation_checkpointing
-        if recompute is None:
-            recompute = self.offload_activations or tokens is None or not self._has_room(tokens)
-        if recompute or not training:
+        if self.activation_checkpointing is not False and (recompute or not training):
             recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
         self.model.module.train(training)
 
-    def _largest_pass(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> int:
-        """Most tokens of a forward and backward pass, if no tokens are shared."""
-        together = 2 if reduction_of(loss_fn) == "pair" else 1
-        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
-        return max(sum(len(row.tokens) for row in chunk) for chunk in _passes(rows, mini_bs, most, together))
+    def _recomputes(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> bool:
+        """Whether layers are recomputed: if nothing is said, unless a CPU's free memory has room for what passes keep."""
+        chosen = True if self.offload_activations else self.activation_checkpointing
+        if chosen is not None or self.model.device.type != "cpu" or not self.model.weights.whole:
+            return chosen is not False
+        if self._kept is None:
+            self._kept = kept_bytes(self.model)
+        passes = ([len(row.tokens) for row in chunk] for chunk in self._passes(rows, loss_fn, mini_bs))
+        most = max(self._kept.of(lengths) for lengths in passes)
+        gradients = sum(4 * parameter.numel() for _, parameter in self.model.parameters())
+        # Ranks that compute one model together do alike.
+        free = self.peers.tensor.smallest(available_bytes(self.model.device)) / self.peers.layout.world_size
+        return most + gradients > KEPT_SHARE * free
 
-    def _has_room(self, tokens: int) -> bool:
-        """Whether what a pass keeps takes no more than its share of a CPU's free memory."""
-        if self.model.device.type != "cpu" or not self.model.weights.whole:
-            return False
-        if self._kept_per_token is None:
-            self._kept_per_token = kept_bytes(self.model)
-        return (
-            tokens * self._kept_per_token
-            <= KEPT_SHARE * available_bytes(self.model.device) / self.peers.layout.world_size
-        )
+    def _passes(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+    ) -> Iterator[Sequence[TrainSequence]]:
+        """Rows of each forward and backward pass; those cut by a number of rows are bounded by tokens too."""
+        if not isinstance(mini_bs, int):
+            return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
+        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
+        return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1)
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:
@@ -329,15 +328,6 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
         raise ValueError("accumulation counts passes of mini_bs rows; packed passes make one step of all rows")
     mini_bs.check(rows)
     return rows
-
-
-def _passes(
-    rows: Sequence[TrainSequence], mini_bs: int | MicroBatching, most_tokens: float, together: int
-) -> Iterator[Sequence[TrainSequence]]:
-    """Rows of each forward and backward pass; ``most_tokens`` bounds those that are cut by a number of rows."""
-    if isinstance(mini_bs, int):
-        return _chunks(rows, mini_bs, most_tokens, together)
-    return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
 
 
 def _chunks(
