@@ -131,10 +131,14 @@ def saved_bytes(model, tokens):
     return sum(event.self_cpu_memory_usage for event in profile.events())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2"])
-def test_what_a_pass_keeps_is_known_before_it_is_made(family):
+@pytest.mark.parametrize(
+    ("family", "frozen"), [("llama", ""), ("llama", "proj"), ("gemma2", ""), ("gemma3", ""), ("gpt2", "")]
+)
+def test_what_a_pass_keeps_is_known_before_it_is_made(family, frozen):
     model = prepare(tiny_module(family, sharpen=1.0, layers=LAYERS), family)
     model.module.train()
+    for name, weight in model.module.named_parameters():
+        weight.requires_grad_(not frozen or frozen not in name)
     assert kept_bytes(model).of([256]) == pytest.approx(saved_bytes(model, 256), rel=0.1)
 
 

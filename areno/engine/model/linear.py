@@ -83,7 +83,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        need_rows, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if need_weight else None, weight if need_rows else None)
         return _multiply(rows, weight, bias)
 
     @staticmethod

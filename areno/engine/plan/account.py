@@ -130,9 +130,11 @@ class _Planner:
         open_ = self.config.activation_checkpointing is None and not self.config.offload_activations
         self.recompute = self.config.activation_checkpointing is not False
         self.updates = self._updates(self.recompute)
-        if open_ and self.updates:  # do without recomputation where the engine would
+        on_cpu = sizes.device.type == "cpu"
+        if open_ and self.updates and not (on_cpu and sizes.layout.tp_size > 1):
+            # Do without recomputation where the engine would.
             kept, free = self._updates(False), self._free()
-            if sizes.device.type == "cpu" and sizes.generates and self.config.keep_rollout_state:
+            if on_cpu and sizes.generates and self.config.keep_rollout_state:
                 free -= self._rollout().cache
             if not divide(free, self._need(self.updates, kept), keeps_cache=False).recompute:
                 self.recompute, self.updates = False, kept

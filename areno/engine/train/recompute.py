@@ -35,22 +35,20 @@ class KeptBytes:
 
 
 def kept_bytes(model: PackedModel) -> KeptBytes:
-    """Measured on two short rows."""
-    n = min(_PROBE_TOKENS, (model.context_length or 2 * _PROBE_TOKENS) // 2)
-    short, long = _probe(model, n), _probe(model, 2 * n)
-    pair = max(long - 2 * short, 0) / (2 * n * n)
-    return KeptBytes(short / n - n * pair, pair)
+    """Measured on three short rows; what does not grow with them are weights."""
+    n = min(_PROBE_TOKENS, (model.context_length or 3 * _PROBE_TOKENS) // 3)
+    first, second, third = (_kept_of_row(model, tokens) for tokens in (n, 2 * n, 3 * n))
+    per_pair = (third - 2 * second + first) / (2 * n * n)
+    return KeptBytes((second - first) / n - 3 * n * per_pair, per_pair)
 
 
-def _probe(model: PackedModel, tokens: int) -> int:
-    """Bytes that a forward pass over one row keeps."""
-    weights = {parameter.untyped_storage().data_ptr() for _, parameter in model.parameters()}
+def _kept_of_row(model: PackedModel, tokens: int) -> int:
+    """Bytes that a forward pass over one row keeps, weights included."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     plan = PackedPlan([tokens], model.device)

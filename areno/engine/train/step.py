@@ -280,17 +280,15 @@ class TrainStep:
 
     def _recomputes(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> bool:
         """Whether layers are recomputed: if nothing is said, unless a CPU's free memory has room for what passes keep."""
-        chosen = True if self.offload_activations else self.activation_checkpointing
-        if chosen is not None or self.model.device.type != "cpu" or not self.model.weights.whole:
+        chosen, layout = self.activation_checkpointing, self.peers.layout
+        if chosen is not None or self.model.device.type != "cpu" or layout.tp_size > 1 or layout.fsdp:
             return chosen is not False
         if self._kept is None:
             self._kept = kept_bytes(self.model)
         passes = ([len(row.tokens) for row in chunk] for chunk in self._passes(rows, loss_fn, mini_bs))
         most = max(self._kept.of(lengths) for lengths in passes)
         gradients = sum(4 * parameter.numel() for _, parameter in self.model.parameters())
-        # Ranks that compute one model together do alike.
-        free = self.peers.tensor.smallest(available_bytes(self.model.device)) / self.peers.layout.world_size
-        return most + gradients > KEPT_SHARE * free
+        return most + gradients > KEPT_SHARE * available_bytes(self.model.device) / layout.world_size
 
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
