@@ -24,7 +24,7 @@ GROUPS = {
     "Parameter tuning": "tune-params mem-frac tune-max-samples",
     "Train": (
         "mini-bs gradient-accumulation-steps activation-checkpointing no-activation-checkpointing "
-        "tree-training offload-activations lr min-lr "
+        "tree-training no-tree-training offload-activations lr min-lr "
         "lr-warmup-steps lr-decay-steps lr-decay-style adam-beta1 adam-beta2 adam-eps adam-8bit offload-optimizer weight-decay "
         "grad-clip-norm score-micro-bs update-epochs update-minibatches ref-ckpt critic-ckpt critic-lr critic-min-lr "
         "critic-lr-warmup-steps critic-lr-decay-steps critic-lr-decay-style critic-grad-clip-norm critic-warmup-steps "

@@ -55,9 +55,9 @@ RUN_POLICY = (
 )
 IN_TURN = ["reward function", "generating and training in turn on one device"]
 PLAIN = {
-    "flags": (SFT, []),
+    "flags": (SFT, ["prompts shared in training"]),
     "yaml": (RUN_SFT, ["saving beside training"]),
-    "flags policy": (POLICY + " --epochs 1", IN_TURN),
+    "flags policy": (POLICY + " --epochs 1", [IN_TURN[0], "prompts shared in training", *IN_TURN[1:]]),
     "yaml policy": (RUN_POLICY, [*IN_TURN, "saving beside training"]),
 }
 APART = (
