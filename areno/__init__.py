@@ -4,8 +4,6 @@ Everything public is here and under ``areno.api``; both names give the same obje
 is used: ``import areno`` does not import torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

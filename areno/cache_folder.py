@@ -4,8 +4,6 @@ The first lies below ``$ARENO_CACHE_DIR``, ``$XDG_CACHE_HOME/areno`` or ``~/.cac
 temporary folder, locked by their owner: one whose owner was killed is deleted by the next process that makes one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """CPU cores: how many this process may use, and how many of them other programs keep busy."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """Typed errors. Each message names the value, and says what to do next."""
 
-from __future__ import annotations
-
 import re
 import sys
 

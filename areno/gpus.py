@@ -1,7 +1,5 @@
 """GPUs: how many this process may use. Where there are none, PyTorch is not loaded to find out."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Algorithms that are one file each: knobs, loss, and ``SPEC``. The file's name is the algorithm's; nothing else lists it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areno.config import AlgorithmSpec

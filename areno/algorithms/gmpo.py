@@ -1,7 +1,5 @@
 """GMPO: geometric-mean policy optimization (Zhao et al. 2025, arXiv:2507.20673)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

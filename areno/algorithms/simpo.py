@@ -1,7 +1,5 @@
 """SimPO: simple preference optimization with a reward that needs no reference (Meng et al. 2024, arXiv:2405.14734)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

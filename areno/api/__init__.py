@@ -1,7 +1,5 @@
 """The SDK. Names are resolved when they are first used, so that importing this package imports no torch."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

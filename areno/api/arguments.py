@@ -3,8 +3,6 @@
 All raise TypeError for a value of the wrong kind, and ValueError for one that is out of its bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real

@@ -4,8 +4,6 @@ Special here: a sample's seed depends on the run's seed, its prompt and its numb
 evaluations of different checkpoints can be compared sample by sample, and none of them changes what training draws.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

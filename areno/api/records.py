@@ -1,7 +1,5 @@
 """From a prompt and a generated answer to what reward functions see; training and evaluation build it here alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areno.types import PromptItem, RewardEvent, RewardRecord, RolloutResult, RolloutSequence, SamplingParams

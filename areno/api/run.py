@@ -3,8 +3,6 @@
 ``areno eval`` does too: it uses the trainer of a policy for its rewards and prompts, and trains nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Generating with a model inside rollout sessions: what :class:`areno.Trainer`, sessions and evaluations have in common."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

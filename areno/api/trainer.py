@@ -4,8 +4,6 @@ One step, in the order of the methods: prompts are generated from inside a rollo
 roles (reference, critic, reward), the critic trains, the policy trains, a checkpoint is saved.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

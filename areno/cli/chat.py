@@ -1,7 +1,5 @@
 """``areno chat``: talk to a model in the terminal, or answer the lines of a pipe one by one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

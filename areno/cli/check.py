@@ -4,8 +4,6 @@ A machine without a GPU is ready. FAIL means that training cannot work and makes
 slower or may break; INFO that something optional is missing. Whatever is not OK comes with its remedy.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

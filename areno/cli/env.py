@@ -3,8 +3,6 @@
 Each part is probed on its own, and what fails is in the report, so that a broken installation still gives one.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json

@@ -3,8 +3,6 @@
 It reads ``samples.jsonl`` alone, so it works beside a run that is still going on, and on a run of another machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

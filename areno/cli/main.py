@@ -3,8 +3,6 @@
 1 is a failure, 2 wrong usage, 130 interrupted. Only the chosen command's module is imported, so that ``areno --help`` is quick.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """``areno plan``: the memory of a training run by phase, whether it fits, and what to change. Loads no model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``areno quickstart``: the embedded default run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areno.config.parser import TypedParser

@@ -1,7 +1,5 @@
 """``areno run``: an experiment from a YAML file and settings on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``areno train``: prepare the run, print its summary, train."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areno.config.algorithms import get_algorithm

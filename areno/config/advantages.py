@@ -4,8 +4,6 @@ An estimator is ``estimator(rewards, groups) -> advantages`` over all samples of
 prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from areno.config.algorithms import resolve_reference

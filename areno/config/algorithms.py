@@ -4,8 +4,6 @@ Further ones are a file each in ``areno/algorithms``. Besides these names, ``get
 `AlgorithmSpec` in a user's file, and names that installed packages publish in the entry-point group ``areno.algorithms``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Which options have no effect in a given run, and why: an explicit one is an error, and none is stored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from areno.config.algorithms import AlgorithmSpec

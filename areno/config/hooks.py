@@ -4,8 +4,6 @@ It really is imported, so that any callable works as a hook. Its folder stays on
 its siblings late, inside a function.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

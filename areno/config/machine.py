@@ -1,7 +1,5 @@
 """What the machine decides where no option does: the device, how many of them, how many share a copy of the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

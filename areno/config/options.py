@@ -4,8 +4,6 @@ Its type is the annotation: ``int``, ``float``, ``str``, ``bool``, each also ``|
 ``tuple[str, ...]`` for repeatable options. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

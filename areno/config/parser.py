@@ -3,8 +3,6 @@
 argparse only collects texts. One function converts them and the values of YAML, and all wrong ones are reported together.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

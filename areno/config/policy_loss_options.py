@@ -1,7 +1,5 @@
 """The knobs of the one policy loss, for both front ends: settings of ``actor`` in an experiment, flags of ``areno train``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From arguments to a run that may start: everything that can be refused is refused here, before anything expensive."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

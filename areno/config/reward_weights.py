@@ -1,7 +1,5 @@
 """Weights of the parts of a reward: ``--reward-weights format=0.2,answer=1`` and ``reward.weights``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Options of the groups Rollout and Parameter tuning: generating completions and scoring them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

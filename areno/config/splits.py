@@ -1,7 +1,5 @@
 """Splits of a data set: which files of a folder belong to one, and which rows a data reference names. Reads no rows."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

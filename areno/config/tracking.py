@@ -1,7 +1,5 @@
 """Experiment tracking services: which there are, and what each needs before a run begins. Imports none of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from netrc import NetrcParseError, netrc

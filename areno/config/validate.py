@@ -3,8 +3,6 @@
 An option without effect is a problem too. Files are looked at; `areno.config.hooks` imports them next.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The stored form leaves out what the run does not read and where it is: it works as a ``--config`` file for the next one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ the run goes on, at most once in ``PERIOD_S``, and each change is logged. ``OMP_
 reproducible bit for bit at equal numbers of threads.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Which device each thread and each rank computes on, and what goes there and back without making the host wait."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

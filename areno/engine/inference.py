@@ -1,7 +1,5 @@
 """The rollout loop's documented logger, and its ``rollout decode progress`` lines."""
 
-from __future__ import annotations
-
 import logging
 import time
 

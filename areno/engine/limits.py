@@ -4,8 +4,6 @@ A row beyond either would index an embedding table out of its bounds, which on a
 over positions that it was never trained on, which nothing reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace

@@ -11,8 +11,6 @@ requests do not fit into: a step of a 210 M model held 600 MiB more than was in 
 small pieces are kept therefore, and none when the optimizer's step begins; pages cost little beside large products.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """Whether this process gets on with its work: a count that everything which takes long moves on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

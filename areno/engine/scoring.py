@@ -1,7 +1,5 @@
 """Scoring fixed token rows with any role: log-probs, values, rewards. Nothing here keeps a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What an experiment's configuration names is looked up before a model is loaded: all problems in one message."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ A name is a path of words such as ``user/experiment/trial/workers/rollout/0``; i
 process, ``nfs`` for all that see the same folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The memory of an experiment before it begins: the engine that trains, and each rollout replica. Loads no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

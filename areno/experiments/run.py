@@ -1,7 +1,5 @@
 """Run an experiment from its command line: configuration first, then everything that takes long."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Sequence

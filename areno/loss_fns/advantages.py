@@ -5,8 +5,6 @@ prompt. Equal rewards give exactly zero in all of them, whatever their value: a 
 turn rounding into a learning signal. Lengths that differ and rewards that are not finite raise ``ValueError``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """DPO: learn from pairs of a chosen and a rejected answer (Rafailov et al. 2023, arXiv:2305.18290)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

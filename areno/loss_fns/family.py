@@ -4,8 +4,6 @@ Which algorithm it is depends on the knobs here and on how rewards became advant
 table is in docs/algorithms.md. The knobs have the names of the ``actor`` and ``teacher`` sections of an experiment.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

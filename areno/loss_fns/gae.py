@@ -3,8 +3,6 @@
 Plain Python floats, hence float64: a response has thousands of tokens, and each advantage sums over all later ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """GRPO: group-relative policy optimisation with token-level importance ratios (Shao et al. 2024, arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GSPO: group sequence policy optimisation with one importance ratio per sequence (Zheng et al. 2025, arXiv:2507.18071)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Schulman, "Approximating KL divergence" (2020, http://joschu.net/blog/kl-approx.
 (Shao et al. 2024, arXiv:2402.03300, eq. 4) uses k3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

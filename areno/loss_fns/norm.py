@@ -4,8 +4,6 @@ A group is named by an id on each entry, never by its place in the batch: a prom
 All is computed in float64, about the least value of each group, so that equal numbers give exactly zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -11,8 +11,6 @@ the whole optimizer step, so that the split into microbatches changes nothing. U
 with :func:`reduces_over`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar

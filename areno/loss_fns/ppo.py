@@ -1,7 +1,5 @@
 """PPO's policy loss: clipped token ratios with a dual clip and a KL term (Schulman et al. 2017, arXiv:1707.06347)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Between the version v_b that sampled a token and the version v that the update m
 the proximal one has version v - 1 and lies alpha = (v - 1 - v_b) / (v - v_b) of the way.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

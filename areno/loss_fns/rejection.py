@@ -5,8 +5,6 @@ al. 2022, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298). A token or sequen
 loss, or its weight is clamped. With a lower and an upper bound on the ratio that is IcePop (Ling Team 2025, arXiv:2510.18855).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

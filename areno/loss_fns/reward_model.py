@@ -1,7 +1,5 @@
 """Reward-model training on pairs: the Bradley-Terry likelihood (Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: negative log-likelihood of the response tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

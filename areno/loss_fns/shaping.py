@@ -5,8 +5,6 @@ result R' is the reward of the last trained token, beside a KL reward at every t
 normalising over tokens. Tokens that are not trained on (a prompt, what a tool said) are stepped over and discount nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ A function of this kind returns its quantities by name, ``loss`` among them. :fu
 under the names of ``areno train`` and the SDK; :func:`with_names` gives the same loss other names.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The critic's loss: squared error to the returns, with a clipped step (Schulman et al. 2017, arXiv:1707.06347)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Everything falls back to ASCII where the stream cannot show Unicode, and model t
 character that a model wrote never reaches the terminal.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

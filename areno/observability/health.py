@@ -5,8 +5,6 @@ after ``window`` steps without it, so a condition that flickers does not flood t
 into the checkpoint: a resumed run warns exactly as an uninterrupted one would.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -4,8 +4,6 @@ Special here: these strings are a contract (people grep them, and tools parse th
 and tested literally. Each function takes the logger of the class that speaks, then the values of its line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from logging import Logger
 from typing import Any, Literal

@@ -5,8 +5,6 @@
 It is CUDA's allocator that keeps this history; a CPU's keeps none, so that asking for it there is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -8,8 +8,6 @@ Scopes of asyncio tasks overlap, and a trace viewer can draw only nested ones on
 scope has a track of its own, used again by later tasks. A tracer that is off costs one test per scope.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import heapq

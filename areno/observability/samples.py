@@ -4,8 +4,6 @@ Special here: the choice is bounded per step, so that a long run stays readable 
 a step it keeps the best, the worst and the first sample (at most 24 records, texts of at most 8,000 characters each).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

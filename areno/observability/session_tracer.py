@@ -6,8 +6,6 @@ A task (a prompt) has one session per sample. Special here: the session is known
 in tasks started there, so that an engine or a tool need not be handed it.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

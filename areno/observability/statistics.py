@@ -4,8 +4,6 @@ Special here: the quickstart knows some of them by shorter names than the code t
 says which, and the logger adds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal

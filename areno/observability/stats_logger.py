@@ -5,8 +5,6 @@ counted from 1; files count steps from 0. All durations come from one clock, and
 service that fails is left out from then on, because training must not depend on somebody else's server.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ write; the training loop only fills a queue. Events are flushed after each step,
 is no daemon: it ends when the main thread does, after writing what is left, so that nothing is lost without ``close``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

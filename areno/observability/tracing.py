@@ -3,8 +3,6 @@
 ``configure`` is called once when a process starts; before that, and where nothing is asked for, both tracers are off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial

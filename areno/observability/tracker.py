@@ -5,8 +5,6 @@ statistic any number of times, and statistics of several processes merge exactly
 it was. Scopes belong to the thread or the asyncio task that opened them. Importing this module imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

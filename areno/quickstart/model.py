@@ -1,7 +1,5 @@
 """Random models with a tokenizer of their own, made in a second; the quickstart's has 0.27 M parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Both trainings go through the very code path of ``areno train``; the commands that would do the same are printed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex

@@ -5,8 +5,6 @@ answer. SFT copies that habit: the model *can* add with a scratchpad, and mostly
 answer alone, GSPO finds out that showing the work pays, whatever the wording. A hash of a sum says whether it is held out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

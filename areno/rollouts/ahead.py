@@ -5,8 +5,6 @@ the weights that are trained on it, however long an answer takes. Batches are tr
 bound of 0 each begins when the one before it has been trained on.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Trajectories as text files, for people: one line per sample, in a folder per weight version."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every token of an answer comes with its log-prob and the weight version that mad
 update in the middle of an answer only changes the stamps of what follows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import itertools

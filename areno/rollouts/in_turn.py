@@ -3,8 +3,6 @@
 No weights travel and none are held twice. A request that comes while the engine trains waits until it generates again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait

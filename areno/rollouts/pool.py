@@ -1,7 +1,5 @@
 """The event loop in which episodes run: a thread of its own, so that training and episodes do not wait for one another."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -10,8 +10,6 @@ in the order of admission, it would be used at version ``eta + v`` at the latest
 episode that runs for long is overtaken by others. :func:`too_old` is the promise at the exit, for each single trajectory.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ Keys, all of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 where a t
 nothing is guessed from lengths), ``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any

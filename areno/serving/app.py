@@ -3,8 +3,6 @@
 The same application serves a machine (``areno serve``) and, inside a process, the agents of a rollout session.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

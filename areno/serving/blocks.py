@@ -4,8 +4,6 @@ Requests become chat requests, so that every protocol has the same templates, pa
 read from the chat answer's chunks. A call comes whole, so its block opens and closes at once.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal

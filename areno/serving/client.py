@@ -1,7 +1,5 @@
 """A small client for chat completions, with the standard library alone: streams an answer piece by piece."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,8 +1,6 @@
 """What a connection may cost before anybody has shown a key: how many there are, how large a request's head is, how long
 head and body take to arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 """Around every request: the API key or the host's name, the limit of the body, a request id, the counters, and the last
 net for errors."""
 
-from __future__ import annotations
-
 import secrets
 import time
 import uuid

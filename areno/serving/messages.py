@@ -1,7 +1,5 @@
 """``POST /v1/messages``: Anthropic's Messages API over the chat endpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ Without a recorder every request stands alone. With one, the API key says which 
 chooses the prompt's tokens, because a conversation that goes on must continue the tokens that the model saw and said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

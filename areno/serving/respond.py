@@ -4,8 +4,6 @@ Who goes away cancels the request in the engine at once: one task waits for the 
 for tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """``POST /v1/responses``: OpenAI's Responses API over the chat endpoint; nothing is stored between requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any

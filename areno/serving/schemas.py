@@ -5,8 +5,6 @@ field that is ``null`` counts as not given. Names and ranges are OpenAI's; ``top
 ``return_token_ids`` and ``chat_template_kwargs`` are the extensions that other servers have under the same names.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator

@@ -1,7 +1,5 @@
 """Sampled tokens to the text that a client may see, and to the pieces that log-probs are listed by."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

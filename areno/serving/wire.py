@@ -1,7 +1,5 @@
 """What all answers share on the wire: the frame around choices, usage, log-prob entries, server-sent events."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The run specification: how long a run goes on, what it measures when, and what it keeps. Importing it loads no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A text prompt becomes one user turn, unless it already carries chat markers. Exa
 write their own, plain text gets the tokenizer's, and a text that starts with it is left alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Every complaint about a row names the source, the row number (from 1) and the key.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

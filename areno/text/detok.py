@@ -5,8 +5,6 @@ only where it is not the first. So each token is decoded together with the few b
 later token can change it. The window of decoded tokens stays short, which keeps the cost per token constant.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Parsers of model output look for the same few markers again and again, from ever
 Searching anew each time takes quadratic time; here the places of a marker are kept.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 

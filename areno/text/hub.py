@@ -1,7 +1,5 @@
 """Whether a model that is not a folder can be had from the hub, before anything waits for it."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts that bring the markers of a chat template along, and would get them a second time."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

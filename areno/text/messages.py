@@ -5,8 +5,6 @@ they take, and some have no place for tools or calls at all. What a template has
 that a client sends is left out silently.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

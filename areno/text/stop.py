@@ -4,8 +4,6 @@ Only text that a new token made final is searched, together with the few charact
 have begun, so the cost per token does not grow with the text.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from areno.text.detok import IncrementalDetokenizer

@@ -1,7 +1,5 @@
 """What the tools share: finding the files of a run's tracers, reading lines that may be torn, and ending with an exit code."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence

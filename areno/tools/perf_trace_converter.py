@@ -6,8 +6,6 @@ Each input is a ``.jsonl`` file or a folder that is searched for ``traces-r*.jso
 the same number, so each file's processes are numbered anew. A line that a kill left half-written is passed over, and told.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

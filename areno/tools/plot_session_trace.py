@@ -5,8 +5,6 @@
 Each input is a ``.jsonl`` file or a folder that is searched for ``sessions-r*.jsonl``. The page needs nothing but a browser.
 """
 
-from __future__ import annotations
-
 import html
 import sys
 from collections import Counter

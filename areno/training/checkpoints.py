@@ -10,8 +10,6 @@ Special here: a checkpoint counts when each of its files is what was written; on
 before it is taken. Nothing that is read can run code. Looking for a checkpoint makes no folder.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -6,8 +6,6 @@ An evaluation belongs to a number of completed steps, as a checkpoint does, and 
 step times are as if it had not been.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -3,8 +3,6 @@
 The format is that of ``torch.save``; it is read with ``weights_only``, which knows a fixed list of types, and those here.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import pathlib

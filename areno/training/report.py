@@ -1,7 +1,5 @@
 """What a run tells while it goes on. Each front end has its own names and log lines; health and display are the same."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

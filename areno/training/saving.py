@@ -6,8 +6,6 @@ Special here: each role has counters of its own, so a critic takes nothing away 
 it is whole, and not before. Asynchronous saving holds training up for a copy of the weights; a thread writes the copy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

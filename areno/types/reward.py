@@ -1,7 +1,5 @@
 """What a reward function receives: one record per finished completion or trajectory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

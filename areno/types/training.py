@@ -1,7 +1,5 @@
 """Rows that training consumes. Every per-token list aligns with ``tokens``: entry i belongs to token i, entry 0 is unused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -10,8 +10,6 @@ The way of the data, and where to find it:
 - ``environment``, ``tools`` and ``demonstrations``: games and tasks as classes, with no agent code.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

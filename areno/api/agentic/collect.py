@@ -8,8 +8,6 @@ What the agent does in its thread can stop neither the server nor the trainer. A
 everything that it left running with it. A plain function cannot be: its thread is given up, and its keys with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

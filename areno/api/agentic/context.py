@@ -1,7 +1,5 @@
 """``ctx``: what an agent is given besides its tasks, namely where the model is and how to tell samples apart."""
 
-from __future__ import annotations
-
 import threading
 
 from areno.api.agentic.data import METADATA, AgentItem, AgentTrajectory, AgentTrajectoryTurn

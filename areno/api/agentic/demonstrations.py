@@ -4,8 +4,6 @@ Reinforcement learning needs a model that does the right thing now and then. Row
 chat template, tools included, so that supervised training sees the very tokens that agents will meet.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

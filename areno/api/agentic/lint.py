@@ -4,8 +4,6 @@ Probe conversations are rendered with a made-up answer and then with what could 
 differently afterwards makes conversations fork: nothing is trained wrongly, but branches cost tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 A reward function sees the same record as for a prompt completion, with more in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

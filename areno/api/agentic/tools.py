@@ -5,8 +5,6 @@ checked and turned into a Python value (:class:`ValueType`). A call never raises
 the model reads as the result, and is counted.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import dataclasses
 import enum

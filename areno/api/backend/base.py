@@ -1,7 +1,5 @@
 """How a backend is chosen and configured. Importing this module loads no engine."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The local backend: areno's own engine, in this process or on ranks of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The contract of a trainer class is ``cls(config, *, instance, dataset, reward_fn, loss_fn)`` with ``fit()``.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import abstractmethod

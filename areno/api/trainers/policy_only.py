@@ -4,8 +4,6 @@ Special here: the advantage of an answer comes from comparing rewards, with no v
 -> advantages -> rows -> optimizer steps; a KL term adds the log-probs of a frozen reference.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ rewards -> reference log-probs and values -> advantages and returns -> critic ->
 the rollout recorded, which are the policy's own, so they need no forward pass.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

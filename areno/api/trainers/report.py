@@ -1,7 +1,5 @@
 """What ``areno train`` tells of its steps: the documented log lines, ``metrics.jsonl`` and TensorBoard events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict

@@ -5,8 +5,6 @@ two. Everything before the first optimizer step can be repeated, so a stop signa
 as a whole or, after an error, not saved.
 """
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

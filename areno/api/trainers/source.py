@@ -5,8 +5,6 @@ this one trains; each step's samples may be ``--max-staleness`` versions behind 
 ``--workflow`` a user's class does the prompts' tasks, there or on the engine of this process.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """SFT, DPO and reward models in ``areno train``: rows are tokenized once, then taken ``--batch-size`` at a time."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -4,8 +4,6 @@ Every value that is not given is put into the tree first: its default, or ``${pa
 one pass of OmegaConf resolves what the user wrote and what areno adds, and an interpolation may name any setting.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import re

@@ -4,8 +4,6 @@ Everything that would be silently wrong is loud here: a KL without a reference, 
 prompt, settings that nothing reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

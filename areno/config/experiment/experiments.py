@@ -1,7 +1,5 @@
 """The configurations of whole experiments: PPO and its family, SFT, reward model, DPO."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

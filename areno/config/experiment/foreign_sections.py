@@ -3,8 +3,6 @@
 They parse and keep their documented defaults, so that existing files load; nothing reads them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

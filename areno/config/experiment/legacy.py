@@ -3,8 +3,6 @@
 Any key of `PPOConfig` itself is understood as well, so that what the table leaves at its default can be set.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -5,8 +5,6 @@
 A configuration file is any subset of the settings; names and paths that several sections share are written once.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import textwrap

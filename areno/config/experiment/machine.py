@@ -1,7 +1,5 @@
 """Settings whose default is what the machine has: filled in once, and said once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

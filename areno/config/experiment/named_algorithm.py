@@ -1,7 +1,5 @@
 """``actor.algorithm``: an algorithm by the name that ``areno train --algo`` knows it by."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

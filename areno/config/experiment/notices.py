@@ -1,7 +1,5 @@
 """The one notice of an experiment: what was given, is accepted, and changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of files and folders that an experiment names; nothing is downloaded, and no hook is imported."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

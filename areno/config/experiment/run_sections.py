@@ -1,7 +1,5 @@
 """Sections around training: data, saving, evaluation, recovery, statistics, traces, rewards, workflow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

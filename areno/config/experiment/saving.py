@@ -5,8 +5,6 @@ is secret, and all environment variables of workers, become ``${oc.env:NAME}``: 
 environment, and is told which one is missing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

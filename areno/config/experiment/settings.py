@@ -5,8 +5,6 @@ YAML keys, overrides, type and bound checks, help and ``docs/configuration.md`` 
 value of another one (``inherits``). A plain dataclass field of a user's own class works too; it has no help.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -5,8 +5,6 @@ Overrides follow the grammar of Hydra as far as a run needs it: ``key=value`` se
 need no quotes of their own. Keys of list items are their numbers: ``actor.scheduling_spec.0.cpu=4``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

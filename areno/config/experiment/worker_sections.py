@@ -1,7 +1,5 @@
 """Sections that say where workers run and how they find each other: cluster, name resolving, scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Random state of the process as plain JSON: Python, NumPy and torch."""
 
-from __future__ import annotations
-
 import base64
 import random
 from typing import Any

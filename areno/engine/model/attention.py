@@ -7,8 +7,6 @@ function is registered for attention only, and ``transformers`` then skips mask 
 Shapes: T tokens in the call, H query heads, K key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ The head is the model class's own ``forward`` with the body replaced by a pass-t
 therefore only be rounding.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any, cast

@@ -4,8 +4,6 @@ On a CPU chunks stay in its caches. On a GPU a chunk must keep the processors bu
 add up the chunks' gradients of the head in bf16, which costs more precision than all the rest of a backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What policies, critics and reward models share: a ``transformers`` body that takes packed tokens and an attention plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast

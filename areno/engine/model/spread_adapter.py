@@ -6,8 +6,6 @@ product is added before the ranks put their parts of the layer's output together
 then sees a part of the gradient of the matrix that is whole: the optimizer sums it once per step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

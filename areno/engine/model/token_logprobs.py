@@ -5,8 +5,6 @@ four numbers per row: the largest of its logits, the sum of their exponentials, 
 entropy takes. The gradient of a slice needs nothing more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

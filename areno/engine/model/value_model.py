@@ -4,8 +4,6 @@ The module is a ``transformers`` sequence classifier, so that what is saved load
 checkpoint, under any of the names in use; where a checkpoint has none, it starts at zero.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ the reason. Features are looked up, and the chosen kernel is tried once, forward
 attention; nothing is read from version numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

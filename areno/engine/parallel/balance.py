@@ -1,7 +1,5 @@
 """Shares of equal weight: which rank trains or scores which rows."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ scoring, a save) puts all weights together once, in the type that they compute i
 Shares of trained weights are fp32: they are the master weights of the optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ each turn what has been asked of it; all then schedule, compute and sample alike
 with every message, so ranks that come to differ are found at the next turn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Iterator

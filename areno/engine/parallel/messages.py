@@ -3,8 +3,6 @@
 Objects travel with ``cloudpickle``, so a loss may be a closure or come from a file of the user's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

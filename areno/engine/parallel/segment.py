@@ -4,8 +4,6 @@ On Linux it is a file without a name, which others open through ``/proc``: it is
 open, whatever ends them, and the size of ``/dev/shm`` does not limit it. Elsewhere it is a file in the temporary folder.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

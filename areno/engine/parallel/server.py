@@ -1,7 +1,5 @@
 """The engine of one rank, inside its worker process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

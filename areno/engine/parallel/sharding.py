@@ -3,8 +3,6 @@
 Parameters that a plan shards are ``DTensor``s. Everything here also takes plain tensors, which every rank holds whole.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ It makes the object that its first message describes, and calls methods of it, o
 every second that the process lives. It ends with the process that started it, however that one ends.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

@@ -4,8 +4,6 @@ If one dies, stops, or makes no progress, all are killed, and every call that wa
 it was doing, and what it said.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -4,8 +4,6 @@ A trainer says what a step does (:meth:`ExperimentTrainer.run_step`) and what an
 :class:`areno.training.loop.TrainingLoop`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

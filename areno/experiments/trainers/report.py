@@ -1,7 +1,5 @@
 """What ``areno run`` tells of its steps: a table in ``main.log``, ``metrics.jsonl``, and tracking services."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from logging import Logger
 from typing import Any, ClassVar

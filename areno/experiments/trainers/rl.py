@@ -6,8 +6,6 @@
 The next batches are generated meanwhile, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The rows of a data set in the order in which an experiment visits them, with a position that can be saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

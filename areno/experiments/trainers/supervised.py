@@ -1,7 +1,5 @@
 """Experiments that generate nothing: SFT, reward models, DPO and IPO. Each step takes rows of the data set."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

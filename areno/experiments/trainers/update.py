@@ -1,7 +1,5 @@
 """One policy update: what rows are scored with, how rewards become advantages, and the optimizer steps."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From the configuration of an experiment to the workflow of its episodes, and to the filter of their trajectories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

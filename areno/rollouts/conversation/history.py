@@ -4,8 +4,6 @@ Clients split content into parts, write arguments of calls anew, drop reasoning 
 fields. None of that is an edit. What the model can see of a message is compared, everything else is not.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

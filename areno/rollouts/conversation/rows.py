@@ -5,8 +5,6 @@ they have in common is trained on in the first of them alone. A row has one temp
 another one count in a row of theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The server that agents talk to: ``areno serve`` in a thread, over the engine that trains."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Sampled tokens are text, reasoning included, or part of a tool call. Tokens that
 content they render; what the template writes around contents belongs to no message, and is never trained on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How new weights get from a trainer to rollout replicas: shared memory, a collective, or a checkpoint on disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -4,8 +4,6 @@ Each replica is an engine in processes of its own, without optimizer or gradient
 request goes to the replica that has the least to do. If that one dies, the request goes to another from its beginning.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

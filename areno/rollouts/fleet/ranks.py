@@ -4,8 +4,6 @@ A replica first brings the new weights together while it generates on, and then 
 swap is a pause, and until it begins nothing has changed: a transfer that breaks leaves the old weights.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -1,7 +1,5 @@
 """Which replica works on which request, and what becomes of the requests of a replica that dies."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Sequence

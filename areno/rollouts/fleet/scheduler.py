@@ -4,8 +4,6 @@ Each replica is a group of processes with a log file of its own, and its failure
 stopped or makes no progress is restarted, after a pause that doubles each time, until its restarts are used up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -5,8 +5,6 @@ that is all it wants; where only the sender has one, it sends the sums that its 
 receiver's type is that of ``Tensor.copy_``, as the optimizer's from its master weights is.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

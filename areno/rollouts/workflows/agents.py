@@ -4,8 +4,6 @@ All that it changes is the address. What it says is recorded by the server with 
 when its run has returned a reward.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

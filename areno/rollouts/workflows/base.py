@@ -1,7 +1,5 @@
 """The interface of workflows; groups, several episodes of one row that are judged together; and what runs them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

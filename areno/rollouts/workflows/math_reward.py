@@ -1,7 +1,5 @@
 """The reward of the quickstart's programs: a mathematically right answer is worth 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

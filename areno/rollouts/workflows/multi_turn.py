@@ -1,7 +1,5 @@
 """Several tries at one task: a wrong answer is told so, and the model tries again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

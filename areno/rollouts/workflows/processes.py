@@ -4,8 +4,6 @@ A process runs one agent after another, each with the session's variables in its
 model; only what the agent itself imports.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

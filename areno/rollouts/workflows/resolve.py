@@ -1,7 +1,5 @@
 """Workflows and functions as users name them: an object, a class, ``package.module.Name`` or ``file.py:Name``."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward functions for workflows: awaitable, in processes that are killed at a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

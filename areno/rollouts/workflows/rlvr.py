@@ -1,7 +1,5 @@
 """One prompt, one answer, one verifiable reward."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sending a user's function or agent to another process, wherever it was defined; loads neither torch nor a model."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

@@ -4,8 +4,6 @@ The closing marker only counts where the body is complete, so it may stand in an
 ends at the first closing marker, so that one bad call does not swallow the next.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 FunctionGemma writes the same with other markers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Llama 3 writes ``{"name", "parameters"}``, sometimes after ``<|python_tag|>`` an
 does not describe a call is plain text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ which tells prose with a brace in it from a call after a few characters, and as 
 strings.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Mistral: ``[TOOL_CALLS][{"name", "arguments"}, ...]``, and the newer ``[TOOL_CALLS]name[ARGS]{...}`` per call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

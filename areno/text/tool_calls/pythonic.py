@@ -1,7 +1,5 @@
 """Calls as a Python list, ``[get_weather(city="Rome"), now()]``, as Llama 3.2 and 4 and some others write them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Qwen3-Coder and Qwen 3.5 write tags inside the block; their smaller siblings mix
 MiniCPM writes tags of its own without a block, and those of Qwen where it is built on Qwen's language model.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which format a model writes its calls in: by name, or found out from its chat template and its added tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areno.errors import UsageError

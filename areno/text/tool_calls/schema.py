@@ -1,7 +1,5 @@
 """Values of formats that write every argument as text: the tool's JSON schema says what they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

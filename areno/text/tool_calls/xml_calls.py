@@ -5,8 +5,6 @@ All values are text there; the tool's schema says what they stand for. A value e
 hold any other tag.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """An objective that needs no generation, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -5,8 +5,6 @@ whole ones (then ``prompt`` may be absent) or continuations of the prompt that b
 in hh-rlhf are conversations too (see `areno.text.data_rows`).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several optimizer steps from the rows of one rollout: which rows each of them gets, and their statistics as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise

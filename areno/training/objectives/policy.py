@@ -7,8 +7,6 @@ What is scored, how rewards are shaped and how many steps follow is data, :class
 loss belongs to the learner's train call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

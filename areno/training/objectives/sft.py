@@ -1,7 +1,5 @@
 """Supervised fine-tuning on prompt and response rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
