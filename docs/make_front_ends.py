@@ -52,6 +52,7 @@ FEATURES = (
     Feature("passes over a rollout", ("--update-epochs",), ("actor.ppo_n_epochs",)),
     Feature("prompts shared in training", ("--tree-training",), ("actor.enable_tree_training",)),
     Feature("8-bit Adam", ("--adam-8bit",), ("actor.optimizer.type",)),
+    Feature("a model in a GGUF file", ("--ckpt",), ("actor.path",)),
     Feature("LoRA", ("--lora-rank",), ("actor.use_lora", "actor.lora_rank")),
     Feature("LoRA on a base in 4 bits", ("--load-in-4bit",), ("actor.load_in_4bit",)),
     Feature("optimizer in the computer's memory", ("--offload-optimizer",), ("actor.optimizer.offload",)),

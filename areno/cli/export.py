@@ -16,8 +16,10 @@ def run(argv: Sequence[str]) -> int:
         str(options.ckpt),
         str(options.output),
         dtype=None if options.dtype == "auto" else options.dtype,
+        gguf=options.gguf,
         trust_remote_code=options.trust_remote_code,
     )
     print(f"{options.ckpt} is a full checkpoint now: {folder}")
-    print(f"for GGUF, with a clone of llama.cpp: python llama.cpp/convert_hf_to_gguf.py {folder} --outfile model.gguf")
+    if options.gguf:
+        print(f"for llama.cpp and Ollama: {folder / f'model-{options.gguf}.gguf'}")
     return 0

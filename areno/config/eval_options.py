@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.options import flag_of, option, options_of
+from areno.config.packages import missing_packages
 from areno.config.parser import CommandOptions, CommandText, parse_command
 from areno.config.paths import ckpt_problem, unwritable
 from areno.config.rollout_options import RolloutOptions
@@ -29,8 +30,8 @@ _EVAL = CommandText(
 
 _EXPORT = CommandText(
     "areno export",
-    "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE]",
-    "Write a full checkpoint in Hugging Face format: an adapter is added to its base model's weights.",
+    "areno export --ckpt ADAPTER --output FOLDER [--dtype TYPE] [--gguf TYPE]",
+    "Write a full checkpoint in Hugging Face format, and as GGUF: an adapter is added to its base model's weights.",
 )
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
@@ -51,8 +52,8 @@ class EvalOptions(CommandOptions):
     ckpt: str | None = as_in(
         BasicOptions,
         "ckpt",
-        help="Model to measure: a folder in Hugging Face format, a repo id, or a run directory, whose newest checkpoint "
-        "is taken. Required.",
+        help="Model to measure: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory, whose newest "
+        "checkpoint is taken. Required.",
     )
     dataset_path: str | None = as_in(
         BasicOptions,
@@ -186,14 +187,20 @@ class ExportOptions(CommandOptions):
     ckpt: str | None = as_in(
         BasicOptions,
         "ckpt",
-        help="What to export: the folder of an adapter or of a whole model, or a run directory, whose newest checkpoint is "
-        "taken. Required.",
+        help="What to export: the folder of an adapter or of a whole model, a .gguf file, or a run directory, whose newest "
+        "checkpoint is taken. Required.",
     )
     output: str | None = option(None, group="Basic", metavar="FOLDER", help="Where to write it. Required.")
     dtype: str = as_in(
         BasicOptions,
         "dtype",
         help="Type of the written weights; auto is that of the base model's files. They are added in float32.",
+    )
+    gguf: str | None = option(
+        None,
+        group="Basic",
+        choices=("f32", "f16", "bf16", "q8_0"),
+        help="Also write the model as model-TYPE.gguf into the folder, for llama.cpp and Ollama, with matrices of this type.",
     )
     trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
 
@@ -213,6 +220,8 @@ def _export_problems(options: ExportOptions) -> Iterator[str]:
     else:
         yield ckpt_problem(options.ckpt)
     yield from value_problems(options)
+    if options.gguf and (missing := missing_packages("gguf")):
+        yield f"--gguf needs {missing}"
     if not options.output:
         yield "--output is required; give the folder to write"
         return

@@ -15,6 +15,7 @@ from areno.errors import UsageError
 _PACKAGE = Path(__file__).parents[1]
 _IMPORTED = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "gguf": ("gguf",),
     "lora": ("peft",),
     "qlora": ("peft", "bitsandbytes"),
 }

@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from areno.config.packages import require_packages
 from areno.errors import UsageError
+from areno.storage.gguf import gguf_folder, is_gguf
 
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 """Data formats that ``--dataset-path`` reads."""
@@ -59,10 +61,10 @@ def ckpt_problem(text: str, option: str = "--ckpt") -> str:
 
 
 def _model_folder_problem(path: Path, option: str) -> str:
+    if is_adapter(path) or is_gguf(path):
+        return _base_problem(path, option)
     if not path.is_dir():
-        return f"{option} {path} is a file; give the folder that holds config.json and the weights"
-    if is_adapter(path):
-        return _adapter_folder_problem(path, option)
+        return f"{option} {path} is a file; give the folder that holds config.json and the weights, or a .gguf file"
     config = path / "config.json"
     if not config.is_file():
         return f"{option} {path} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
@@ -92,8 +94,12 @@ def adapter_config(place: str | Path) -> dict[str, Any]:
 
 
 def base_of(place: str) -> str:
-    """The model that an adapter folder belongs to; ``place`` itself where it is no adapter folder."""
-    return str(adapter_config(place)["base_model_name_or_path"]) if is_adapter(place) else place
+    """The folder or repo id of a model: an adapter stands for its base, a GGUF file for its folder in the cache."""
+    base = str(adapter_config(place)["base_model_name_or_path"]) if is_adapter(place) else place
+    if is_gguf(base):
+        require_packages("gguf", f"{base} needs")
+        base = str(gguf_folder(base))
+    return base
 
 
 def tokenizer_of(place: str) -> str:
@@ -114,7 +120,8 @@ def adapter_problem(text: str, option: str) -> str:
     return ""
 
 
-def _adapter_folder_problem(path: Path, option: str) -> str:
+def _base_problem(path: Path, option: str) -> str:
+    """Why the model that an adapter or a GGUF file stands for cannot be had."""
     try:
         base = base_of(str(path))
     except UsageError as error:

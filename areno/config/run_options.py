@@ -19,7 +19,9 @@ class BasicOptions:
     """What to train, on which data, for how long and on which devices."""
 
     ckpt: str | None = _basic(
-        None, path="place", help="Model and tokenizer to train: a folder in Hugging Face format or a repo id. Required."
+        None,
+        path="place",
+        help="Model and tokenizer to train: a folder in Hugging Face format, a .gguf file or a repo id. Required.",
     )
     dataset_path: str | None = _basic(
         None,

@@ -39,7 +39,9 @@ API_KEY_VARIABLE = "ARENO_API_KEY"
 _basic = partial(option, group="Basic")
 _rollout = partial(option, group="Rollout")
 
-_MODEL_HELP = "Model: a folder in Hugging Face format, a repo id, or a run directory, whose newest checkpoint is taken."
+_MODEL_HELP = (
+    "Model: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory for its newest checkpoint."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

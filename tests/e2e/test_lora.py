@@ -95,7 +95,7 @@ def test_a_checkpoint_is_an_adapter_that_every_command_takes(tmp_path, tiny_chec
         assert found["metrics"]["rewards_mean"] == pytest.approx(wanted, abs=1e-6)
     full = tmp_path / "full"
     assert main(["export", "--ckpt", str(run), "--output", str(full)]) == 0
-    assert "convert_hf_to_gguf.py" in capsys.readouterr().out
+    assert f"is a full checkpoint now: {full}" in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, adapter).eval()
     exported = AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32)

@@ -203,7 +203,10 @@ class TrainEngineConfig:
     experiment_name: str = setting("", "Written once, at the top.", inherits="experiment_name")
     trial_name: str = setting("", "Written once, at the top.", inherits="trial_name")
     path: str = setting(
-        "", "Model folder or repo id; ref and critic start from the actor's.", inherits="actor.path", required=True
+        "",
+        "Model folder, .gguf file or repo id; ref and critic start from the actor's.",
+        inherits="actor.path",
+        required=True,
     )
     model_type: str = setting("", "Model family, such as qwen3; a checkpoint of another one is refused.")
     attn_impl: str = setting(

@@ -16,7 +16,9 @@ from areno.engine.train.outputs import ModelKind
 from areno.text.chat import load_tokenizer
 
 
-def export_model(path: str, output: str, *, dtype: str | None = None, trust_remote_code: bool = False) -> Path:
+def export_model(
+    path: str, output: str, *, dtype: str | None = None, gguf: str | None = None, trust_remote_code: bool = False
+) -> Path:
     """Write the model of a checkpoint or of an adapter, with its tokenizer, in Hugging Face format.
 
     The adapter is added in fp32, on the CPU, and rounded once; also one that was trained on a base in 4 bits is added to the
@@ -24,9 +26,10 @@ def export_model(path: str, output: str, *, dtype: str | None = None, trust_remo
 
     Args:
         dtype: ``float32`` or ``bfloat16``; None is that of the base model's files.
+        gguf: type of the matrices of a ``model-TYPE.gguf`` in the same folder; None writes none.
 
     Raises:
-        UsageError: the checkpoint cannot be read, or the adapter does not fit it.
+        UsageError: the checkpoint cannot be read, or the adapter does not fit it, or GGUF has no place for the model.
     """
     base, folder = base_of(path), Path(output).expanduser()
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -36,5 +39,10 @@ def export_model(path: str, output: str, *, dtype: str | None = None, trust_remo
     options = LoadOptions(dtype=torch.float32, trust_remote_code=trust_remote_code)
     role = load_role("actor", path, kind, options, None, False)
     role.model.module.to(stored)
-    role.save_model(folder, load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code))
+    tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
+    if gguf:  # first, as it refuses more
+        from areno.engine.checkpoint.gguf_export import write_gguf
+
+        write_gguf(role.model.module, tokenizer, folder / f"model-{gguf}.gguf", gguf)
+    role.save_model(folder, tokenizer)
     return folder

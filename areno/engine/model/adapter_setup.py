@@ -33,8 +33,8 @@ def attach(module: nn.Module, kind: str, options: AdapterOptions, base: str, *, 
             wrapped = _load(module, options.adapter_path, trainable=True, dropout=options.dropout)
         else:
             wrapped = _create(module, kind, options)
-    folder = Path(base).expanduser()
-    wrapped.peft_config[NAME].base_model_name_or_path = str(folder.absolute()) if folder.is_dir() else base
+    place = Path(base).expanduser()
+    wrapped.peft_config[NAME].base_model_name_or_path = str(place.absolute()) if place.exists() else base
     _refuse_tied(module, adapted_layers(wrapped))
     module.eval()  # new layers begin in training mode, in which they would drop
     if not _is_spread(module):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from areno.cache_folder import ScratchFolder
+from areno.config.paths import base_of, tokenizer_of
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.device import rank_devices
 from areno.engine.engine import Engine
@@ -76,9 +77,9 @@ class EngineGroup:
         on_failure: Callable[[EngineError], None] = lambda _error: None,
     ) -> None:
         self.path, self.config, self.layout = path, config, layout
-        self.tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        self.tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
-        self.eos_ids = eos_token_ids(self.tokenizer, path)
+        self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         self._lock = threading.Lock()
         # With FSDP the weights are put together before the first request, by all ranks: calls must not overtake each other.
         self._order = threading.Lock()

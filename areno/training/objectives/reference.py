@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areno.cache_folder import cache_folder
-from areno.config.paths import base_of, is_adapter
+from areno.config.paths import base_of
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError, UsageError
 from areno.observability import lifecycle
@@ -129,11 +129,11 @@ class Reference:
 
 def checkpoint_digest(checkpoint: str) -> str:
     """SHA-256 over the model's files in a folder; for a hub id, over the commit that is in use."""
-    folder = Path(checkpoint).expanduser()
+    folder, base = Path(checkpoint).expanduser(), base_of(checkpoint)
     digest = hashlib.sha256()
-    if is_adapter(checkpoint):
-        digest.update(checkpoint_digest(base_of(checkpoint)).encode())
-    if not folder.is_dir():
+    if base != checkpoint:
+        digest.update(checkpoint_digest(base).encode())
+    if not folder.exists():
         digest.update(f"{checkpoint}@{_commit(checkpoint)}".encode())
         return digest.hexdigest()
     for path in sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)}):

@@ -30,6 +30,7 @@ class Driven:
     Attributes:
         loops: of each attempt; the last one counts.
         engines: configuration and layout of each engine that the process made.
+        paths: where their models lie.
         calls: rows and micro-batching of each optimizer step of the actor.
         losses: names of the losses of these steps.
         knobs: of these losses.
@@ -44,6 +45,7 @@ class Driven:
 
     loops: list[TrainingLoop] = field(default_factory=list)
     engines: list[tuple[EngineConfig, Layout]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     calls: list[tuple[int, Any]] = field(default_factory=list)
     losses: set[str] = field(default_factory=set)
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +135,7 @@ EVIDENCE: dict[str, Callable[[Driven], bool]] = {
     "reward model": lambda run: run.column(*REWARD) != [] and "reward" in run.scored,
     "prompts shared in training": lambda run: run.engine.tree_training or getattr(run.calls[0][1], "tree", False),
     "8-bit Adam": lambda run: run.engine.optimizer.adam_8bit,
+    "a model in a GGUF file": lambda run: {Path(path).suffix for path in run.paths} == {".gguf"},
     "LoRA": lambda run: run.engine.adapter is not None and run.engine.adapter.rank == 4,
     "LoRA on a base in 4 bits": lambda run: run.engine.adapter is not None and run.engine.adapter.load_in_4bit,
     "recomputed activations": lambda run: run.engine.activation_checkpointing is True,

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from areno.cli.main import main
+from areno.engine.checkpoint.export import export_model
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
@@ -79,8 +80,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
     ),
     "flags ranks": (
-        SFT + " --max-steps 1 --world-size 2 --fsdp",
-        "most steps, several devices, weights sharded over replicas (FSDP2)",
+        SFT.replace("{ckpt}", "{gguf}") + " --max-steps 1 --world-size 2 --fsdp",
+        "most steps, several devices, weights sharded over replicas (FSDP2), a model in a GGUF file",
     ),
     "flags clock": (
         SFT + " --save-interval-minutes 0.15 --model-save-interval 1 --trace --max-sequences 24",
@@ -196,8 +197,8 @@ DRIVES: dict[str, tuple[str, str]] = {
         "rows of a step, 8-bit Adam, evaluation, evaluation before training, early stop",
     ),
     "yaml ranks": (
-        RUN_SFT + " total_train_steps=1 actor.backend=fsdp:d2",
-        "most steps, several devices, weights sharded over replicas (FSDP2)",
+        RUN_SFT.replace("{ckpt}", "{gguf}") + " total_train_steps=1 actor.backend=fsdp:d2",
+        "most steps, several devices, weights sharded over replicas (FSDP2), a model in a GGUF file",
     ),
     "yaml clock": (
         RUN_SFT + " recover.mode=auto recover.freq_secs=9 saver.freq_steps=1 perf_tracer.enabled=true"
@@ -234,7 +235,8 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> di
     paths["yaml"].write_text("{}\n", encoding="utf-8")
     agent = write_agent(folder, THREE_TURNS)
     judge = save_classifier(folder / "judge", tiny_checkpoint)
-    return {**paths, "ckpt": tiny_checkpoint, "agent": agent, "judge": judge}
+    gguf = export_model(str(tiny_checkpoint), str(folder / "gguf"), gguf="f32") / "model-f32.gguf"
+    return {**paths, "ckpt": tiny_checkpoint, "agent": agent, "judge": judge, "gguf": gguf}
 
 
 @pytest.fixture
@@ -249,10 +251,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Driven:
 
     def engine_made(engine: Engine, path: Any, config: EngineConfig, *more: Any, **options: Any) -> None:
         seen.engines.append((config, Layout(1, 1)))
+        seen.paths.append(str(path))
         make(engine, path, config, *more, **options)
 
     def group_made(group: Any, path: Any, config: EngineConfig, layout: Layout, *more: Any, **options: Any) -> None:
         seen.engines.append((config, layout))
+        seen.paths.append(str(path))
         make_group(group, path, config, layout, *more, **options)
 
     def counted(step: Callable[..., Any]) -> Callable[..., Any]:
