@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "share_out.h"
@@ -24,12 +25,21 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr int LANES = 16;
+// Sums of six outputs and VECTORS vectors of rows, with what is multiplied, stay in the processor's registers.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, VECTORS = 4;
+#elif defined(__AVX__)
+constexpr int LANES = 8, VECTORS = 2;
+#else
+constexpr int LANES = 4, VECTORS = 2;
+#endif
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
 // Outputs that are summed at once, outputs that a thread takes at once (LANES at its end), vectors and rows of a tile.
-constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 3 * LANES, VECTORS = 4, ROWS = VECTORS * LANES;
+constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, ROWS = VECTORS * LANES;
+// Numbers in a line of memory.
+constexpr int LINE = 16;
 // Bytes of results that no cache keeps until they are read.
 constexpr int64_t LARGE = 4 << 20;
 
@@ -52,33 +62,28 @@ inline void flush() {
 #endif
 }
 
-// Exchange blocks of S lanes between vectors that are S apart; all four sizes together transpose sixteen vectors.
-template <int S>
-inline void exchange(Lanes* x) {
+// Of each 2 S lanes of a and b: the first S of both, or the last S of both.
+template <int S, int... I>
+inline Lanes firsts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, ((I & S) ? LANES + I - S : I)...);
+}
+
+template <int S, int... I>
+inline Lanes lasts(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I + S)...);
+}
+
+// Transposes LANES vectors: exchanges blocks of S lanes between vectors that are S apart, of every size S.
+template <int S = 1>
+inline void transpose(Lanes* x) {
+  constexpr std::make_integer_sequence<int, LANES> lanes{};
   for (int i = 0; i < LANES; ++i) {
     if (i & S) continue;
     const Lanes a = x[i], b = x[i + S];
-    if constexpr (S == 1) {
-      x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-      x[i + S] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    } else if constexpr (S == 2) {
-      x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      x[i + S] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    } else if constexpr (S == 4) {
-      x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-      x[i + S] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    } else {
-      x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-      x[i + S] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
+    x[i] = firsts<S>(a, b, lanes);
+    x[i + S] = lasts<S>(a, b, lanes);
   }
-}
-
-inline void transpose(Lanes* x) {
-  exchange<1>(x);
-  exchange<2>(x);
-  exchange<4>(x);
-  exchange<8>(x);
+  if constexpr (2 * S < LANES) transpose<2 * S>(x);
 }
 
 // A matrix whose rows are contiguous, `stride` apart.
@@ -121,7 +126,7 @@ inline void sum(const float* x, const Matrix<const float>& w, int64_t size, floa
   Lanes sums[N][V] = {};
   const int64_t ahead = AHEAD * w.stride;
   for (int64_t k = 0; k < size; ++k) {
-    if (k % LANES == 0)
+    if (k % LINE == 0)
       for (int o = 0; o < N; ++o) __builtin_prefetch(w.row(o) + k + ahead);
     Lanes rows[V];
     for (int v = 0; v < V; ++v) rows[v] = load(x + (k * V + v) * LANES);
@@ -196,7 +201,7 @@ void by_vectors(int64_t rows, F f) {
   switch ((rows + LANES - 1) / LANES) {
     case 1: return f(Steps<1>{});
     case 2: return f(Steps<2>{});
-    case 3: return f(Steps<3>{});
+    case 3: return f(Steps<std::min(3, VECTORS)>{});
     default: return f(Steps<VECTORS>{});
   }
 }
@@ -225,7 +230,7 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
 void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Product& product) {
   static thread_local std::vector<float> room;
   const int64_t count = (m + ROWS - 1) / ROWS;
-  room.resize(count * ROWS * size + LANES);
+  room.resize(count * ROWS * size + LINE);
   float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
   std::vector<Tile> tiles;
   for (int64_t first = 0; first < m; first += ROWS)
