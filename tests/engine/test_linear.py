@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from areno.engine.model import linear
-from areno.engine.model.linear import OneDnnLinear, use_onednn
+from areno.engine.model.linear import FastLinear, use_fast_products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -16,7 +16,7 @@ def twins(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(inputs + outputs)
     ours, exact = nn.Linear(inputs, outputs, bias=bias), nn.Linear(inputs, outputs, bias=bias).double()
     exact.load_state_dict(ours.state_dict())
-    ours.__class__ = OneDnnLinear
+    ours.__class__ = FastLinear
     return ours, exact
 
 
@@ -58,21 +58,21 @@ def test_frozen_weights_get_no_gradient_but_pass_it_on():
 
 
 def test_only_plain_fp32_layers_change(monkeypatch):
-    monkeypatch.setattr(linear, "preferred", lambda: True)
+    monkeypatch.setattr(linear, "faster_here", lambda: True)
 
     class Own(nn.Linear):
         pass
 
     model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Embedding(4, 4))
     names = list(model.state_dict())
-    use_onednn(model)
-    assert [type(child) for child in model] == [OneDnnLinear, Own, nn.Linear, nn.Embedding]
+    use_fast_products(model)
+    assert [type(child) for child in model] == [FastLinear, Own, nn.Linear, nn.Embedding]
     assert isinstance(model[0], nn.Linear)
     assert list(model.state_dict()) == names
 
 
 def test_other_processors_keep_what_pytorch_chooses(monkeypatch):
-    monkeypatch.setattr(linear, "preferred", lambda: False)
+    monkeypatch.setattr(linear, "faster_here", lambda: False)
     model = nn.Sequential(nn.Linear(4, 4))
-    use_onednn(model)
+    use_fast_products(model)
     assert type(model[0]) is nn.Linear

@@ -1,4 +1,4 @@
-"""A C++ source of this folder as a PyTorch operator: built with the decode step that calls it, in seconds, and kept on disk.
+"""A C++ source of this folder as a PyTorch operator: built before the first decode step that calls it, and kept on disk.
 
 Where it cannot be built, the step is made of PyTorch's own operators.
 """
@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -85,6 +87,14 @@ class KernelLibrary:
     def loaded(self) -> bool:
         """Whether the operator can be called."""
         return bool(self._loaded)
+
+
+def load_all(kernels: Sequence[KernelLibrary]) -> str:
+    """Build those that are missing, at the same time, and load all; returns why one cannot be used, or ""."""
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        problems = [problem for problem in pool.map(KernelLibrary.build, kernels) if problem]
+    unloaded = [kernel.name for kernel in kernels if not problems and not kernel.load()]
+    return next(iter(problems), "") or (f"{', '.join(unloaded)} could not be loaded" if unloaded else "")
 
 
 def processor() -> str:

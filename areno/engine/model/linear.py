@@ -2,8 +2,8 @@
 
 PyTorch multiplies fp32 matrices on x86 with MKL, which on other makers' processors leaves AVX-512 unused; oneDNN, which
 PyTorch ships as well, does not. Measured on two cores of an AMD EPYC: 200 and 440 GFLOP/s from 256 rows on, in forward and
-in the gradient of the input. Weights stay as they are; nothing is repacked. Decode steps, which have few rows, multiply
-with a kernel of our own once they are compiled.
+in the gradient of the input. Weights stay as they are; nothing is repacked. Few rows are multiplied by a kernel of our own
+(:mod:`areno.engine.kernels.row_product`), with AVX2 as well.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ from areno.engine.kernels import row_product
 # Below this much work MKL's smaller overhead wins. A traced step has no row count to look at: it goes by the weight.
 _LEAST_FLOP = 4e6
 _LEAST_WEIGHT = 40_000
+# Up to so many rows our own product is faster than either library, by a tenth at 128 and a quarter at 64.
+_FEW_ROWS = 256
 
 
-def use_onednn(module: nn.Module) -> None:
-    """Let the plain linear layers of a model multiply with oneDNN where that is the faster one."""
-    if not preferred():
+def use_fast_products(module: nn.Module) -> None:
+    """Let the plain linear layers of a model choose their matrix product, on processors where that is faster."""
+    if not faster_here():
         return
     for child in module.modules():
         if type(child) is nn.Linear and type(weight := child.weight) is nn.Parameter:
-            child.__class__ = OneDnnLinear if weight.dtype == torch.float32 and weight.is_cpu else nn.Linear
+            child.__class__ = FastLinear if weight.dtype == torch.float32 and weight.is_cpu else nn.Linear
+
+
+def use_row_products(module: nn.Module) -> None:
+    """Let the layers that :func:`use_fast_products` has found multiply few rows with our kernel, which must be loaded."""
+    for child in module.modules():
+        if isinstance(child, FastLinear):
+            child.row_products = True
 
 
 @functools.cache
-def preferred() -> bool:
-    """Whether this processor has AVX-512, is not Intel's, and PyTorch has both libraries."""
+def faster_here() -> bool:
+    """Whether this processor has AVX2 and is not Intel's, and PyTorch has both libraries."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if not both or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
     try:
         return "GenuineIntel" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -44,33 +53,42 @@ def preferred() -> bool:
         return False  # not Linux: leave PyTorch's choice
 
 
-class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies large enough matrices with oneDNN; everything else is :class:`torch.nn.Linear`."""
+@functools.cache
+def _wide() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+class FastLinear(nn.Linear):
+    """A linear layer that multiplies with what is fastest; everything else is :class:`torch.nn.Linear`."""
+
+    row_products = False  # multiply few rows with our kernel, where no gradient is wanted
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., C] to output [..., O]."""
-        if torch.compiler.is_exporting():
-            return self._in_decode_step(input)
-        if 2 * input.numel() * self.out_features < _LEAST_FLOP:
-            return linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
+        if torch.compiler.is_exporting():
+            out = self._in_decode_step(rows)
+        elif self.row_products and rows.shape[0] <= _FEW_ROWS and not torch.is_grad_enabled():
+            out = self._row_product(rows)
+        elif not _wide() or 2 * rows.numel() * self.out_features < _LEAST_FLOP:
+            return linear(input, self.weight, self.bias)
+        elif torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
             out = _Product.apply(rows, self.weight, self.bias)
         else:
             out = _multiply(rows, self.weight, self.bias)
         return out.view(*input.shape[:-1], self.out_features)
 
-    def _in_decode_step(self, input: Tensor) -> Tensor:
+    def _in_decode_step(self, rows: Tensor) -> Tensor:
         """As it is traced; a step has few rows, and no gradient."""
-        rows = input.reshape(-1, self.in_features)
         if row_product.KERNEL.loaded:
-            out = row_product.row_product(rows, self.weight)
-            out = out if self.bias is None else out + self.bias
-        elif self.weight.numel() >= _LEAST_WEIGHT:
-            out = _multiply(rows, self.weight, self.bias)
-        else:
-            return linear(input, self.weight, self.bias)
-        return out.view(*input.shape[:-1], self.out_features)
+            return self._row_product(rows)
+        if _wide() and self.weight.numel() >= _LEAST_WEIGHT:
+            return _multiply(rows, self.weight, self.bias)
+        return linear(rows, self.weight, self.bias)
+
+    def _row_product(self, rows: Tensor) -> Tensor:
+        out = row_product.row_product(rows, self.weight)
+        return out if self.bias is None else out + self.bias
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.adapter_setup import attach, brings_head, merge_for_good
 from areno.engine.model.attention import IMPLEMENTATIONS
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.linear import use_onednn
+from areno.engine.model.linear import use_fast_products
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
@@ -185,7 +185,7 @@ def _prepared(
     if not expected.isfinite().all():
         raise UsageError(_broken_weights(module, name))
     wrap_recurrent_layers(module)
-    use_onednn(module)
+    use_fast_products(module)
     _use_areno_attention(module, name, attn_backend)
     model = wrap(module)
     _prove(model, ours, probe, expected, name)

@@ -1,4 +1,4 @@
-"""One decode step: eager, or through a compiled step. Both take the same batch and give the same draw."""
+"""One decode step: of PyTorch's operators, of our kernels, or compiled. All take the same batch and give the same draw."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.rollout.compiled.package import StepPackage
+from areno.engine.rollout.compiled.traced import DecodeStep
 from areno.engine.rollout.counter_rng import uniforms
 from areno.engine.rollout.kv_cache import READ_STEP, ROW_STEP, DecodePlan, SlotCache
 from areno.engine.rollout.sampler import Draw, SamplingTable
@@ -86,11 +87,11 @@ class EagerDecode:
         return batch.rows.table.draw(self.model.logits(hidden[:live]), batch.counters)
 
 
-class CompiledDecode:
-    """Through compiled code; what it does not sample itself is sampled from its logits."""
+class StepDecode:
+    """Through a step made for slots, compiled or not; what that does not sample itself is sampled from its logits."""
 
-    def __init__(self, package: StepPackage, cache: SlotCache) -> None:
-        self.package, self.cache = package, cache
+    def __init__(self, step: StepPackage | DecodeStep, cache: SlotCache) -> None:
+        self.step, self.cache = step, cache
         self._columns = torch.arange(0)
 
     def run(self, batch: DecodeBatch) -> Draw:
@@ -101,7 +102,7 @@ class CompiledDecode:
             self._columns = torch.arange(2 * batch.columns)
         u = torch.zeros(rows, dtype=torch.float64)
         u[:live] = torch.from_numpy(uniforms(table.seeds, batch.counters))
-        logits, tokens, logprobs = self.package(
+        logits, tokens, logprobs = self.step(
             torch.tensor(batch.tokens + [0] * padding),
             torch.tensor(batch.positions + [0] * padding),
             torch.tensor(batch.positions + [self.cache.columns - 1] * padding),

@@ -19,8 +19,9 @@ from torch.export import Dim, ExportedProgram
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.cache_folder import building_folder
+from areno.engine.kernels.library import load_all
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.model.linear import use_onednn
+from areno.engine.model.linear import use_fast_products
 from areno.engine.rollout.compiled.spec import KERNELS, StepSpec
 from areno.engine.rollout.compiled.traced import DecodeStep, example_inputs
 from areno.engine.rollout.kv_cache import LayerShape
@@ -42,9 +43,7 @@ def build(spec: StepSpec, package: Path) -> None:
     Raises:
         RuntimeError: the configuration makes another architecture than the spec names, or tracing or compiling failed.
     """
-    for kernel in KERNELS:
-        kernel.build()  # without it, PyTorch's operators are compiled in
-        kernel.load()
+    load_all(KERNELS)  # without them, PyTorch's operators are compiled in
     with building_folder(package) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         program = _export(_empty_model(spec, folder), spec)
@@ -67,7 +66,7 @@ def _empty_model(spec: StepSpec, folder: Path) -> CausalLM:
         raise RuntimeError(f"the configuration makes a {type(module).__name__}, not a {spec.architecture}")
     module.to_empty(device="cpu")
     module.tie_weights()
-    use_onednn(module)
+    use_fast_products(module)
     return CausalLM(module.eval().requires_grad_(False))
 
 
