@@ -20,7 +20,7 @@ from areno.engine.model.loading import prepare
 from areno.engine.rollout import loop as loop_module
 from areno.engine.rollout.compiled import spec, switch
 from areno.engine.rollout.compiled.spec import StepSpec
-from areno.engine.rollout.decode import SharedPrefixes
+from areno.engine.rollout.decode import SharedPrefixes, StepDecode
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.probe import prove_decoding
 from areno.engine.rollout.sequence import Prefill
@@ -226,6 +226,38 @@ def test_it_is_built_beside_the_run_when_that_pays(make_loop, tmp_path, monkeypa
     ]
     made = tmp_path / spec.CACHE_KIND  # our kernels, which the build takes, lie beside it
     assert [path.suffix for path in made.iterdir()] == [".pt2"]
+
+
+@needs_compiler
+def test_a_large_model_decodes_with_kernels_and_nothing_compiled(make_loop, kernels, own_cache, monkeypatch):
+    model = make_model()
+    expected = answers(make_loop(model, "eager"), mixed_requests())
+    monkeypatch.setattr(switch, "_LEAST_BYTES", 0)
+    loop = make_loop(model, "eager")
+    assert_same(answers(loop, mixed_requests()), expected)
+    assert isinstance(loop.decode.decoder, StepDecode)
+    assert not loop.decode.compiled
+    assert not (own_cache / spec.CACHE_KIND).exists()
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(1.2)
+    monkeypatch.undo()
+    assert_same(answers(loop, mixed_requests()), answers(make_loop(model, "eager"), mixed_requests()))
+
+
+def test_kernels_that_cannot_be_built_are_named_once(make_loop, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    caplog.set_level(logging.INFO, LOGGER)
+    model = make_model()
+    expected = answers(make_loop(model, "eager"), mixed_requests())
+    monkeypatch.setattr(switch, "_LEAST_BYTES", 0)
+    loop = make_loop(model, "eager")
+    for _ in range(2):
+        assert answers(loop, mixed_requests()) == expected
+    (line,) = [r.message for r in caplog.records if r.name == LOGGER]
+    assert "decoding without areno's kernels" in line
+    assert "install g++" in line
 
 
 def test_without_a_compiler_one_line_says_so(make_loop, tmp_path, monkeypatch, caplog):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from areno.engine.model import linear
-from areno.engine.model.linear import FastLinear, use_fast_products
+from areno.engine.model.linear import FastLinear, use_fast_products, use_row_products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -76,3 +76,22 @@ def test_other_processors_keep_what_pytorch_chooses(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4))
     use_fast_products(model)
     assert type(model[0]) is nn.Linear
+
+
+def test_few_rows_without_gradient_go_through_our_kernel_once_asked_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(linear, "faster_here", lambda: True)
+    monkeypatch.setattr(linear.row_product, "row_product", lambda x, w: calls.append(len(x)) or x @ w.T)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 6, bias=False))
+    x = torch.randn(3, 5, 8)
+    expected = model(x)
+    use_fast_products(model)
+    with torch.no_grad():
+        model(x)
+        assert calls == []
+        use_row_products(model)
+        torch.testing.assert_close(model(x), expected)
+        assert calls == [15, 15]
+        model(torch.randn(257, 8))
+    model(x)
+    assert calls == [15, 15], "many rows, and those with a gradient, are for libraries"

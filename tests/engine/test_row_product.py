@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,3 +80,26 @@ def test_a_traced_layer_calls_it(bias):
     traced = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
     assert "row_product" in str(traced.graph)
     torch.testing.assert_close(traced.module()(x), expected)
+
+
+NARROW = """
+import torch
+from areno.engine.kernels import library, row_product
+library._FAST += ({flag!r},)
+assert row_product.KERNEL.build() == ""
+assert row_product.KERNEL.load()
+for rows, inputs, outputs in [(1, 1, 1), (3, 7, 5), (16, 40, 24), (17, 100, 53), (70, 513, 97), (33, 24, 20000)]:
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    torch.testing.assert_close(row_product.row_product(x, weight).double(), x.double() @ weight.double().T, rtol=0, atol=3e-4)
+print("same")
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
+def test_processors_with_narrower_vectors_compute_the_same(flag, tmp_path):
+    environment = {**os.environ, "ARENO_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", NARROW.format(flag=flag)], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "same\n", done.stderr

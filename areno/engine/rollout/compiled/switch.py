@@ -143,8 +143,8 @@ class DecodeSwitch:
     def _take_kernels(self) -> None:
         """Build them if need be; without them PyTorch's operators do the same."""
         self._wants_kernels = False
-        if problem := compiler_missing() or load_all(KERNELS):
-            logger.info("decoding without areno's kernels: %s", problem)
+        if problem := load_all(KERNELS):
+            logger.info("decoding without areno's kernels: %s", compiler_missing() or problem)
             return
         use_row_products(self.model.module)
         if not self.compiled:
