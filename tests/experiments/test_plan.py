@@ -36,6 +36,7 @@ GIB = 2**30
             {
                 "algo": "sft",
                 "activation_checkpointing": True,
+                "explicit": frozenset({"activation_checkpointing"}),  # given, not left to the machine
                 "adam_8bit": True,
                 "lora_rank": 4,
                 "lora_target_modules": "q_proj",
