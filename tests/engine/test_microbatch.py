@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from areno.engine.train.batch import pack_rows
 from areno.engine.train.microbatch import MicroBatching
+from areno.engine.train.step import _chunks
 from areno.loss_fns import Count, PolicyLoss, Range, RejectionSampling, dpo_loss_fn, policy_loss_fn, reduces_over
 from areno.loss_fns.shaping import choose_by_second_moment
 from areno.types import TrainSequence
@@ -159,6 +160,19 @@ def test_a_pass_has_at_most_the_tokens_that_it_may_have():
     assert sum(seen) == sum(len(row.tokens) for row in rows)
     assert max(seen) <= 70
     assert len(seen) < len(rows)
+
+
+def test_a_prompt_counts_once_in_a_pass_over_trees():
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3]]
+    rows = [
+        TrainSequence(prompt_mask=[True] * 6 + [False] * 2, tokens=[*prompt, answer, answer])
+        for prompt in prompts
+        for answer in (11, 12, 13)
+    ]
+    assert [len(chunk) for chunk in _chunks(rows, 6, 20)] == [2, 2, 2]
+    assert [len(chunk) for chunk in _chunks(rows, 6, 20, tree=True)] == [4, 2], "12 tokens, 20 with the next, 22 then"
+    assert [len(chunk) for chunk in _chunks(rows, 6, 12, tree=True)] == [3, 3]
+    assert [len(chunk) for chunk in _chunks(rows, 2, 99, tree=True)] == [2, 2, 2]
 
 
 def test_packed_passes_refuse_what_they_cannot_do():

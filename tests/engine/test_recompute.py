@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from areno.engine.model import causal_lm
 from areno.engine.model.loading import prepare
 from areno.engine.model.packing import PackedPlan
 from areno.engine.train import step as step_module
@@ -17,7 +18,7 @@ from areno.engine.train.recompute import InHostMemory, kept_bytes
 from areno.engine.train.step import TrainStep
 from areno.loss_fns import sft_loss_fn
 from tests.engine.test_model_families import random_rows
-from tests.support.tiny import tiny_module
+from tests.support.tiny import VOCAB, tiny_module
 
 LAYERS = 4
 
@@ -156,3 +157,39 @@ def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_
     step.run(rows, sft_loss_fn, 2)
     assert switched[0] is recomputes
     assert switched[-1] is False
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_that_are_kept_have_the_log_probs_and_gradients_of_a_softmax_in_float64(entropy, monkeypatch):
+    monkeypatch.setattr(causal_lm, "CHUNK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr(causal_lm, "KEPT_CHUNK_ELEMENTS", 4 * VOCAB)
+    model = prepare(tiny_module("llama", seed=3), "llama")
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(10, model.config.hidden_size, generator=random)
+    targets = torch.randint(0, VOCAB, (10,), generator=random)
+    temperatures, weights = torch.linspace(0.5, 2.0, 10), torch.linspace(-1.0, 1.0, 10)
+    head = model.module.lm_head.weight
+    wide, table = hidden.double().requires_grad_(), head.detach().double().requires_grad_()
+    exact = ((wide @ table.T) / temperatures.double()[:, None]).log_softmax(-1)
+    expected = exact.gather(1, targets[:, None])[:, 0]
+    truth = torch.autograd.grad((expected * weights).sum(), [wide, table])
+    for keeps in (False, True):
+        model.keeps_logits = keeps
+        own = hidden.clone().requires_grad_()
+        logprobs, spreads, _ = model.logprobs_and_entropy(own, targets, temperatures, entropy)
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
+        if entropy:
+            torch.testing.assert_close(spreads.double(), -(exact.exp() * exact).sum(-1), rtol=1e-5, atol=1e-6)
+        got = torch.autograd.grad((logprobs * weights).sum(), [own, head])
+        for mine, theirs in zip(got, truth, strict=True):
+            assert (mine.double() - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("checkpointing", "keeps"), [(False, True), (True, False)])
+def test_logits_are_kept_where_layers_are_and_only_in_training(checkpointing, keeps):
+    model = prepare(tiny_module("llama"), "llama")
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3)), checkpointing)
+    step.set_training(True)
+    assert model.keeps_logits is keeps
+    step.set_training(False)
+    assert not model.keeps_logits

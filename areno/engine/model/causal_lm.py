@@ -18,8 +18,10 @@ from areno.engine.model.chunked_head import rows_of_chunk, run_chunks
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.token_logprobs import VocabularyShare, logit_bounds, token_logprobs
 
-# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small beside any model that needs chunks.
+# On a CPU: 32 MiB of fp32 logits, large enough for efficient matrix products, small beside any model that needs chunks. Where
+# they are kept, larger chunks save passes over the gradient of the head.
 CHUNK_ELEMENTS = 8 * 1024 * 1024
+KEPT_CHUNK_ELEMENTS = 8 * CHUNK_ELEMENTS
 
 
 class _HiddenOnly:
@@ -47,6 +49,7 @@ class CausalLM(PackedModel):
     """A causal LM behind the two calls that the engine needs."""
 
     computes_on: str | None = None  # type of the device whose chunks of logits it makes; None is where its weights are
+    keeps_logits = False  # on a CPU, what comes from logits waits for the backward pass instead of being computed again
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -71,7 +74,7 @@ class CausalLM(PackedModel):
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [N] of ``targets`` [N] after hidden [N, C]; never holds more than a chunk of logits.
 
-        With several chunks, backward recomputes each chunk's logits, so memory does not grow with N.
+        With several chunks, backward recomputes each chunk's logits, so memory does not grow with N, unless they are kept.
         """
         return self.logprobs_and_entropy(hidden, targets, temperatures, entropy=False)[0]
 
@@ -83,7 +86,9 @@ class CausalLM(PackedModel):
         The latter two are without gradient, and empty if they are not wanted.
         """
         kind = self.computes_on or self.device.type
-        rows = rows_of_chunk(self.vocab_size if self._share is None else self._share.longest, CHUNK_ELEMENTS, kind)
+        keeps = self.keeps_logits and kind == "cpu" and torch.is_grad_enabled()
+        vocab = self.vocab_size if self._share is None else self._share.longest
+        rows = rows_of_chunk(vocab, KEPT_CHUNK_ELEMENTS if keeps else CHUNK_ELEMENTS, kind)
         run = functools.partial(self._chunk, entropy=entropy, bounds=bounds)
         if len(targets) <= rows:
             return run(hidden, targets, temperatures)
@@ -91,7 +96,7 @@ class CausalLM(PackedModel):
             weights = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
             return run_chunks(run, (hidden, targets, temperatures), rows, weights)
         chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not keeps:
             parts = [cast(Any, checkpoint(run, *chunk, use_reentrant=False)) for chunk in chunks]
         else:
             parts = [run(*chunk) for chunk in chunks]

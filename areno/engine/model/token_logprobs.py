@@ -67,15 +67,19 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row."""
+    """Log-softmax at one index per row; keeps probabilities, of which the gradient is a multiple."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         scaled = scale_logits(logits, temperatures)
         normaliser = scaled.logsumexp(-1)
-        ctx.save_for_backward(scaled, normaliser, tokens, temperatures)
+        probabilities = spread = normaliser.new_zeros(0)
+        if entropy or ctx.needs_input_grad[0]:
+            probabilities = (scaled - normaliser[:, None]).exp_()
+        ctx.save_for_backward(probabilities, tokens, temperatures)
         ctx.dtype = logits.dtype
-        spread = normaliser - _mean(scaled, normaliser) if entropy else normaliser.new_zeros(0)
+        if entropy:  # tokens that a model rules out with -inf add nothing
+            spread = normaliser - (probabilities * scaled).nan_to_num_(nan=0.0).sum(-1)
         ctx.mark_non_differentiable(spread)
         return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
 
@@ -83,9 +87,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        scaled, normaliser, tokens, temperatures = ctx.saved_tensors
+        probabilities, tokens, temperatures = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = (scaled - normaliser[:, None]).exp_().mul_(-weight)
+        gradient = probabilities * -weight
         return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
 
 

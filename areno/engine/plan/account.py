@@ -15,7 +15,7 @@ import torch
 from areno.config.paths import base_of
 from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
-from areno.engine.model.causal_lm import CHUNK_ELEMENTS
+from areno.engine.model.causal_lm import CHUNK_ELEMENTS, KEPT_CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk
 from areno.engine.parallel.peers import Layout
 from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
@@ -263,14 +263,15 @@ class _Planner:
         return dataclasses.replace(found, peak=pool + found.beside, cache=pool)
 
     def _logits(self) -> int:
-        """A chunk of scaled logits and its gradient, both fp32, where log-probs are trained on."""
+        """Of training on log-probs: scaled logits of a chunk, or all where they are kept, and a chunk's gradient; fp32."""
         if self.sizes.kind != "policy" or not self.sizes.trains:
             return 0
         lengths, _ = self.sizes.microbatch(self.longest)
         vocab = self.actor.model.config.get_text_config().vocab_size
         own = -(-vocab // self.sizes.layout.tp_size)
-        rows = rows_of_chunk(own, CHUNK_ELEMENTS, self.sizes.device.type)
-        return 2 * 4 * own * min(rows, sum(self.sizes.scored(lengths)))
+        scored, keeps = sum(self.sizes.scored(lengths)), self.sizes.device.type == "cpu" and not self.recompute
+        rows = rows_of_chunk(own, KEPT_CHUNK_ELEMENTS if keeps else CHUNK_ELEMENTS, self.sizes.device.type)
+        return 4 * own * ((scored if keeps else min(rows, scored)) + min(rows, scored))
 
 
 def _shape(path: str, option: str, sizes: Sizes, kind: ModelKind, adapter: AdapterOptions | None = None) -> ShapeOf:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.device import read_all
+from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.tree import TokenTree
 from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
@@ -123,7 +125,7 @@ class TrainStep:
             raise ValueError("train needs at least one row")
         refuse_mixed(rows)
         per_step = _rows_per_step(len(rows), unit, mini_bs, accumulation)
-        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs))
+        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, self.tree))
         try:
             results = []
             for start in range(0, len(rows), per_step):
@@ -142,7 +144,7 @@ class TrainStep:
 
         Rows may be made up, so what they begin with is not shared. Other replicas are not heard: one of them may have failed.
         """
-        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs))
+        self.set_training(True, self._recomputes(rows, loss_fn, mini_bs, tree=False))
         try:
             self._accumulate(rows, loss_fn, mini_bs, rows, tree=False)
         finally:
@@ -189,7 +191,7 @@ class TrainStep:
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         measured = _Measured()
-        passes = list(self._passes(mine, loss_fn, mini_bs))
+        passes = list(self._passes(mine, loss_fn, mini_bs, tree))
         alike = not self.model.weights.whole  # all ranks must make as many passes
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
         for chunk in passes:
@@ -274,30 +276,36 @@ class TrainStep:
 
         ``recompute``: whether to, where the configuration allows it.
         """
-        if self.activation_checkpointing is not False and (recompute or not training):
+        recompute = recompute and self.activation_checkpointing is not False
+        if isinstance(self.model, CausalLM):
+            self.model.keeps_logits = training and not recompute
+        if recompute or (not training and self.activation_checkpointing is not False):
             recompute_layers(self.model.module, training, InHostMemory if self.offload_activations else None)
         self.model.module.train(training)
 
-    def _recomputes(self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching) -> bool:
+    def _recomputes(
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
+    ) -> bool:
         """Whether layers are recomputed: if nothing is said, unless a CPU's free memory has room for what passes keep."""
         chosen, layout = self.activation_checkpointing, self.peers.layout
         if chosen is not None or self.model.device.type != "cpu" or layout.tp_size > 1 or layout.fsdp:
             return chosen is not False
         if self._kept is None:
             self._kept = kept_bytes(self.model)
-        passes = ([len(row.tokens) for row in chunk] for chunk in self._passes(rows, loss_fn, mini_bs))
-        most = max(self._kept.of(lengths) for lengths in passes)
+        per_logit = 4 * self.model.vocab_size if self.kind == "policy" else 0
+        passes = ([len(row.tokens) for row in chunk] for chunk in self._passes(rows, loss_fn, mini_bs, tree))
+        most = max(self._kept.of(lengths) + per_logit * sum(lengths) for lengths in passes)
         gradients = sum(4 * parameter.numel() for _, parameter in self.model.parameters())
         return most + gradients > KEPT_SHARE * available_bytes(self.model.device) / layout.world_size
 
     def _passes(
-        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching
+        self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
     ) -> Iterator[Sequence[TrainSequence]]:
         """Rows of each forward and backward pass; those cut by a number of rows are bounded by tokens too."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
-        return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1)
+        return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 
 
 def _backward_of_nothing(predicted: Tensor) -> None:
@@ -329,18 +337,30 @@ def _rows_per_step(rows: int, unit: Reduction, mini_bs: int | MicroBatching, acc
 
 
 def _chunks(
-    rows: Sequence[TrainSequence], size: int, most_tokens: float, together: int = 1
+    rows: Sequence[TrainSequence], size: int, most_tokens: float, together: int = 1, tree: bool = False
 ) -> Iterator[Sequence[TrainSequence]]:
     """Cut rows, in order, into chunks of at most ``size`` rows and ``most_tokens`` tokens.
 
-    ``together`` neighbouring rows are never parted, and may exceed the tokens alone.
+    ``together`` neighbouring rows are never parted, and may exceed the tokens alone. ``tree``: what rows of a chunk begin with
+    counts once.
     """
-    start, tokens = 0, 0
+    start, tokens, known = 0, 0, TokenTree()
+
+    def added(neighbours: Sequence[TrainSequence]) -> int:
+        if not tree:
+            return sum(len(row.tokens) for row in neighbours)
+        before = len(known.tokens)
+        for row in neighbours:
+            known.add(row.tokens)
+        return len(known.tokens) - before
+
     for index in range(0, len(rows), together):
-        added = sum(len(row.tokens) for row in rows[index : index + together])
-        if index > start and (index + together - start > size or tokens + added > most_tokens):
+        neighbours = rows[index : index + together]
+        more = added(neighbours)
+        if index > start and (index + together - start > size or tokens + more > most_tokens):
             yield rows[start:index]
-            start, tokens = index, 0
-        tokens += added
+            start, tokens, known = index, 0, TokenTree()
+            more = added(neighbours)
+        tokens += more
     if rows:
         yield rows[start:]
