@@ -84,6 +84,7 @@ class EvalOptions(CommandOptions):
         "eval_temperature",
         group="Rollout",
         unset="1.0, greedy for one sample",
+        remedy="for the most likely token use --greedy",
         help="Sampling temperature.",
     )
     top_k: int = as_in(RolloutOptions, "top_k")

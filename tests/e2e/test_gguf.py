@@ -46,6 +46,7 @@ def logits(place):
         return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(torch.tensor([[5, 9, 200, 17]])).logits
 
 
+@pytest.mark.long
 def test_eval_and_plan_say_of_the_file_what_they_say_of_the_folder(pair, tmp_path, capsys):
     task = write_task(tmp_path / "task")
     words = ["--dataset-path", task["data.jsonl"], "--reward-fn-path", task["reward.py"], "--max-rows", 4]
@@ -59,6 +60,7 @@ def test_eval_and_plan_say_of_the_file_what_they_say_of_the_folder(pair, tmp_pat
     assert reports[0] == reports[1]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_adapter_is_trained_on_the_file_and_exported_with_it(pair, tmp_path, capsys):
     pytest.importorskip("peft")

@@ -103,6 +103,16 @@ def built(kernels, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(params=["kernels", pytest.param("compiled", marks=pytest.mark.long)])
+def fast_steps(request, kernels, monkeypatch):
+    """How loops that a test makes run their decode steps."""
+    if request.param == "compiled":
+        monkeypatch.setenv("ARENO_CACHE_DIR", str(request.getfixturevalue("built")))
+    else:
+        monkeypatch.setattr(switch, "_LEAST_BYTES", 0)
+    return request.param
+
+
 def mixed_requests():
     kinds = [
         {},
@@ -130,6 +140,7 @@ def assert_same(first, second):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_step_on_disk_is_used_from_the_first_token_and_changes_no_output(make_loop, built, monkeypatch):
     model = make_model()
     eager, compiled = make_loop(model, "eager"), make_loop(model)
@@ -143,9 +154,8 @@ def test_a_step_on_disk_is_used_from_the_first_token_and_changes_no_output(make_
 
 
 @needs_compiler
-def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, built, monkeypatch):
+def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, fast_steps, monkeypatch):
     """They read the prompt's columns from each other while some leave, are sent back, or begin anew."""
-    monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
     monkeypatch.setattr(loop_module, "IDLE_PREFILL", 100)
     monkeypatch.setattr(loop_module, "BUSY_PREFILL", 24)
     rng, model = random.Random(3), make_model()
@@ -167,7 +177,8 @@ def test_samples_that_share_prompts_say_what_each_says_alone(make_loop, built, m
     got = [s for f in futures for s in f.result(timeout=120).sequences]
     assert [s.resp_tokens for s in got] == [tokens for (tokens,), _ in expected]
     assert [x for s in got for x in s.resp_logprobs] == pytest.approx([x for _, own in expected for x in own], abs=5e-6)
-    assert busy.decode.compiled
+    assert isinstance(busy.decode.decoder, StepDecode)
+    assert busy.decode.compiled == (fast_steps == "compiled")
     assert busy.scheduler.preemptions > 0
 
 
@@ -181,6 +192,7 @@ def test_rows_of_one_prefill_name_the_first_of_them(rows):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_trained_weights_and_moved_weights_are_followed(make_loop, built, monkeypatch):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(built))
     model = make_model()
@@ -308,6 +320,7 @@ def test_a_broken_package_is_reported_and_removed(make_loop, tmp_path, monkeypat
 
 
 @needs_compiler
+@pytest.mark.long
 def test_a_package_that_computes_something_else_is_refused(make_loop, built, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ARENO_CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, LOGGER)

@@ -16,6 +16,7 @@ from areno.engine.checkpoint.export import export_model
 from areno.errors import UsageError
 from areno.storage.gguf import gguf_folder
 from areno.training.objectives.reference import checkpoint_digest
+from tests.support.examples import some_quick
 from tests.support.loops import save_classifier
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -74,7 +75,7 @@ def set_fields(file: Path, **values: str) -> None:
     file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_quick(FAMILIES, "llama", "gemma3"))
 def test_a_written_model_is_read_with_its_logits_tokens_and_template(family, tmp_path):
     folder = tiny(tmp_path, family)
     file = written(folder)

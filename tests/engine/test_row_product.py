@@ -96,6 +96,7 @@ print("same")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
 def test_processors_with_narrower_vectors_compute_the_same(flag, tmp_path):
     environment = {**os.environ, "ARENO_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}

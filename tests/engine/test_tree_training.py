@@ -39,7 +39,7 @@ from areno.loss_fns import (
 from areno.types import TrainSequence
 from tests.engine.test_microbatch import KNOBS
 from tests.engine.test_train_step import make_step, weights
-from tests.support.examples import examples
+from tests.support.examples import examples, some_quick
 from tests.support.tiny import FAMILIES, VOCAB, save_tiny_checkpoint, tiny_module
 
 QUICK = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
@@ -102,7 +102,7 @@ def test_a_tree_holds_each_beginning_once_and_every_token_sees_what_came_before_
                 assert weight[node, visible].tolist() == pytest.approx([1 / len(visible)] * len(visible))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])
+@pytest.mark.parametrize("family", some_quick(sorted(set(FAMILIES) - RECURRENT), "llama", "gemma2", "gpt_oss"))
 def test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones(family):
     rows, found = branching_rows(), []
     for tree in (False, True):
@@ -233,7 +233,7 @@ def step_of(name, checkpoint):
     return TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig(lr=1e-3, eps=1e-4)), kind="value")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", some_quick(LOSSES, "grpo", "critic", "family, gspo"))
 def test_every_algorithm_learns_from_trees_what_it_learns_from_rows(name, tiny_checkpoint):
     """Gradients to 1e-5 of each tensor's largest entry, and weights to 1e-4 after five steps."""
     rng = random.Random(1)

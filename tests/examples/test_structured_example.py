@@ -167,6 +167,7 @@ def test_the_readme_weights_give_one_for_an_exact_answer_only(reward, command, c
     assert weighted.weigh(parts) == pytest.approx(worth)
 
 
+@pytest.mark.long
 def test_the_readme_command_takes_a_step(data, command, tiny_checkpoint, tmp_path, capsys):
     data.main(["--output", str(tmp_path), "--train-rows", "64", "--held-out-rows", "1"])
     words = list(command)

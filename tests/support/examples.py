@@ -1,8 +1,12 @@
-"""How many examples a property is tried with."""
+"""How many examples a property is tried with, and which of several cases."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 THOROUGH = bool(os.environ.get("ARENO_THOROUGH_TESTS"))
 """Set by ``make test-all``."""
@@ -11,3 +15,8 @@ THOROUGH = bool(os.environ.get("ARENO_THOROUGH_TESTS"))
 def examples(number: int) -> int:
     """All of them where everything is tested; a quarter on every change."""
     return number if THOROUGH else -(-number // 4)
+
+
+def some_quick(values: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of which only some are tried on every change; the others are marked ``long``."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.long) for value in values]
