@@ -12,6 +12,7 @@ import yaml
 
 from areno.cli.main import main
 from areno.config import TrainOptions
+from areno.config.algorithms import get_algorithm
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm, load_value_model
@@ -125,6 +126,26 @@ def test_a_planned_step_allocates_what_a_real_one_does(family, checkpointing, tm
     with LiveBytes() as live:
         live.ignore([*model.module.parameters(), *model.module.buffers()])
         step.accumulate(rows, sft_loss_fn, len(rows))
+    planned = part(plan, "backward", "gradients") + part(plan, "backward", "activations")
+    assert planned == pytest.approx(live.peak, rel=0.05)
+
+
+def test_a_planned_step_over_shared_prompts_allocates_what_a_real_one_does(tmp_path):
+    checkpoint = save_tiny_checkpoint(tmp_path / "model", "llama")
+    sizes = {"batch_size": 1, "n_samples": 8, "mini_bs": 8, "max_prompt_tokens": 600, "max_new_tokens": 400}
+    run = options(checkpoint, activation_checkpointing=False, **sizes)
+    prompt_mask = [True] * 600 + [False] * 400
+    rows = [
+        TrainSequence(prompt_mask, [5] * 600 + [7 + answer] * 400, logprobs=[0.0] * 1000, advantages=[1.0] * 1000)
+        for answer in range(8)
+    ]
+    model = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32))
+    step = TrainStep(model, MasterAdamW(model.parameters(), OptimizerConfig()), False, tree=True)
+    step.set_training(True)
+    with LiveBytes() as live:
+        live.ignore([*model.module.parameters(), *model.module.buffers()])
+        step.accumulate(rows, get_algorithm("grpo").make_loss_fn(run), 8)
+    plan = make_plan(run)
     planned = part(plan, "backward", "gradients") + part(plan, "backward", "activations")
     assert planned == pytest.approx(live.peak, rel=0.05)
 

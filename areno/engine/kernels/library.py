@@ -92,9 +92,11 @@ class KernelLibrary:
 def load_all(kernels: Sequence[KernelLibrary]) -> str:
     """Build those that are missing, at the same time, and load all; returns why one cannot be used, or ""."""
     with ThreadPoolExecutor(len(kernels)) as pool:
-        problems = [problem for problem in pool.map(KernelLibrary.build, kernels) if problem]
-    unloaded = [kernel.name for kernel in kernels if not problems and not kernel.load()]
-    return next(iter(problems), "") or (f"{', '.join(unloaded)} could not be loaded" if unloaded else "")
+        problem = next(filter(None, pool.map(KernelLibrary.build, kernels)), "")
+    if problem:
+        return problem
+    unloaded = [kernel.name for kernel in kernels if not kernel.load()]
+    return f"{', '.join(unloaded)} could not be loaded" if unloaded else ""
 
 
 def processor() -> str:

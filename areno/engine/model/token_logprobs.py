@@ -67,19 +67,18 @@ def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index per row; keeps probabilities, of which the gradient is a multiple."""
+    """Log-softmax at one index per row; keeps the probabilities where the entropy needs them, else what makes them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         scaled = scale_logits(logits, temperatures)
         normaliser = scaled.logsumexp(-1)
-        probabilities = spread = normaliser.new_zeros(0)
-        if entropy or ctx.needs_input_grad[0]:
-            probabilities = (scaled - normaliser[:, None]).exp_()
-        ctx.save_for_backward(probabilities, tokens, temperatures)
-        ctx.dtype = logits.dtype
-        if entropy:  # tokens that a model rules out with -inf add nothing
-            spread = normaliser - (probabilities * scaled).nan_to_num_(nan=0.0).sum(-1)
+        kept, spread = scaled, normaliser.new_zeros(0)
+        if entropy:
+            kept = (scaled - normaliser[:, None]).exp_()
+            spread = normaliser - _mean(kept, scaled)
+        ctx.save_for_backward(kept, normaliser, tokens, temperatures)
+        ctx.dtype, ctx.keeps_probabilities = logits.dtype, entropy
         ctx.mark_non_differentiable(spread)
         return scaled.gather(-1, tokens[:, None])[:, 0] - normaliser, spread
 
@@ -87,9 +86,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        probabilities, tokens, temperatures = ctx.saved_tensors
+        kept, normaliser, tokens, temperatures = ctx.saved_tensors
         weight = (grad / temperatures)[:, None]
-        gradient = probabilities * -weight
+        gradient = kept * -weight if ctx.keeps_probabilities else (kept - normaliser[:, None]).exp_().mul_(-weight)
         return gradient.scatter_add_(-1, tokens[:, None], weight).to(ctx.dtype), None, None, None
 
 
@@ -105,7 +104,7 @@ class _SharedTokenLogprobs(torch.autograd.Function):
         inside = (tokens >= share.start) & (tokens < share.start + share.width)
         column = torch.where(inside, tokens - share.start, 0)[:, None]
         picked = torch.where(inside, scaled.gather(-1, column)[:, 0], 0.0)
-        mean = _mean(scaled, own) if entropy else torch.zeros_like(own)
+        mean = _mean((scaled - own[:, None]).exp_(), scaled) if entropy else torch.zeros_like(own)
         owns, picks, means = _of_all(torch.stack([own, picked, mean]), share.channel).unbind(1)
         normaliser = owns.logsumexp(0)
         ctx.save_for_backward(scaled, normaliser, column, temperatures, inside)
@@ -125,9 +124,9 @@ class _SharedTokenLogprobs(torch.autograd.Function):
         return gradient.scatter_add_(-1, column, weight * inside[:, None]).to(ctx.dtype), None, None, None, None
 
 
-def _mean(scaled: Tensor, normaliser: Tensor) -> Tensor:
-    """Mean logit [N] under softmax(scaled [N, V]); tokens that a model rules out with -inf add nothing."""
-    return (scaled - normaliser[:, None]).exp_().mul_(scaled).nan_to_num_(nan=0.0).sum(-1)
+def _mean(probabilities: Tensor, scaled: Tensor) -> Tensor:
+    """Mean logit [N] under probabilities [N, V]; tokens that a model rules out with -inf add nothing."""
+    return (probabilities * scaled).nan_to_num_(nan=0.0).sum(-1)
 
 
 def _of_all(numbers: Tensor, channel: Channel) -> Tensor:

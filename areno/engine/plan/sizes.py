@@ -179,9 +179,13 @@ class RunSizes(Sizes):
         together = 2 if self.spec.learns_from_pairs else 1
         rows = -(-self.rows_of_step() // (together * self.layout.dp_size)) * together
         most = most_tokens(self.device.type) if self.splits_rows else longest * rows
-        lengths = fill(longest, min(self.options.mini_bs, rows), max(most, together * longest))
-        full = max(sum(length == longest for length in lengths) // together * together, together)
-        return lengths, -(-rows // full)
+        most, at_once = max(most, together * longest), min(self.options.mini_bs, rows)
+        group = self.n_samples if self.generates else together
+        shared = max(min(self.prompt, longest - 2), 0) if self.options.tree_training and group > 1 else 0
+        # A pass that tokens bound has more answers where prompts count once; one that rows bound may be of prompts apart.
+        lengths = max(fill(longest, at_once, most, shared, group), fill(longest, at_once, most), key=sum)
+        full = sum(length in (longest, longest - shared) for length in lengths) // together * together
+        return lengths, -(-rows // max(full, together))
 
     def scored(self, lengths: list[int]) -> list[int]:
         """See :meth:`Sizes.scored`."""
@@ -202,8 +206,13 @@ def _adapter(run: TrainOptions) -> AdapterOptions | None:
     return AdapterOptions(rank=rank, target_modules=run.lora_target_modules, load_in_4bit=run.load_in_4bit)
 
 
-def fill(longest: int, rows: int, tokens: int) -> list[int]:
-    """As many longest rows as fit, and a shorter one for what is left."""
-    full = min(rows, tokens // longest)
-    rest = min(tokens - full * longest, longest)
-    return [longest] * full + ([rest] if full < rows and rest > 1 else [])
+def fill(longest: int, rows: int, tokens: int, shared: int = 0, group: int = 1) -> list[int]:
+    """As many longest rows as fit, and a shorter one for what is left.
+
+    ``shared``: first tokens of each ``group`` of rows that are computed, and counted, with its first row alone.
+    """
+    lengths: list[int] = []
+    while len(lengths) < rows and tokens > 1:
+        lengths.append(min(longest - (shared if len(lengths) % group else 0), tokens))
+        tokens -= lengths[-1]
+    return lengths

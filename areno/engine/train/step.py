@@ -305,6 +305,7 @@ class TrainStep:
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
         most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
+        tree = tree and sum(len(row.tokens) for row in rows) > most  # where all fit, none need counting
         return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 
 
