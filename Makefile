@@ -11,24 +11,29 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3
 FOLDERS := areno benchmarks docs examples tests training  # not what else lies here, such as a user's reward.py
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+# Hundreds of tests start a Python of their own: bytecode is kept, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+QUICK := $(PYTEST) -n $(WORKERS) --dist loadgroup -m "not long"
 
-.PHONY: demo test test-all lint types bench setup clean help
+.PHONY: demo test quick test-all lint types bench setup clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.run-ready
 	@$(BIN)/areno quickstart $(ARGS)
 
-test: lint types
+test: lint
+	@$(MAKE) --no-print-directory -j2 types quick
+
+quick: $(VENV)/.dev-ready
 	@echo "== tests"
-	@$(PYTEST) -m "not long"
+	@$(QUICK)
 
 test-all: lint types
 	@echo "== tests"
-	@ARENO_THOROUGH_TESTS=1 $(PYTEST) -m "not long"
+	@ARENO_THOROUGH_TESTS=1 $(QUICK)
 	@echo "== long tests, one at a time: some of them promise a time"
-	@ARENO_THOROUGH_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	@ARENO_THOROUGH_TESTS=1 $(PYTEST) -m long
 
 lint: $(VENV)/.dev-ready
 	@echo "== lint"
