@@ -30,8 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         info = getattr(item, "_fixtureinfo", None)
         scopes = {fixtures[-1].scope for fixtures in info.name2fixturedefs.values()} if info else set()
-        if "module" in scopes and item.get_closest_marker("xdist_group") is None:
+        if item.get_closest_marker("xdist_group") is None and "module" in scopes:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        if info and "taught_checkpoint" in info.names_closure:  # to teach it takes seconds
+            item.add_marker(pytest.mark.xdist_group("taught"))
         if item.get_closest_marker("long") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3600))
     yield

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areno.cli.main import main
 from tests.support.cli import LOADER
+from tests.support.examples import some_quick
 from tests.support.tiny import TEXTS, save_tiny_checkpoint
 
 NEW_TOKENS = 12
@@ -72,7 +73,7 @@ def kinds_task(folder, seed=0):
     return checkpoint, [{"prompt": prompt} for prompt in prompts[:-64]], prompts[-64:]
 
 
-@pytest.mark.parametrize("algo", ["gspo", "grpo"])
+@pytest.mark.parametrize("algo", some_quick(["gspo", "grpo"], "gspo"))
 def test_a_policy_learns_from_rewards_alone_to_do_what_the_prompt_asks(algo, tmp_path):
     checkpoint, rows, held_out = kinds_task(tmp_path)
     sizes = ("--batch-size", 8, "--n-samples", 16, "--max-new-tokens", NEW_TOKENS, "--reward-workers", 1)

@@ -19,6 +19,7 @@ from areno.errors import UsageError  # noqa: E402
 from tests.e2e.test_learning import NEW_TOKENS, kinds_task, mean_reward, train  # noqa: E402
 from tests.e2e.test_resume import metrics, without_times  # noqa: E402
 from tests.support.cli import areno, task_arguments, write_task  # noqa: E402
+from tests.support.examples import some_quick  # noqa: E402
 from tests.support.preferences import SUMS, write_rows  # noqa: E402
 
 LORA = ("--lora-rank", 4)
@@ -52,10 +53,10 @@ def tensors(folder):
     }
 
 
-OTHERS = [pytest.param(algo, marks=pytest.mark.long) for algo in ("sft", "rm", "grpo", "gspo")]
+ALGORITHMS = some_quick(["dpo", "ppo", "sft", "rm", "grpo", "gspo"], "dpo")
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ppo", *OTHERS])
+@pytest.mark.parametrize("algo", ALGORITHMS)
 def test_a_run_that_is_interrupted_and_resumed_ends_bit_for_bit_the_same(algo, tmp_path, tiny_checkpoint):
     task, runs = write_task(tmp_path / "task"), [tmp_path / name for name in ("whole", "parted")]
     dropout = ("--lora-dropout", "0.1") if algo in ("sft", "dpo", "rm") else ()

@@ -287,6 +287,7 @@ def assert_same_run(whole, resumed, steps):
     assert (resumed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_a_killed_and_resumed_run_ends_bit_for_bit_the_same(tmp_path, tiny_checkpoint):
     task, run = write_task(tmp_path / "task"), tmp_path / "killed"
     options = (*SHORT, "--max-steps", STEPS)
@@ -384,6 +385,7 @@ PPO += ("--n-samples", 4, "--batch-size", 32, "--max-new-tokens", NEW_TOKENS, "-
 PPO += ("--no-activation-checkpointing", "--score-micro-bs", 128)
 
 
+@pytest.mark.long
 def test_ppo_learns_from_rewards_to_do_what_the_prompt_asks(tmp_path):
     """Seeds 0 to 4 reach 0.89 to 0.97, and explain 0.1 to 0.6 of the variance while they learn."""
     checkpoint, rows, held_out = kinds_task(tmp_path)

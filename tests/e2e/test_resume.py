@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.cli import areno, kill, start, task_arguments, wait_for_text, write_task
+from tests.support.examples import some_quick
 
 STEPS = 14
 
@@ -40,7 +41,7 @@ def assert_same_run(whole: Path, resumed: Path) -> None:
         assert samples[0].read_text() == samples[1].read_text()
 
 
-@pytest.mark.parametrize("algo", ["sft", "gspo"])
+@pytest.mark.parametrize("algo", some_quick(["sft", "gspo"], "gspo"))
 def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_the_same(algo, tmp_path, tiny_checkpoint):
     task = write_task(tmp_path / "task")
     common = ["--max-steps", STEPS, "--save-interval", 2, "--lr-decay-steps", 10, "--keep-checkpoints", 2]

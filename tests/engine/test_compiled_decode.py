@@ -353,6 +353,7 @@ def test_a_model_with_other_states_is_refused_when_compiling_was_asked_for(make_
         make_loop(model, "compiled")
 
 
+@pytest.mark.long
 def test_a_failed_build_says_why(own_cache):
     model = make_model()
     spec = StepSpec.of(model, prove_decoding(model, "test").layers)
@@ -373,6 +374,7 @@ def _wait_until(condition, seconds=60.0):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_no_build_outlives_its_loop_or_its_parent(make_loop, own_cache, monkeypatch):
     monkeypatch.setattr(switch, "BUILD_BASE_S", -1e9)
     loop = make_loop(make_model())

@@ -139,7 +139,10 @@ def test_gradients_are_those_of_one_padded_batch(name, mini_bs, checkpointing, m
 
 
 @losses
-@pytest.mark.parametrize(("mini_bs", "accumulation"), [(1, None), (2, None), (8, None), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    ("mini_bs", "accumulation"),
+    [*(pytest.param(*cut, marks=pytest.mark.long) for cut in [(1, None), (8, None), (1, 8)]), (2, None), (2, 4)],
+)
 def test_weights_after_five_steps_are_those_of_adamw_on_padded_batches(name, mini_bs, accumulation):
     kind, loss_fn = LOSSES[name]
     if name in ("dpo", "reward") and mini_bs == 1:

@@ -39,6 +39,7 @@ from areno.errors import UsageError
 from areno.loss_fns import sft_loss_fn
 from areno.types import Request, SamplingParams, TrainSequence
 from tests.support.cli import areno, task_arguments, write_task
+from tests.support.examples import some_quick
 from tests.support.tiny import FAMILIES, save_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def part(plan, phase, name):
     return plan.phase(phase).parts[name]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_quick(FAMILIES, "llama", "qwen3_moe", "qwen3_5"))
 def test_every_family_can_be_planned_and_its_weights_are_exact(family, tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / family, family)
     module = load_causal_lm(str(checkpoint), LoadOptions(dtype=torch.float32)).module
@@ -108,7 +109,7 @@ def test_live_bytes_are_those_of_real_tensors():
         assert (live.now, live.peak) == (0, 8000)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("family", some_quick(["llama", "gemma3", "qwen3_5", "qwen3_moe"], "llama", "qwen3_5"))
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_a_planned_step_allocates_what_a_real_one_does(family, checkpointing, tmp_path):
     checkpoint = save_tiny_checkpoint(tmp_path / family, family)

@@ -18,10 +18,11 @@ from areno.engine.rollout.prefix_store import PrefixStore
 from areno.errors import EngineError
 from areno.types import Request, SamplingParams
 from tests.support.cli import start_text
+from tests.support.examples import some_quick
 from tests.support.tiny import VOCAB, tiny_module
 
 REPO = Path(__file__).parents[2]
-FAMILIES = ["llama", "qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt_oss"))]
+FAMILIES = some_quick(["llama", "qwen3_5", "gemma3", "gpt_oss"], "qwen3_5")
 
 
 @pytest.fixture

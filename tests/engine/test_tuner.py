@@ -153,9 +153,8 @@ def test_nothing_of_the_tries_remains(checkpoint):
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(Layout(2, 1), id="dp2"), pytest.param(Layout(1, 2), id="tp2", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [pytest.param(Layout(2, 1), id="dp2"), pytest.param(Layout(1, 2), id="tp2")])
 def test_ranks_try_together_and_nothing_of_it_remains(layout, checkpoint, caplog):
     """Each replica gets its share of the sequences; of the measured peaks the largest counts."""
     config = EngineConfig(optimizer=OptimizerConfig(lr=1e-3), kv_cache_tokens=10**6, max_running=256, decode="eager")

@@ -23,6 +23,7 @@ from areno.experiments.folders import ExperimentFolders
 from areno.experiments.trainers import PPOTrainer
 from examples.experiments import toy
 from tests.experiments.trainer_stage import HereTrainer
+from tests.support.examples import some_quick
 from tests.support.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,11 +177,12 @@ SHORT = {
 }
 
 
+QUICK = ("ppo", "grpo", "dapo", "icepop", "distillation", "multi_turn", "agent", "lora", "sft", "ipo", "reward_model")
 IN_PROCESSES = ("grpo", "agent", "lora")
 """Those whose short form starts a rollout process; for the others the engine that generates lives in the test's process."""
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name != "gsm8k_grpo"])
+@pytest.mark.parametrize("name", some_quick([name for name in TABLE if name != "gsm8k_grpo"], *QUICK))
 def test_two_steps_report_and_change_the_weights(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,10 +225,12 @@ def test_module_beside_the_reward_file_can_be_imported(reward_file, records):
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("x = 1\nimport no_such_module_here\n", "No module named 'no_such_module_here'"),
-        ("x = 1\n1 / 0\n", "ZeroDivisionError"),
+        pytest.param(
+            "x = 1\nimport no_such_module_here\n", "No module named 'no_such_module_here'", marks=pytest.mark.long
+        ),
+        pytest.param("x = 1\n1 / 0\n", "ZeroDivisionError", marks=pytest.mark.long),
         ("def reward_fn(record)\n", "line 1"),
-        ("def other(record): return 1\n", "defines no reward_fn"),
+        pytest.param("def other(record): return 1\n", "defines no reward_fn", marks=pytest.mark.long),
         ("def reward_fn(): return 1\n", "too many positional arguments"),
         ("import os\nos._exit(4)\n", "exit code 4"),
     ],

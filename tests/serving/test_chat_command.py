@@ -28,6 +28,7 @@ def test_each_line_of_a_pipe_gets_an_answer(taught):
     assert done.stdout == f"{ANSWERS['count']}\n" * 2
 
 
+@pytest.mark.long
 def test_a_model_is_loaded_without_a_server(taught_checkpoint):
     options = ("--model-path", taught_checkpoint, "--temperature", 0, "--kv-cache-tokens", 8000)
     done = piped("count\n", *options)

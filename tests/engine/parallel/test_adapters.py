@@ -213,7 +213,8 @@ def learned(peers, path, **lora):
     ("family", "config", "lora"),
     [
         pytest.param("qwen2", {}, {}, marks=pytest.mark.long),
-        ("phi3", {}, {}),  # products that are put together, inputs that are cut on the way in
+        # Products that are put together, inputs that are cut on the way in.
+        pytest.param("phi3", {}, {}, marks=pytest.mark.long),
         pytest.param("gemma2", {}, {"target_modules": "q_proj,down_proj", "alpha": 5.0}, marks=pytest.mark.long),
         ("llama", {"tie_word_embeddings": False}, {"target_modules": ["lm_head", "o_proj"]}),
         pytest.param("qwen3_moe", {}, {"target_modules": "q_proj,o_proj"}, marks=pytest.mark.long),

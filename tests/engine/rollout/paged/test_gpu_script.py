@@ -55,6 +55,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path):
     assert reports["rollout"]["prefill 8192: tokens per s"] > 0
 
 
+@pytest.mark.long
 def test_stages_start_and_run_without_the_packages_that_a_bare_machine_lacks(tmp_path):
     """All are imported in one process, two of them are run: a rollout, and an engine that generates and trains in turn."""
     done = subprocess.run(
