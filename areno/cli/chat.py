@@ -1,14 +1,16 @@
 """``areno chat``: talk to a model in the terminal, or answer the lines of a pipe one by one."""
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from areno.cli.serve import load_engine
 from areno.config.packages import require_packages
 from areno.config.serve_options import ChatOptions, ServeOptions, parse_chat
-from areno.errors import ArenoError
+from areno.errors import ArenoError, UsageError
 from areno.observability.chart import printable
 from areno.observability.logs import setup_logging
 from areno.serving.client import ChatClient
@@ -19,8 +21,9 @@ _HELP = "/reset forgets the conversation, /system TEXT sets the system message, 
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     options = parse_chat(argv)
+    first = _first_messages(options.messages) if options.messages else []
     with setup_logging(None, level="WARNING"), _server(options) as (client, model):
-        conversation = Conversation(client, model, options)
+        conversation = Conversation(client, model, options, first)
         if sys.stdin.isatty() and sys.stdout.isatty():
             _talk(conversation)
         else:
@@ -53,10 +56,14 @@ def _server(options: ChatOptions) -> Iterator[tuple[ChatClient, str]]:
 class Conversation:
     """The messages so far, and how to go on: the server, the model's name there, and sampling with the system message."""
 
-    def __init__(self, client: ChatClient, model: str, options: ChatOptions) -> None:
+    def __init__(
+        self, client: ChatClient, model: str, options: ChatOptions, first: Sequence[dict[str, str]] = ()
+    ) -> None:
         self._client = client
-        self.system = options.system
-        self.messages: list[dict[str, str]] = []
+        begins = bool(first) and first[0]["role"] == "system"
+        self.system = options.system or (first[0]["content"] if begins else None)
+        self._first = list(first[begins:])
+        self.messages = list(self._first)
         self._body: dict[str, Any] = {
             "model": model,
             "max_tokens": options.max_tokens,
@@ -84,12 +91,26 @@ class Conversation:
         """Carry out ``/reset`` or ``/system``; returns what to tell the user, None where the line is no command."""
         name, _, text = line.partition(" ")
         if name == "/reset":
-            self.messages = []
+            self.messages = list(self._first)
             return "the conversation is forgotten"
         if name == "/system":
             self.system = text.strip() or None
             return f"system message: {self.system or 'none'}"
         return None
+
+
+def _first_messages(file: str) -> list[dict[str, str]]:
+    """The messages of ``--messages``. UsageError: the file has none."""
+    try:
+        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--messages {file} cannot be read as JSON: {error}") from error
+    texts = isinstance(found, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in found
+    )
+    if not texts:
+        raise UsageError(f'--messages {file} is no list of messages; write [{{"role": "user", "content": "..."}}, ...]')
+    return found
 
 
 def _answer_lines(conversation: Conversation) -> None:

