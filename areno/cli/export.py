@@ -1,7 +1,5 @@
 """``areno export``: write a full checkpoint, an adapter added to its base model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areno.config.eval_options import parse_export

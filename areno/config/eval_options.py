@@ -3,8 +3,6 @@
 Those of ``areno eval`` are mapped to `TrainOptions`: the code that evaluates a run measures a checkpoint, and equally.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optional packages: which are missing, found out without importing them, and how to install them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex

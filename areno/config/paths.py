@@ -3,8 +3,6 @@
 A name that looks like a path but is missing is an error: a typo must never turn into a download.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

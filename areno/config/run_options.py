@@ -1,7 +1,5 @@
 """Options of the groups Basic, Checkpoint, Evaluation and Observability: what to run, where its files go, how it is judged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Options of ``areno serve`` and ``areno chat``; those that training has too keep their meaning."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The configuration summary that a run prints before it starts, in sections; n/a marks what the run does not use."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 

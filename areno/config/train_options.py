@@ -3,8 +3,6 @@
 The options are declared in the modules of their groups; this class joins them and adds what is derived from them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

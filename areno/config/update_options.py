@@ -1,7 +1,5 @@
 """Options of the groups Train and LoRA: weight updates, the constants of each loss, and the adapter that is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

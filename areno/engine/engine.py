@@ -4,8 +4,6 @@ Rollout and training share the actor's module, so a weight never has to be copie
 counts optimizer steps; every generated token carries the version that made it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """How an engine loads, generates and trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

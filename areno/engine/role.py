@@ -3,8 +3,6 @@
 A role scores fixed rows; one with an optimizer also trains. The actor is a role like any other, and generates besides.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

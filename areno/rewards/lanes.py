@@ -4,8 +4,6 @@ A worker takes jobs and answers with the messages of :mod:`areno.rewards.worker`
 nothing about deadlines or retries; the runner does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

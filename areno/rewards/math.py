@@ -8,8 +8,6 @@ math-verify reads what is in a box as one expression, so that ``72 dollars`` bec
 Where words surround exactly one expression, that expression alone goes into the box.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -5,8 +5,6 @@ ended, so that neither ``setsid`` nor a second fork takes a process out of its r
 the worker's process group is ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -5,8 +5,6 @@ process the function runs in the main thread, because timeouts built on ``signal
 JSON, not pickle: what code under test may write into the pipe is data for the trainer, never code. No torch in here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

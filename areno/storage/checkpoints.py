@@ -9,8 +9,6 @@ A checkpoint whose files are not what was written is never loaded and never dele
 the one before it is taken. One that cannot be read ends the run, because the next attempt may be able to.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -7,8 +7,6 @@ Special here: the manifest leaves ``state.json`` out, because an evaluation may 
 files by hard links share the manifest as well, so nothing is hashed twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

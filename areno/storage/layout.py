@@ -10,8 +10,6 @@
 Special here: settings may put checkpoints elsewhere, so the reader follows what ``config.yaml`` says.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Special here: the lock belongs to the open file, which no program that the run s
 lets go of it. The lock's file stays; while it is held it says who holds it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

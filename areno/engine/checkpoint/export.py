@@ -1,7 +1,5 @@
 """Full checkpoints from adapters: what any program loads that knows the base model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 Where it cannot be built, the step is made of PyTorch's own operators.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -3,8 +3,6 @@
 For 64 rows of 32,000 tokens on two cores it takes a quarter of the 1.3 ms of the same arithmetic compiled by PyTorch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ training would have to renew. Measured on two cores of an AMD EPYC, for the prod
 oneDNN 20.5, MKL 48. A row's result depends on that row alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

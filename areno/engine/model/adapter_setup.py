@@ -1,7 +1,5 @@
 """Adapters put into a model: new ones, ones that are read from a folder, and ones that are added to its weights for good."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -6,8 +6,6 @@ in the gradient of the input. Weights stay as they are; nothing is repacked. Few
 (:mod:`areno.engine.kernels.row_product`), with AVX2 as well.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

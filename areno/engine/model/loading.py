@@ -5,8 +5,6 @@ At load time it is proven that the engine computes what the model means: two sho
 recurrent mixer, an attention of its own) fails here by name instead of training on leaking sequences.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ sequences of similar length: a group is widened while at most a fifth of its cel
 short ones therefore costs its own square and nobody else's. On a GPU with a variable-length kernel nothing is padded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

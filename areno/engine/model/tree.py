@@ -7,8 +7,6 @@ A sequence brings the nodes that no earlier one had, and these end it. So its at
 of it, and costs nothing for other sequences.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 

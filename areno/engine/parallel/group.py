@@ -4,8 +4,6 @@ Every rank is given all rows and takes its share by one rule, so nothing has to 
 that has the least to do; what it says does not depend on which.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence

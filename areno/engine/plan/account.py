@@ -4,8 +4,6 @@ The figures are for the largest microbatch and the longest sequences that the op
 first: optimizer states are there. A phase's sum is its peak.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass, field

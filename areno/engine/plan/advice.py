@@ -1,7 +1,5 @@
 """What to change so that a run fits: options with values that were planned, not guessed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

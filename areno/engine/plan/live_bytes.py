@@ -1,7 +1,5 @@
 """Counts the bytes of the tensors that are alive while a piece of code runs, with or without memory behind them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from typing import Any

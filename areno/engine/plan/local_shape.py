@@ -4,8 +4,6 @@ The model's own code then runs over that part: heads, the cache's heads and the 
 ranks say to each other has the size of what they computed, and needs no place here, but for outputs that are put together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

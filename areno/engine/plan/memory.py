@@ -4,8 +4,6 @@ Of a GPU PyTorch's allocator tells, of a CPU the kernel. On Linux the high-water
 work. Elsewhere it only ever rises, so the peak of a piece that takes less than an earlier one is over-stated.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """The sizes of a run that decide its memory: roles, row lengths, microbatches."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any

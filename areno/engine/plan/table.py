@@ -1,7 +1,5 @@
 """A memory plan as text and as data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

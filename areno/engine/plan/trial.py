@@ -1,7 +1,5 @@
 """What each rank does when sizes are tried out, or phases measured; called by :meth:`Engine.each_rank`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

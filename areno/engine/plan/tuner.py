@@ -7,8 +7,6 @@ or cached token is other than before. What the user has set is not touched.
 With several ranks every one of them tries, with what its replica would get, and the largest of the measured peaks counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The arithmetic is that of int64, which wraps around like that of unsigned number
 logical by a mask. So it is the same for NumPy arrays and for tensors, whose values it does not read: a graph can capture it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeVar

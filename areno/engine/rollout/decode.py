@@ -1,7 +1,5 @@
 """One decode step: of PyTorch's operators, of our kernels, or compiled. All take the same batch and give the same draw."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any

@@ -1,7 +1,5 @@
 """Guessing how a text goes on: as it did after the same tokens the last time (prompt lookup)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 # Tokens that must agree before what followed them is proposed.

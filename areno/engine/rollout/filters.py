@@ -4,8 +4,6 @@ All three come down to "the n largest weights": n is k itself, or the size of th
 hundred. Ties at the border are broken by token id, so that a row's outcome does not depend on the rows beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Only block sums are accumulated over the whole vocabulary, so a draw costs about
 running sum of every token (48 ms instead of 5 for 64 rows of 32,000 tokens on two cores) is never made.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Penalties, biases, least lengths and grammars: what changes the logits of single samples before they are drawn from."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

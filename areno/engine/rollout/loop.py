@@ -5,8 +5,6 @@ bounded number of tokens, and decodes one token for everything that runs: a long
 inside the loop fails all pending requests with its cause; nobody waits for a loop that has died.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import weakref

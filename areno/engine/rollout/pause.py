@@ -1,7 +1,5 @@
 """Where a rollout loop rests between two turns while somebody else changes the weights."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ An entry belongs to one version of the weights; when that changes the store is e
 index knows each entry by the hashes of its first blocks, and a hit is checked token by token.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass

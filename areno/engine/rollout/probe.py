@@ -1,7 +1,5 @@
 """Proof at load time that decoding over the cache equals one packed forward, and what a cached token costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

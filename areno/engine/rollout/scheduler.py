@@ -4,8 +4,6 @@ Live sequences occupy slots 0..B-1 without holes, so that the cache of a decode 
 its cost is the number of live sequences times the longest one, rounded up. No tensor is touched here.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

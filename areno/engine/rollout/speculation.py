@@ -6,8 +6,6 @@ as it would be without a draft, and sampling goes on for as long as it agrees wi
 tokens, not only the same distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 import torch

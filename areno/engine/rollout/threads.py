@@ -5,8 +5,6 @@ gains. The rule looks at the work of an average matrix product, so it depends on
 process's number of threads holds (:mod:`areno.engine.cpu_threads`).
 """
 
-from __future__ import annotations
-
 import torch
 
 from areno.engine.cpu_threads import CPU_THREADS

@@ -1,7 +1,5 @@
 """Rows to one packed microbatch: tokens, attention plan, and the tensors that a loss sees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain

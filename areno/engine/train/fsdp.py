@@ -5,8 +5,6 @@ not shared out after an update, because whoever computes with them next puts the
 form of :class:`MasterAdamW`'s state and continues in any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Two ways to fill them. ``ffd``, first fit decreasing, takes rows from long to sh
 few bins. ``kk``, Karmarkar and Karp's differencing, makes bins of nearly equal weight: equal work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """What a loss receives from each kind of model for a packed batch, beside the batch's own data."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Layers that are computed again in the backward pass, where their inputs wait for it, and when to do without."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

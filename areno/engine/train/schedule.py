@@ -1,7 +1,5 @@
 """Learning rate as a function of the optimizer step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

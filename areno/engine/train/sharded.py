@@ -14,8 +14,6 @@ Master weights, moments and summed gradients may live in the computer's memory i
 when ranks exchange them.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The gradient of an optimizer step is that of the loss over all its rows at once.
 share of the step's units (tokens, sequences or pairs), so neither the microbatch size nor packing changes the result.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

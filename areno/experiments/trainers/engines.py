@@ -1,7 +1,5 @@
 """From the sections of a configuration to engines: what is trained, on which ranks, at which rate."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from typing import Any

@@ -9,8 +9,6 @@ Files lie in ``$ARENO_CACHE_DIR/ref_logprobs``, else below ``$XDG_CACHE_HOME/are
 at any time.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

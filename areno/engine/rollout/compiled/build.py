@@ -4,8 +4,6 @@ A process of its own, at the lowest priority: the run that asked goes on meanwhi
 configuration and no weights; memory for those is asked for and never touched. It ends when the process that asked does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

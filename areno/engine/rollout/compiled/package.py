@@ -1,7 +1,5 @@
 """A built decode step in this process: it computes with the engine's own weights and writes to the engine's own cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

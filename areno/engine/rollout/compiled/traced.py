@@ -3,8 +3,6 @@
 Everything that changes between steps is an argument, so one trace serves every batch size, context length and cache size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

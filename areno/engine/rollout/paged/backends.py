@@ -4,8 +4,6 @@ Our Triton kernel, or pages gathered into a padded batch. Nothing is guessed fro
 runs the kernel on a small case, and takes it if the result is right.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -6,8 +6,6 @@ rows of the table, and a page is free as soon as nobody refers to it. The pool i
 captured graphs keep valid addresses.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

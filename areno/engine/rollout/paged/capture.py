@@ -1,7 +1,5 @@
 """CUDA graphs of one program at several batch sizes: one memory pool, recorded on one stream beside the main one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

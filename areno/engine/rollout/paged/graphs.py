@@ -5,8 +5,6 @@ the device, or the host), its position and its token index. So the next step can
 one have been read. On a CPU, with ``--eager-decode``, or where attention cannot be captured, the same program runs eagerly.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

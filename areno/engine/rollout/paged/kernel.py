@@ -7,8 +7,6 @@ the end as a key without a value. Lengths are read on the device, so a captured 
 Importing this module needs Triton; :mod:`~areno.engine.rollout.paged.backends` asks first.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The rollout loop over pages: what differs on a GPU from the loop over slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which pages of a KV cache are free, and how often each of the others is referred to. No tensor is touched here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from areno.engine.rollout.prefix_store import BLOCK

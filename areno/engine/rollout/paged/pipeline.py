@@ -5,8 +5,6 @@ device. What the host decides from it comes one step late: a sample that has jus
 the surplus token is dropped. A result also counts for nothing when its sample has left the batch in the meantime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
