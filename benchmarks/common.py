@@ -110,17 +110,26 @@ def run_worker(
 
 def machine() -> dict[str, Any]:
     """Where the figures were measured."""
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "commit": git("describe", "--always", "--dirty", "--exclude=*"),
     }
+
+
+def processor() -> str:
+    """Name, family and model, and the widest vectors, as in ``AMD EPYC (family 25, model 1, AVX2)``; empty off Linux."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    flags = fields.get("flags", "").split()
+    vectors = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()
+    kind = [f"{name} {fields[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in fields]
+    return f"{fields.get('model name', '')} ({', '.join([*kind, vectors])})".strip()
 
 
 def git(*words: str) -> str:

@@ -4,6 +4,7 @@
     python benchmarks/rollout.py                           # table, then one line of JSON
     python benchmarks/rollout.py --only tiny shared        # some workloads
     python benchmarks/rollout.py --peers generate vllm     # some peers
+    python benchmarks/rollout.py --peers without_row_product eager_without_row_product   # what a kernel brings
     python benchmarks/rollout.py --device cuda --only mixed
     python benchmarks/rollout.py --save NAME               # also benchmarks/results/NAME.json
 
@@ -36,6 +37,7 @@ WORKERS = ROOT / "benchmarks" / "workers"
 
 TINY = Shape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=600)
 SMALL = Shape(hidden=512, layers=8, heads=4, kv_heads=2, head_dim=128, intermediate=1536, vocab=32_000)
+SMOLLM2_135M = Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49_152)
 QWEN3_06B = Shape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151_936)
 
 
@@ -84,6 +86,7 @@ def workloads() -> dict[str, Workload]:
     return {
         "tiny": Workload(TINY, [16] * 32, 8, [128] * 32),
         "small": Workload(SMALL, [16] * 8, 8, [64] * 8),
+        "135m": Workload(SMOLLM2_135M, [120] * 8, 8, [64] * 8),
         "long-tail": Workload(TINY, [16] * 128, 1, long_tail(128)),
         "shared": Workload(TINY, [512], 16, [128]),
         "mixed": Workload(QWEN3_06B, prompts, 1, lengths, prompt_ids=10_000, devices=("cuda",)),
@@ -124,12 +127,20 @@ OURS = {
     "areno": Side("areno_rollout.py", {"decode": "compiled"}),
     "areno_eager": Side("areno_rollout.py", {"decode": "eager"}),
 }
-OTHERS = {
+KERNELS = ("row_product", "decode_attention", "plain_draw")
+ABLATIONS = {
+    f"{prefix}without_{name}": Side("areno_rollout.py", {"decode": decode, "without": kernels}, devices=("cpu",))
+    for prefix, decode in (("", "compiled"), ("eager_", "eager"))
+    for name, kernels in [*((kernel, [kernel]) for kernel in KERNELS), ("kernels", list(KERNELS))]
+}
+"""areno with one of its kernels left out, or all of them: how many times faster it is than these is what a kernel brings."""
+PEERS_BY_DEFAULT = {
     "generate": Side("generate_rollout.py", {"compiled": False}),
     "generate_compiled": Side("generate_rollout.py", {"compiled": True}),
     "continuous_batching": Side("cb_rollout.py"),
     "vllm": Side("vllm_rollout.py", peer="vllm", devices=("cpu",)),
 }
+OTHERS = PEERS_BY_DEFAULT | ABLATIONS
 SIDES = OURS | OTHERS
 
 
@@ -165,7 +176,7 @@ def run_sides(workload: Workload, sides: list[str], args: argparse.Namespace, fo
                     side.python, WORKERS / side.script, settings | {"options": side.options}, caches(folder / name)
                 )
             except WorkerFailedError as error:
-                if name in OURS:
+                if name in OURS or name in ABLATIONS:
                     raise
                 failed[name] = str(error)
                 continue
@@ -281,7 +292,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(workloads()), help="workloads; default: all for the device")
     parser.add_argument(
-        "--peers", nargs="*", choices=list(OTHERS), default=list(OTHERS), help="default: all that are present"
+        "--peers",
+        nargs="*",
+        choices=list(OTHERS),
+        default=list(PEERS_BY_DEFAULT),
+        help="default: all other programs that are present",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores given")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areno.cli.env import OPTIONAL, REQUIRED, at_least, collect
+from areno.config.machine import NO_MPS
 from areno.config.packages import install_command
 from areno.config.parser import TypedParser
 from areno.config.paths import unwritable
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
 
 def checks(report: dict[str, Any]) -> list[Check]:
     """Judge a report of ``areno env``."""
-    parts = (_python, _required, _devices, _cuda, _optional, _compiler, _places, _memory)
+    parts = (_python, _required, _devices, _mps, _cuda, _optional, _compiler, _places, _memory)
     return [check for part in parts for check in part(report)]
 
 
@@ -117,6 +118,11 @@ def _devices(report: dict[str, Any]) -> Iterator[Check]:
     if not report["gpus"]:
         cores, threads = report["cpu"]["usable_cores"], report["cpu"].get("torch_threads", "unknown")
         yield Check("OK", "device cpu", f"{cores} cores, {threads} PyTorch threads; no GPU, none needed")
+
+
+def _mps(report: dict[str, Any]) -> Iterator[Check]:
+    if report["torch"]["mps_available"]:
+        yield Check("INFO", "MPS", NO_MPS)
 
 
 def _cuda(report: dict[str, Any]) -> Iterator[Check]:

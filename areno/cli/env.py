@@ -147,7 +147,12 @@ def _cpu(with_torch: bool) -> dict[str, Any]:
 
 
 def _torch() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    report: dict[str, Any] = dependency("torch") | {"cuda_build": None, "cuda_available": False, "device_count": 0}
+    report: dict[str, Any] = dependency("torch") | {
+        "cuda_build": None,
+        "cuda_available": False,
+        "device_count": 0,
+        "mps_available": False,
+    }
     if not report["imported"]:
         return report, []
     import torch
@@ -155,6 +160,7 @@ def _torch() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     available = torch.cuda.is_available()
     count = torch.cuda.device_count() if available else 0
     report |= {"cuda_build": torch.version.cuda, "cuda_available": available, "device_count": count}
+    report["mps_available"] = torch.backends.mps.is_available()
     gpus = [
         {
             "index": index,

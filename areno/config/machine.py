@@ -13,6 +13,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 """What ranks that share a copy of a model divide."""
 
 _NODE, _NODE_TP = 8, 4
+NO_MPS = "Apple's GPU is not used: PyTorch has no float64 there, in which losses are summed; training runs on the CPU"
 
 
 def with_layout(options: TrainOptions, gpus: int) -> TrainOptions:

@@ -12,6 +12,7 @@ from areno.config import hooks
 from areno.config.advantages import list_advantages
 from areno.config.algorithms import AlgorithmSpec, get_algorithm
 from areno.config.effects import without_effect
+from areno.config.machine import NO_MPS
 from areno.config.options import Option, flag_of, nearest, options_of
 from areno.config.packages import missing_packages
 from areno.config.parser import Problems, extra_options
@@ -273,7 +274,9 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
             f"--min-lr {options.min_lr} is above --lr {options.lr}, so the rate would rise; "
             f"give --min-lr {options.lr / 10:g} or --lr-decay-style constant"
         )
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
+    if options.device == "mps":
+        yield f"--device mps: {NO_MPS}; use --device cpu"
+    elif not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
         yield f"--device {options.device!r} is unknown; choose auto, cpu, cuda, or cuda:N for one of several"
 
 

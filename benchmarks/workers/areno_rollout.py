@@ -1,12 +1,15 @@
 """One side of ``rollout.py``: areno's rollout loop. Prints one JSON line.
 
 Option ``decode``: ``eager`` or ``compiled``, which builds the decode step while loading; on a GPU, which has no such
-build, that means the engine's own choice.
+build, that means the engine's own choice. Option ``without``: kernels of ``areno/engine/kernels`` that are left out, by name;
+PyTorch's operators stand in for them.
 """
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import side
 
@@ -22,6 +25,7 @@ def main() -> None:
     from areno.types import Request, SamplingParams
 
     torch.set_num_threads(given.threads)
+    leave_out(set(given.options.get("without", ())))
     prepare, compile_s = DecodeSwitch.prepare, 0.0
 
     def timed(switch: DecodeSwitch) -> None:
@@ -55,6 +59,30 @@ def main() -> None:
     how = f"areno {areno.__version__}, torch {torch.__version__}, decode {decode}"
     side.measure(given, one_pass, how=how, load_s=load_s, load_compile_s=compile_s)
     engine.close()
+
+
+def leave_out(kernels: set[str]) -> None:
+    """Replace kernels in this process, which then builds its compiled step itself."""
+    if not kernels:
+        return
+    from torch import nn
+
+    from areno.engine.model import linear
+    from areno.engine.rollout.compiled import build, switch, traced
+
+    def product(layer: nn.Linear, rows: Any) -> Any:
+        large = linear._wide() and layer.weight.numel() >= linear._LEAST_WEIGHT
+        return (linear._multiply if large else nn.functional.linear)(rows, layer.weight, layer.bias)
+
+    if "row_product" in kernels:
+        linear.FastLinear._row_product = product  # type: ignore[method-assign]
+    if "decode_attention" in kernels:
+        traced.takes = lambda *_: False
+    if "plain_draw" in kernels:
+        traced.draw_kernel = SimpleNamespace(plain_draw=lambda *given: traced.plain_draw(*given[:4]))  # type: ignore[assignment]
+    switch._Build = lambda spec: SimpleNamespace(  # type: ignore[assignment,misc]
+        wait=lambda: build.build(spec, spec.path()) or "", stop=lambda: None
+    )
 
 
 if __name__ == "__main__":

@@ -17,34 +17,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 Split = Literal["train", "heldout"]
-Form = tuple[str, bool]
-"""A sentence with ``{name}``, ``{count}`` and ``{item}`` left open, and whether it asks for delivery."""
 
 INSTRUCTION = "Turn the order into JSON."
 EXAMPLES = (  # they show the keys and types; their values occur nowhere else, so that copying them is never right
-    (
-        "Deliver nine bread rolls to Ann.",
-        {"name": "Ann", "count": 9, "item": "bread rolls", "delivery": True},
-    ),
-    (
-        "Tom needs four oat cookies and will pick them up.",
-        {"name": "Tom", "count": 4, "item": "oat cookies", "delivery": False},
-    ),
+    ("Ann wants nine bread rolls on Monday.", {"name": "Ann", "count": 9, "item": "bread rolls", "day": "monday"}),
+    ("Four oat cookies for Sunday, please. Tom", {"name": "Tom", "count": 4, "item": "oat cookies", "day": "sunday"}),
 )
+DAYS = ("Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
 # From 2 on, so that items are plural.
 NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the messages of one split are made of."""
+    """What the messages of one split are made of; forms leave ``{name}``, ``{count}``, ``{item}`` and ``{day}`` open."""
 
-    forms: Sequence[Form]
+    forms: Sequence[str]
     names: Sequence[str]
     items: Sequence[str]
 
 
-# Every opening is met with either request, so that nothing but the request tells whether to deliver.
 _OPENINGS = (
     "Hi, this is {name}. I need {count} {item}.",
     "Could {name} have {count} {item}?",
@@ -54,42 +46,30 @@ _OPENINGS = (
     "Good evening! {count} {item}, if you can. Signed {name}.",
 )
 _REQUESTS = (
-    ("Please deliver them.", True),
-    ("Can you bring them to my house?", True),
-    ("Send them to my office, please.", True),
-    ("I would like home delivery.", True),
-    ("I want them delivered before noon.", True),
-    ("Somebody should bring them over.", True),
-    ("I will pick them up.", False),
-    ("Can I collect them after work?", False),
-    ("I am going to fetch them in the shop.", False),
-    ("I come by and take them with me.", False),
-    ("They are picked up before noon.", False),
-    ("Somebody will collect them for me.", False),
+    "Please deliver them on {day}.",
+    "Can you bring them to my house this {day}?",
+    "I would like them next {day}.",
+    "I will pick them up on {day}.",
+    "Can I collect them on {day} after work?",
+    "{day} would be fine.",
+    "We eat them on {day}.",
+    "I come by on {day} and take them with me.",
 )
 TRAIN = Vocabulary(
     forms=(
-        *((f"{opening} {request}", delivery) for opening in _OPENINGS for request, delivery in _REQUESTS),
-        ("Could you deliver {count} {item}? This is {name}.", True),
-        ("{name} would like {count} {item}, delivered before lunch.", True),
-        ("Please bring {count} {item} to my house. Thanks, {name}", True),
-        ("Good morning! My name is {name}, please send {count} {item} to my office.", True),
-        ("We are having a party and need {count} {item} delivered. {name}", True),
-        ("Hello, {name} speaking. Can you bring me {count} {item} today?", True),
-        ("Order for {name}: {count} {item}, home delivery.", True),
-        ("I cannot leave the house, so please deliver {count} {item}. Regards, {name}", True),
-        ("Do you deliver? Then I take {count} {item}. {name}", True),
-        ("We want you to send {count} {item} to {name}.", True),
-        ("Can I pick up {count} {item}? This is {name}.", False),
-        ("{name} would like {count} {item} and collects them before lunch.", False),
-        ("Please put {count} {item} aside, I will fetch them. Thanks, {name}", False),
-        ("Good morning! My name is {name}, I will come by later for {count} {item}.", False),
-        ("We are having a party and pick up {count} {item}. {name}", False),
-        ("Hello, {name} speaking. Can I collect {count} {item} today?", False),
-        ("Order for {name}: {count} {item}, pick-up in the shop.", False),
-        ("I am in town anyway, so I will fetch {count} {item}. Regards, {name}", False),
-        ("Are you open today? Then I come by and take {count} {item}. {name}", False),
-        ("We want to collect {count} {item} for {name}.", False),
+        *(f"{opening} {request}" for opening in _OPENINGS for request in _REQUESTS),
+        "Could you deliver {count} {item} on {day}? This is {name}.",
+        "{name} would like {count} {item}, delivered before {day}.",
+        "Please bring {count} {item} to my house on {day}. Thanks, {name}",
+        "Good morning! My name is {name}, please send {count} {item} to my office on {day}.",
+        "We are having a party on {day} and need {count} {item}. {name}",
+        "Hello, {name} speaking. Can you bring me {count} {item} this {day}?",
+        "Order for {name}: {count} {item}, {day}.",
+        "On {day} I cannot leave the house, so please deliver {count} {item}. Regards, {name}",
+        "Do you deliver on {day}? Then I take {count} {item}. {name}",
+        "By {day} we want you to send {count} {item} to {name}.",
+        "Please put {count} {item} aside, I will fetch them on {day}. Thanks, {name}",
+        "Are you open on {day}? Then I come by and take {count} {item}. {name}",
     ),
     names=(
         *("Anna", "Omar", "Lucy", "Peter", "Mia", "Carlos", "Emma", "David", "Fatima", "Paul", "Sarah", "Ahmed"),
@@ -103,16 +83,16 @@ TRAIN = Vocabulary(
 )
 HELD_OUT = Vocabulary(
     forms=(
-        ("Is it possible to have {count} {item} delivered this evening? The order is in the name of {name}.", True),
-        ("{name} here again, I am going to need {count} {item} and will pick them up tonight.", False),
-        ("Your {item} were great! I want {count} more, with delivery. Best, {name}", True),
-        ("Reserve {count} {item}, please. They are for {name}, who collects them.", False),
-        ("Dear baker, {count} {item} would make me happy. You can bring them to my flat. {name}", True),
-        ("It is my birthday, so please keep {count} {item} ready, I will fetch them at noon. Yours, {name}", False),
-        ("Could somebody send {count} {item} to {name}?", True),
-        ("Can I come by for {count} {item} this afternoon? I am {name}.", False),
-        ("{name} is at home all day and waits for you to deliver {count} {item}.", True),
-        ("Put {name} on your list with {count} {item}, which I pick up myself.", False),
+        "Is it possible to have {count} {item} delivered {day} evening? The order is in the name of {name}.",
+        "{name} here again, I am going to need {count} {item} and will pick them up {day} night.",
+        "Your {item} were great! I want {count} more for {day}. Best, {name}",
+        "Reserve {count} {item}, please. They are for {name}, who collects them when {day} comes.",
+        "Dear baker, {count} {item} would make me happy. You can bring them to my flat this {day}. {name}",
+        "My birthday is on {day}, so please keep {count} {item} ready, I will fetch them at noon. Yours, {name}",
+        "Could somebody send {count} {item} to {name} until {day}?",
+        "Can I come by for {count} {item} {day} afternoon? I am {name}.",
+        "{name} is at home all {day} and waits for you to deliver {count} {item}.",
+        "For {day}, put {name} on your list with {count} {item}, which I pick up myself.",
     ),
     names=("Nora", "Hassan", "Julia", "Victor", "Sofia", "Ivan", "Grace", "Leo", "Teresa", "Oscar", "Linda", "Simon"),
     items=("pretzels", "baguettes", "cheese cakes", "plum cakes", "scones", "waffles", "fruit tarts", "walnut cookies"),
@@ -126,12 +106,13 @@ def draw(split: Split, seed: int, index: int) -> dict[str, Any]:
     """
     words = HELD_OUT if split == "heldout" else TRAIN
     chance = random.Random(f"{seed}:{split}:{index}")
-    form, delivery = words.forms[index % len(words.forms)] if split == "heldout" else chance.choice(words.forms)
+    form = words.forms[index % len(words.forms)] if split == "heldout" else chance.choice(words.forms)
     number = chance.randrange(len(NUMBERS))
     order = {"name": chance.choice(words.names), "count": number + 2, "item": chance.choice(words.items)}
     count = NUMBERS[number] if chance.random() < 0.5 else str(number + 2)
-    answer = compact({**order, "delivery": delivery})
-    prompt = messages(form.format(**{**order, "count": count}))
+    day = chance.choice(DAYS)
+    answer = compact({**order, "day": day.lower()})
+    prompt = messages(form.format(**{**order, "count": count, "day": day}))
     return {"prompt": prompt, "solutions": [answer], "response": answer, "form": form}
 
 

@@ -225,7 +225,7 @@ def test_a_workload_that_the_device_cannot_run_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout.py", "--only", "tiny", "mixed"])
     with pytest.raises(SystemExit):
         rollout.arguments()
-    assert "--only mixed: not for --device cpu; it has tiny, small, long-tail, shared" in capsys.readouterr().err
+    assert "--only mixed: not for --device cpu; it has tiny, small, 135m, long-tail, shared" in capsys.readouterr().err
 
 
 @pytest.mark.long

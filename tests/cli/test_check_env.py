@@ -97,6 +97,14 @@ def test_cuda_mismatches_are_told_apart(altered, build, driver_cuda, status, par
     assert part in check.detail
 
 
+def test_apples_gpu_is_named_with_the_reason_why_it_is_not_used(altered):
+    assert "MPS" not in by_name(altered)
+    altered["torch"]["mps_available"] = True
+    check = by_name(altered)["MPS"]
+    assert (check.status, check.remedy) == ("INFO", "")
+    assert "no float64" in check.detail
+
+
 def test_gpus_are_listed_with_capability_and_memory(altered):
     altered["gpus"] = [{"index": 0, "name": "H", "capability": "9.0", "memory_bytes": 80 * 2**30}]
     assert by_name(altered)["device cuda:0"].detail == "H, capability 9.0, 80.0 GiB"

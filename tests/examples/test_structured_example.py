@@ -1,5 +1,6 @@
 """Free text to JSON: the data, the reward's parts, the judgement by transformers, and the README's training command."""
 
+import itertools
 import json
 import shlex
 from collections import Counter
@@ -13,7 +14,7 @@ from tests.examples.scripted import module
 from tests.support.cli import areno
 
 FOLDER = Path(__file__).parents[2] / "examples" / "structured"
-RIGHT = '{"name":"Ann","count":9,"item":"bread rolls","delivery":true}'
+RIGHT = '{"name":"Ann","count":9,"item":"bread rolls","day":"monday"}'
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_equal_seeds_give_equal_files_and_longer_ones_begin_like_shorter_ones(da
 
 def test_held_out_orders_share_neither_forms_nor_names_nor_items_with_training(data):
     train, held_out = list(data.rows("train", 4000)), list(data.rows("heldout", 200))
-    assert {row["form"] for row in train} == {form for form, _ in data.TRAIN.forms}
-    assert Counter(row["form"] for row in held_out) == dict.fromkeys((form for form, _ in data.HELD_OUT.forms), 20)
+    assert {row["form"] for row in train} == set(data.TRAIN.forms)
+    assert Counter(row["form"] for row in held_out) == dict.fromkeys(data.HELD_OUT.forms, 20)
     assert not {row["form"] for row in train} & {row["form"] for row in held_out}
     assert not {order(row) for row in train} & {order(row) for row in held_out}
     for key in ("name", "item"):
@@ -67,9 +68,10 @@ def test_every_value_can_be_read_from_its_order(data):
     for row in [*data.rows("train", 1000), *data.rows("heldout", 200)]:
         answer = json.loads(row["response"])
         assert row["solutions"] == [row["response"]]
-        assert list(answer) == ["name", "count", "item", "delivery"]
+        assert list(answer) == ["name", "count", "item", "day"]
         assert answer["name"] in order(row)
         assert answer["item"] in order(row)
+        assert [day.lower() for day in data.DAYS if day in order(row)] == [answer["day"]]
         words = order(row).replace(":", " ").split()
         assert [numbers.get(word, word) for word in words if word in numbers or word.isdigit()] in (
             [answer["count"]],
@@ -77,10 +79,11 @@ def test_every_value_can_be_read_from_its_order(data):
         )
 
 
-def test_delivery_depends_on_nothing_but_the_form_and_is_asked_for_by_half_of_them(data):
+def test_forms_differ_and_name_all_values_once(data):
     for words in (data.TRAIN, data.HELD_OUT):
-        assert len({form for form, _ in words.forms}) == len(words.forms)
-        assert sum(delivery for _, delivery in words.forms) * 2 == len(words.forms)
+        assert len(set(words.forms)) == len(words.forms)
+        for form, key in itertools.product(words.forms, ("name", "count", "item", "day")):
+            assert form.count(f"{{{key}}}") == 1
 
 
 @pytest.mark.parametrize(
@@ -89,14 +92,14 @@ def test_delivery_depends_on_nothing_but_the_form_and_is_asked_for_by_half_of_th
         (RIGHT, (1, 1, 1, 1)),
         (json.dumps(json.loads(RIGHT), indent=2) + "\n", (1, 1, 1, 1)),
         (f"Here it is: {RIGHT}", (0.5, 1, 1, 1)),
-        ('{"name":"Ann","count":"9","item":"rolls","delivery":1}', (1, 1, 0.5, 0.25)),
-        ('{"name":"Ann","count":9.0,"item":"bread rolls","delivery":false}', (1, 1, 0.75, 0.5)),
+        ('{"name":"Ann","count":"9","item":"rolls","day":1}', (1, 1, 0.5, 0.25)),
+        ('{"name":"Ann","count":9.0,"item":"bread rolls","day":"Monday"}', (1, 1, 0.75, 0.5)),
         ('{"name":"Ann","count":9}', (1, 0.5, 0.5, 0.5)),
         (RIGHT[:-1] + ',"price":3}', (1, 0.8, 1, 1)),
-        ('{"name":{"first":"Ann"},"count":null,"item":[],"delivery":true}', (1, 1, 0.25, 0.25)),
+        ('{"name":{"first":"Ann"},"count":null,"item":[],"day":"monday"}', (1, 1, 0.25, 0.25)),
         ("{}", (1, 0, 0, 0)),
         (RIGHT[:-1], (0, 0, 0, 0)),
-        ('{"name":"Ann","name":"Ann","count":9,"item":"bread rolls","delivery":true}', (0, 0, 0, 0)),
+        ('{"name":"Ann","name":"Ann","count":9,"item":"bread rolls","day":"monday"}', (0, 0, 0, 0)),
         ('["name"]', (0, 0, 0, 0)),
         ("", (0, 0, 0, 0)),
         ('{"a":' + "[" * 100_000, (0, 0, 0, 0)),

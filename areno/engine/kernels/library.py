@@ -21,8 +21,11 @@ from areno.cache_folder import building_folder, cache_folder, planted_problem
 # Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
 _FAST = (
     "-O3",
-    *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []),
-    "-march=native",
+    *(
+        ["-march=native", "-mprefer-vector-width=512"]
+        if platform.machine() in ("x86_64", "AMD64")
+        else ["-mcpu=native"]
+    ),
     "-ffast-math",
     "-fopenmp-simd",
     "-fPIC",
