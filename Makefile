@@ -68,7 +68,7 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 
 $(VENV)/.run-ready: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "== areno and what it needs"
-	@$(PIP) --constraint constraints.txt --editable ".[math]"
+	@$(PIP) --constraint constraints.txt --editable ".[gguf,math]"
 	@touch $@
 
 $(VENV)/.dev-ready: $(VENV)/.run-ready pyproject.toml constraints.txt

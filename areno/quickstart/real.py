@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from areno.config.hooks import import_user_file
 from areno.config.paths import base_of
 from areno.errors import UsageError
@@ -67,6 +69,7 @@ def quickstart_real(
     _check(model)
     root = run_folder(run_dir)
     task, rows = root / "task", _write_task(root / "task", seed)
+    disable_progress_bar()
     print(f"1/4  A model: {chosen}")
     print("     A task: turn an order into JSON. Its files are in task/; edit them for a task of yours.\n")
 

@@ -44,6 +44,7 @@ OTHER_FLAGS = {
     "--width": "examples/agentic/warm_start.py",
     "--outfile": "convert_hf_to_gguf.py of llama.cpp",
     "--depth": "git clone",
+    "--no-deps": "pip",
     "--positive-weight": "the algorithm in docs/algorithms.md",
     "--batchsize": "a typing error, in docs/troubleshooting.md",
 }
