@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import ROOT, machine, make_checkpoint
+from common import ROOT, finish, machine, make_checkpoint
 
 if TYPE_CHECKING:
     from areno import Trainer
@@ -117,9 +117,7 @@ def main() -> None:
     for name, value in result.items():
         if isinstance(value, int | float):
             print(f"{name:<30}{value:>12}")
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

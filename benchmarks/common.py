@@ -108,6 +108,13 @@ def run_worker(
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def finish(result: dict[str, Any], save: str) -> None:
+    """Keep a result under ``results`` if it has a name there, and print it as the last line."""
+    if save:
+        (ROOT / "benchmarks" / "results" / f"{save}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
 def machine() -> dict[str, Any]:
     """Where the figures were measured."""
     return {

@@ -11,7 +11,6 @@ clock starts before the process does. ``first_log_s`` ends with the first line o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, median
+from common import ROOT, finish, machine, median
 
 sys.path.insert(0, str(ROOT / "examples" / "experiments"))
 LOG_LINE = re.compile(rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ areno\.", re.MULTILINE)
@@ -104,9 +103,7 @@ def main() -> None:
     }
     for entry, kinds in result["entries"].items():
         print(f"{entry:<20} first log line {kinds['first_log_s']:>7.3f} s   error {kinds['error_s']:>7.3f} s")
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

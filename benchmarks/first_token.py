@@ -11,14 +11,13 @@ once (``build``), and a further process reports when it took over from disk.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, make_checkpoint, median, run_worker
+from common import ROOT, finish, machine, make_checkpoint, median, run_worker
 
 
 def main() -> None:
@@ -42,9 +41,7 @@ def main() -> None:
     for name, value in result.items():
         if name.endswith("_s"):
             print(f"{name:<34}{value:>9.3f}")
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     bash benchmarks/peers.sh llama
     python benchmarks/gguf_answers.py RUN --save NAME      # RUN: a folder of areno quickstart --real
 
-The checkpoint is exported by ``areno export --gguf`` in each precision, and llama.cpp answers greedily, by the chat template in
-the file. The last line of output is the result as JSON: the means of the reward's parts, and how many answers are the same
-text as those of ``transformers``.
+The checkpoint is written as ``areno export --gguf`` does, in each precision, and llama.cpp answers greedily, by the chat
+template in the file. The last line of output is the result as JSON: the means of the reward's parts, and how many answers are
+the same text as those of ``transformers``.
 """
 
 from __future__ import annotations
@@ -13,35 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import PEERS, ROOT, machine, run_worker
+from common import PEERS, ROOT, finish, machine, run_worker
+
+from areno.engine.checkpoint.export import export_model
 
 sys.path.insert(0, str(ROOT / "examples" / "structured"))
 import evaluate
-
-
-def gguf_file(checkpoint: str, precision: str, folder: Path) -> Path:
-    """Write the model as a file of this precision."""
-    command = [
-        sys.executable,
-        "-m",
-        "areno",
-        "export",
-        "--ckpt",
-        checkpoint,
-        "--output",
-        str(folder),
-        "--gguf",
-        precision,
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    (file,) = folder.glob("*.gguf")
-    return file
 
 
 def main() -> None:
@@ -57,7 +39,7 @@ def main() -> None:
     texts = {"transformers": evaluate.answers(checkpoint, rows)}
     for precision in args.precision:
         with tempfile.TemporaryDirectory() as folder:
-            file = gguf_file(checkpoint, precision, Path(folder) / "model")
+            file = export_model(checkpoint, f"{folder}/model", gguf=precision) / f"model-{precision}.gguf"
             settings = {"gguf": str(file), "data": str(data), "threads": args.threads, "max_tokens": 64}
             worker = ROOT / "benchmarks" / "workers" / "llama_answers.py"
             texts[f"llama.cpp {precision}"] = run_worker(PEERS / "llama" / "bin" / "python", worker, settings)  # type: ignore[assignment]
@@ -69,9 +51,7 @@ def main() -> None:
     result = {"benchmark": "gguf_answers", "machine": machine(), "rows": len(rows), "sides": sides}
     for name, side in sides.items():
         print(f"{name:<16} exact {side['exact']:.1%}, same text as transformers {side['same_text']:.1%}")
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, make_checkpoint, median, problems, run_worker
+from common import finish, machine, make_checkpoint, median, problems, run_worker
 
 import areno  # noqa: F401  (before torch)
 
@@ -107,9 +107,7 @@ def main() -> None:
             settings |= {"steps": args.steps, "threads": args.threads}
             found = results.setdefault(algo, {})[way] = run_worker(sys.executable, Path(__file__), settings)
             print(f"{algo:<5} {way:<15} {found['peak_mib']:>6} MiB  {found['seconds']:>7.2f} s/step", flush=True)
-    if args.save:
-        (ROOT / "benchmarks/results" / f"{args.save}.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results))
+    finish(results, args.save)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, make_checkpoint, run_worker
+from common import ROOT, finish, machine, make_checkpoint, run_worker
 
 WORKER = ROOT / "benchmarks/workers/memory_phases.py"
 _WIDE = {"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072}
@@ -102,9 +101,7 @@ def main() -> None:
                         flush=True,
                     )
     report["worst_ratio"] = round(worst, 3)
-    if args.save:
-        (ROOT / "benchmarks/results" / f"{args.save}.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    finish(report, args.save)
 
 
 if __name__ == "__main__":

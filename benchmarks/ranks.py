@@ -13,14 +13,13 @@ method does nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, make_checkpoint, median, run_worker
+from common import finish, machine, make_checkpoint, median, run_worker
 from rollout import SMALL, TINY
 
 WORKERS = Path(__file__).with_name("workers")
@@ -73,9 +72,7 @@ def main() -> None:
             f"({found['replicas'] / found['one']:.2f} x); messages {sent / found['replicas']:.1%}",
             flush=True,
         )
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -244,11 +244,12 @@ class Bench:
         """The model for llama.cpp."""
         if self.args.gguf:
             return str(self.args.gguf.resolve())
-        from areno.engine.checkpoint.gguf_export import write_gguf
+        from areno.engine.checkpoint.export import export_model
 
-        file = self.folder / "model.gguf"
+        kind = {"float32": "f32", "bfloat16": "bf16"}[self.args.dtype]
+        file = self.folder / "gguf" / f"model-{kind}.gguf"
         if not file.exists():
-            write_gguf(Path(self.args.ckpt), file, {"float32": "f32", "bfloat16": "bf16"}[self.args.dtype])
+            export_model(self.args.ckpt, str(file.parent), gguf=kind)
         return str(file)
 
     def environment(self, side: str, name: str, described: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,6 @@ says what a share of them is.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import limits
-from common import PEERS, ROOT, WorkerFailedError, machine, make_checkpoint, median, run_worker
+from common import PEERS, ROOT, WorkerFailedError, finish, machine, make_checkpoint, median, run_worker
 from limits import Shape
 
 WORKERS = ROOT / "benchmarks" / "workers"
@@ -333,9 +332,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = result["workloads"][name] = measure(workloads()[name], sides, args, large, Path(folder))
         show(name, found)
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

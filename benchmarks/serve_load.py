@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from common import ROOT, machine, make_checkpoint
+from common import finish, machine, make_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,9 +156,7 @@ def main() -> None:
     report = {"benchmark": "serve_load", "machine": machine(), "settings": settings, **summary(measured, seconds)}
     for key in ("completed", "failed", "requests_per_s", "tokens_per_s", "ttft", "tpot", "latency"):
         print(f"{key:15} {report[key]}")
-    if args.save:
-        (ROOT / "benchmarks/results" / f"{args.save}.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    finish(report, args.save)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     areno quickstart --real --run-dir runs/real
     python benchmarks/structured.py runs/real --save NAME
 
-Both sides train all weights of the same model in fp32 by GRPO: the same rows, reward, batch of 16 prompts x 8 answers, rate,
-temperature and lengths; what else differs is each one's default. ``--microbatch`` and ``--checkpointing`` choose how TRL
-divides a batch. The last line of output is the result as JSON.
+Both sides train all weights of the same model in fp32 by GRPO: the same rows, reward, batch, rate, temperature and lengths, as
+the run's config.yaml has them; what else differs is each one's default. ``--microbatch`` and ``--checkpointing`` choose how
+TRL divides a batch. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import PEERS, ROOT, machine, run_worker
+import yaml
+from common import PEERS, ROOT, finish, machine, run_worker
 
 from areno.config.paths import base_of
 from areno.storage.run_dir import RunDirectory
@@ -29,7 +30,7 @@ import evaluate
 
 def training_minutes(run: Path) -> float:
     """From the first step's beginning to the last one's end."""
-    steps = list(RunDirectory(run / "grpo").read_metrics())
+    steps = RunDirectory(run / "grpo").read_metrics()
     return (steps[-1]["time"] - steps[0]["time"] + steps[0]["train/step_wall_time_s"]) / 60
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--save", default="", help="name of a file under benchmarks/results")
     args = parser.parse_args()
     summary = json.loads((args.run / "summary.json").read_text(encoding="utf-8"))
+    run = yaml.safe_load((args.run / "grpo" / "config.yaml").read_text(encoding="utf-8"))
     task, minutes = args.run / "task", args.minutes or training_minutes(args.run)
     rows = [json.loads(line) for line in (task / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
     python = PEERS / "trl" / "bin" / "python"
@@ -52,6 +54,10 @@ def main() -> None:
             "task": str(task.resolve()),
             "output": folder,
             "minutes": minutes,
+            "weights": {
+                name: float(weight) for name, weight in (part.split("=") for part in run["reward_weights"].split(","))
+            },
+            **{name: run[name] for name in ("batch_size", "n_samples", "temperature", "lr", "max_new_tokens")},
             "seed": summary["seed"],
             "threads": args.threads,
             "microbatch": args.microbatch,
@@ -74,9 +80,7 @@ def main() -> None:
         print(
             f"{name:<8} exact {side['exact']:.1%}, {side.get('steps', 0)} steps in {side.get('seconds', 0) / 60:.0f} min"
         )
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import PEERS, ROOT, machine, make_checkpoint, median, problems, run_worker
+from common import PEERS, ROOT, finish, machine, make_checkpoint, median, problems, run_worker
 
 ARENO = ROOT / "benchmarks/workers/areno_steps.py"
 REWARD = "def reward_fn(record):\n    text = record.completion\n    return sum(c.isdigit() for c in text) / (1 + len(text))\n"
@@ -115,9 +115,7 @@ def main() -> None:
             print(
                 f"{algo:5} TRL / areno: {sides['speed_ratio']} x the time, areno / TRL: {sides['memory_ratio']} x the memory"
             )
-    if args.save:
-        (ROOT / "benchmarks/results" / f"{args.save}.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    finish(report, args.save)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ weights came in, beside the usual gap without (``gap_ms``, ``usual_gap_ms``): th
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, make_checkpoint, median
+from common import finish, machine, make_checkpoint, median
 from rollout import SMALL, TINY
 
 SHAPES = {"tiny": TINY, "small": SMALL}
@@ -137,9 +136,7 @@ def main() -> None:
                 f"tokens {row['gap_ms']} ms (usually {row['usual_gap_ms']} ms)",
                 flush=True,
             )
-    if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.save)
 
 
 if __name__ == "__main__":

