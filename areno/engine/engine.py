@@ -65,8 +65,7 @@ class Engine:
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
         if config.device.type == "cpu":
-            # Not what loading has freed: weights that are held in 4 bits were larger once.
-            keep_freed_memory(self.actor.model.weight_bytes)
+            keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
         self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None

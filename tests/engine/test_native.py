@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from areno.engine.model.loading import prepare
+from areno.engine.plan import memory
 from areno.engine.rollout.threads import ThreadRule
 from tests.support.tiny import tiny_module
 
@@ -54,31 +55,63 @@ release_workers()
     assert again == with_workers
 
 
-@linux
-def test_freed_memory_is_used_again_without_asking_the_system_unless_the_weights_are_large():
-    program = """
-import areno, os, resource, torch
-from areno.engine.native import keep_freed_memory
+_KEEPING = """
+import areno, resource, torch
+from areno.engine.native import freed_and_kept, give_freed_memory_back, keep_freed_memory
+from areno.engine.plan.memory import _figure
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def step():
-    return [torch.ones(1000, 1000) for _ in range(8)]  # 4 MB each, 32 MB together
-for weights in map(int, os.environ["WEIGHTS"].split()):
-    if os.fork():
-        os.wait()
-        continue
-    keep_freed_memory(weights)
-    step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        step()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
-    os._exit(0)
+    return [torch.ones(1000, 1000) for _ in range(8)] + [torch.ones(10_000, 1000)]  # 4 MB each and 40, 72 MB together
+def kept():
+    return freed_and_kept(_figure("/proc/self/status", "RssAnon")) // 2**20
+keep_freed_memory()
 """
-    pages = 5 * 32e6 / 4096
-    small, large = run(program, WEIGHTS=f"0 {2**30}")
-    assert small < 0.25 * pages
-    assert large > 0.9 * pages
-    [own] = run(program, WEIGHTS="0", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+
+
+@linux
+def test_freed_memory_is_used_again_without_asking_the_system_unless_the_user_has_set_the_limits():
+    program = """
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(5):
+    step()
+print(faults() - before)
+"""
+    pages = 5 * 72e6 / 4096
+    [kept] = run(_KEEPING + program)
+    assert kept < 0.05 * pages
+    [own] = run(_KEEPING + program, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
     assert own > 0.9 * pages
+
+
+@linux
+def test_what_is_freed_and_kept_counts_as_free_until_it_goes_back():
+    program = """
+held = torch.ones(100_000, 1000)  # 381 MiB
+in_use = kept()
+del held
+freed = kept()
+give_freed_memory_back()
+print(in_use, freed, kept())
+"""
+    in_use, freed, after = run(_KEEPING + program)
+    assert in_use <= 100  # memory of the process that is not of this heap
+    assert 380 <= freed <= 490
+    assert after <= 100
+
+
+@linux
+def test_freed_memory_goes_back_where_little_else_is_available(monkeypatch):
+    returned = []
+    monkeypatch.setattr(memory, "give_freed_memory_back", lambda: returned.append(True))
+    monkeypatch.setattr(memory, "held_memory", lambda device: 6 << 30)
+    for available, device in ((4 << 30, "cpu"), (2 << 30, "cuda"), (2 << 30, "cpu")):
+        monkeypatch.setattr(memory, "available_bytes", lambda device, available=available: available)
+        assert not returned
+        memory.avoid_shortage(torch.device(device))
+    assert returned
 
 
 def test_threads_depend_on_the_size_of_the_model_and_not_on_what_is_trained(monkeypatch):

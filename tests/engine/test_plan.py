@@ -193,7 +193,7 @@ def test_what_is_planned_where_nothing_is_said_is_what_the_engine_does(share, re
     free = int(share * 2 * (kept.phase("backward").total - moments - loaded))
     plan = make_plan(options(checkpoint, algo="sft"), available=loaded + int((free + moments) / 0.95))
     assert (part(plan, "backward", "activations") < part(kept, "backward", "activations")) is recomputes
-    monkeypatch.setattr(step_module, "available_bytes", lambda device: free)
+    monkeypatch.setattr(step_module, "usable_bytes", lambda device: free)
     switched = []
     monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
     sizes = RunSizes(options(checkpoint, algo="sft"), CPU)

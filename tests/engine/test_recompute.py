@@ -150,7 +150,7 @@ def test_layers_are_recomputed_only_where_what_they_keep_takes_half_of_the_free_
     most = max(kept.of([len(row.tokens) for row in rows[start : start + 2]]) for start in range(0, 5, 2))
     gradients = sum(parameter.nbytes for _, parameter in step.model.parameters())
     free = int((most + gradients) * 2 * share)
-    monkeypatch.setattr(step_module, "available_bytes", lambda device: free)
+    monkeypatch.setattr(step_module, "usable_bytes", lambda device: free)
     switched = []
     monkeypatch.setattr(step_module, "recompute_layers", lambda module, enabled, keeping: switched.append(enabled))
     step.activation_checkpointing = None

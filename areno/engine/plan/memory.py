@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
-from areno.engine.native import give_freed_memory_back
+from areno.engine.native import freed_and_kept, give_freed_memory_back
 
 # Leaves the larger part to weights, gradients and activations, which peak when the cache is idle but not freed.
 KV_SHARE = 0.4
+# Kept memory lies in pieces, so the peak of a training step may be half above what it uses.
+_SHORT = 0.5
 _RESET = Path("/proc/self/clear_refs")
 
 
@@ -40,12 +42,25 @@ def held_memory(device: torch.device) -> int:
     return _figure("/proc/self/status", "VmRSS") or _most()
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Memory of a device that this process may still use: what is free, and what it has itself freed and kept."""
+    if device.type == "cuda":
+        return available_bytes(device)
+    return available_bytes(device) + freed_and_kept(_figure("/proc/self/status", "RssAnon"))
+
+
 def return_freed_memory(device: torch.device) -> None:
     """Give the system back what the process has freed and still keeps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
+        give_freed_memory_back()
+
+
+def avoid_shortage(device: torch.device) -> None:
+    """Give the system back what is freed and kept, if little else is available on a CPU beside what the process holds."""
+    if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device):
         give_freed_memory_back()
 
 
@@ -79,10 +94,16 @@ def _cgroup_available() -> int:
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
+        used = int((root / "memory.current").read_text()) - _droppable(root / "memory.stat")
         return 2**62 if limit == "max" else max(int(limit) - used, 0)
     except (OSError, ValueError):
         return 2**62
+
+
+def _droppable(stat: Path) -> int:
+    """Pages of files that the group has read and not used lately: the kernel drops them when memory is asked for."""
+    figures = dict(line.split() for line in stat.read_text().splitlines())
+    return int(figures.get("inactive_file", 0))
 
 
 def _most() -> int:

@@ -17,10 +17,9 @@ from areno.engine.device import read_all
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.tree import TokenTree
-from areno.engine.native import are_large, give_freed_memory_back
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
-from areno.engine.plan.memory import available_bytes
+from areno.engine.plan.memory import avoid_shortage, usable_bytes
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
@@ -195,6 +194,7 @@ class TrainStep:
         for chunk in passes:
             PROGRESS.tick()
             CPU_THREADS.apply()
+            avoid_shortage(self.model.device)
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
@@ -249,8 +249,7 @@ class TrainStep:
 
     def apply(self) -> dict[str, float]:
         """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
-        if self.model.device.type == "cpu" and are_large(self.model.weight_bytes):
-            give_freed_memory_back()
+        avoid_shortage(self.model.device)
         gradient = self.optimizer.collect()
         usable = math.isfinite(gradient.norm) and gradient.total > 0
         stats = gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
@@ -294,7 +293,7 @@ class TrainStep:
         passes = ([len(row.tokens) for row in chunk] for chunk in self._passes(rows, loss_fn, mini_bs, tree))
         most = max(self._kept.of(lengths) + per_logit * sum(lengths) for lengths in passes)
         gradients = sum(4 * parameter.numel() for _, parameter in self.model.parameters())
-        return most + gradients > KEPT_SHARE * available_bytes(self.model.device) / layout.world_size
+        return most + gradients > KEPT_SHARE * usable_bytes(self.model.device) / layout.world_size
 
     def _passes(
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, mini_bs: int | MicroBatching, tree: bool
