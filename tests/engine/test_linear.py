@@ -59,7 +59,7 @@ def test_frozen_weights_get_no_gradient_but_pass_it_on():
 
 
 def test_only_plain_fp32_layers_change(monkeypatch):
-    monkeypatch.setattr(linear, "faster_here", lambda: True)
+    monkeypatch.setattr(linear, "least_weight", lambda: 0)
 
     class Own(nn.Linear):
         pass
@@ -73,15 +73,28 @@ def test_only_plain_fp32_layers_change(monkeypatch):
 
 
 def test_other_processors_keep_what_pytorch_chooses(monkeypatch):
-    monkeypatch.setattr(linear, "faster_here", lambda: False)
+    monkeypatch.setattr(linear, "least_weight", lambda: None)
     model = nn.Sequential(nn.Linear(4, 4))
     use_fast_products(model)
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.skipif(linear.least_weight.__wrapped__() is None, reason="a processor without AVX2")
+def test_intels_processors_leave_large_output_layers_alone_to_us(monkeypatch):
+    monkeypatch.setattr(linear, "least_weight", linear.least_weight.__wrapped__)
+    monkeypatch.setattr(linear, "_is_intel", lambda: True)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 125_000))
+    use_fast_products(model)
+    assert [type(child) for child in model] == [nn.Linear, FastLinear]
+    assert not linear._wide.__wrapped__()
+    monkeypatch.setattr(linear, "_is_intel", lambda: False)
+    use_fast_products(model)
+    assert [type(child) for child in model] == [FastLinear, FastLinear]
+
+
 def test_few_rows_without_gradient_go_through_our_kernel_once_asked_for(monkeypatch):
     calls = []
-    monkeypatch.setattr(linear, "faster_here", lambda: True)
+    monkeypatch.setattr(linear, "least_weight", lambda: 0)
     monkeypatch.setattr(linear.row_product, "row_product", lambda x, w: calls.append(len(x)) or x @ w.T)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 6, bias=False))
     x = torch.randn(3, 5, 8)

@@ -89,3 +89,40 @@ def test_reward_without_a_reference_is_an_error():
         (outcome,) = runner.run([RewardRecord(completion="\\boxed{1}")])
     assert outcome.value is None
     assert "KeyError" in outcome.error
+
+
+def _answer_format():
+    spec = importlib.util.spec_from_file_location("answer_format", FOLDER / "answer_format.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "right"),
+    [
+        ("12 - 5 = 7 are left.\n#### 1,200", 1.0, 1.0),
+        ("12 - 5 = 7 are left.\n#### 1200.0\n", 1.0, 1.0),
+        ("It is 8.\n#### 8", 1.0, 0.0),
+        ("#### 1200 is the result.", 0.5, 1.0),  # not alone on a line
+        ("Left: 3.\n#### 1200 pens", 0.5, 1.0),
+        ("#### 3\n#### 1200", 0.5, 1.0),  # said twice
+        ("The result is 1200.", 0.0, 0.0),
+        ("#### none", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_form_and_result_of_a_gsm8k_answer_are_parts_of_their_own(text, form, right):
+    parts = _answer_format().reward_fn(RewardRecord(completion=text, answer=["1,200"]))
+    assert parts == {"form": form, "right": right}
+
+
+def test_real_rows_become_conversations_whose_worked_solutions_are_right(gsm8k):
+    module = _answer_format()
+    rows = load_training_dataset(str(gsm8k / "test.jsonl"), load_hook(str(FOLDER / "answer_format.py"), LOADER_HOOK))
+    answers = [row["answer"] for row in load_rows(str(gsm8k / "test.jsonl"))]
+    assert len(rows) == len(answers) == 1319
+    for row, answer in zip(rows, answers, strict=True):
+        assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+        parts = module.reward_fn(RewardRecord(completion=answer, answer=row["solutions"]))
+        assert parts == {"form": 1.0, "right": 1.0}, answer

