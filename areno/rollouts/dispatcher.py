@@ -214,18 +214,26 @@ class BatchDispatcher:
     def export_state(self) -> dict[str, Any]:
         """What recovery needs, between two batches: rows that wait or run, trajectories that no batch has used, counters.
 
-        Rows that run count as waiting, in the order in which they began. With the position of the data source, saved at the
-        same time, every row ends in one accepted batch.
+        Rows that run count as waiting, and begin again in the order in which they began. With the position of the data
+        source, saved at the same time, every row ends in one accepted batch.
         """
         with self._changed:
-            running = sorted(self._running.values(), key=lambda task: task.order)
-            finished = sorted(self._finished, key=lambda task: task.order)
+            begun = sorted((*self._running.values(), *self._finished), key=lambda task: task.order)
+            place = {task.id: order for order, task in enumerate(begun)}
+            running = [task for task in begun if task.id in self._running]
+            finished = [task for task in begun if task.id not in self._running]
             return {
                 "version": self._version,
                 "batches": self._batches,
                 "next_id": self._next_id,
-                "waiting": [{"id": task.id, "data": task.data} for task in (*running, *self._pending)],
-                "finished": [{"id": task.id, "data": task.data, "trajectory": task.trajectory} for task in finished],
+                "waiting": [
+                    {"id": task.id, "data": task.data, "order": place.get(task.id, -1)}
+                    for task in (*running, *self._pending)
+                ],
+                "finished": [
+                    {"id": task.id, "data": task.data, "order": place[task.id], "trajectory": task.trajectory}
+                    for task in finished
+                ],
                 "counts": dict(self._counts),
             }
 
@@ -238,12 +246,16 @@ class BatchDispatcher:
             if self._next_id:
                 raise UsageError("load_state comes before the first batch: this dispatcher has begun episodes already")
             self._version, self._batches, self._next_id = state["version"], state["batches"], state["next_id"]
-            self._pending = deque(Task(kept["id"], kept["data"]) for kept in state["waiting"])
+            # Rows that were running begin again in the place that they had.
+            self._pending = deque(
+                Task(kept["id"], kept["data"], order=kept.get("order", -1)) for kept in state["waiting"]
+            )
             self._finished = [
-                Task(kept["id"], kept["data"], order=order, trajectory=kept["trajectory"])
+                Task(kept["id"], kept["data"], order=kept.get("order", order), trajectory=kept["trajectory"])
                 for order, kept in enumerate(state["finished"])
             ]
-            self._begun, self._counts = len(self._finished), dict(state["counts"])
+            self._begun = 1 + max((task.order for task in (*self._pending, *self._finished)), default=-1)
+            self._counts = dict(state["counts"])
             unused = sum(task.trajectory is not None for task in self._finished)
             self.staleness.recover(self._version, unused, len(self._finished) - unused)
             self.staleness.enqueue(len(self._pending))
@@ -315,8 +327,10 @@ class BatchDispatcher:
         """Begin what may begin; the lock is held."""
         while self._may_begin():
             task = self._pending.popleft()
-            task.order, task.began_s = self._begun, time.monotonic()
-            self._begun += 1
+            task.began_s = time.monotonic()
+            if task.order < 0:
+                task.order = self._begun
+                self._begun += 1
             self.staleness.begin()
             self._running[task.id] = task
             self._say(task, "running", "")

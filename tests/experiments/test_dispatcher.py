@@ -341,6 +341,31 @@ def test_after_a_crash_every_row_is_in_one_accepted_batch(seed, eta, crash_after
     assert everything == list(range(len(everything)))  # none lost, none twice
 
 
+def test_a_row_that_was_running_when_the_state_was_saved_keeps_its_place_in_the_batch():
+    """Row 4 takes long, rows 5 to 7 have ended. A batch is shuffled from the order in which its rows began."""
+
+    def second_batch(crash: bool) -> list[int]:
+        rows = ({"row": row, "ticks": 300 if row == 4 else 1} for row in itertools.count())
+        workflow = Ticking()
+        with dispatching(batch=4, seed=3) as (dispatcher, engine):
+            dispatcher.prepare_batch(rows, workflow)
+            for each in (engine, dispatcher):
+                each.set_version(1)
+            while dispatcher.staleness.stat.accepted < 7:
+                time.sleep(0.001)
+            state = dispatcher.export_state()
+            if not crash:
+                return row_numbers(dispatcher.prepare_batch(rows, workflow))
+        with dispatching(batch=4, seed=3) as (dispatcher, engine):
+            dispatcher.load_state(state)
+            engine.set_version(1)
+            return row_numbers(dispatcher.prepare_batch(rows, workflow))
+
+    whole = second_batch(crash=False)
+    assert sorted(whole) == [4, 5, 6, 7]
+    assert second_batch(crash=True) == whole
+
+
 def test_state_comes_before_the_first_batch():
     with dispatching(batch=1) as (dispatcher, _):
         state = dispatcher.export_state()

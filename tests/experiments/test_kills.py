@@ -214,7 +214,8 @@ def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, tas
         mine = load_file(run.checkpoints / "default" / name / "model.safetensors")
         theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
         for tensor, value in theirs.items():
-            assert (mine[tensor] - value).abs().max() < 1e-6
+            # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill.
+            assert (mine[tensor] - value).abs().max() < 1e-5
 
 
 def said(run: Run) -> list[tuple[Any, ...]]:
