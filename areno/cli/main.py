@@ -4,6 +4,7 @@
 """
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ name and returns the exit code; it raises an `ArenoError` for what ``main`` repo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, without the program's name in ``argv``, and return the exit code."""
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file or a pipe is read while a run goes on
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who has gone shows up inside the try

@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
             lambda: load_engine(options),
             sock,
             options.drain_timeout_s,
-            lambda text: print(f"areno serve: {text}", flush=True),
+            lambda text: print(f"areno serve: {text}"),
         ).serve()
     return 0
 

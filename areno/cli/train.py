@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     prepared = prepare_run(argv)
     options = prepared.options if prepared.options.dry_run else claim_run_dir(prepared.options)
-    print(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()), flush=True)
+    print(format_summary(options, get_algorithm(options.algo), gpus=visible_gpus()))
     if options.dry_run:
         return _dry_run(options)
     from areno.api.run import run_training

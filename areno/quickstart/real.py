@@ -20,6 +20,7 @@ from areno.errors import UsageError
 from areno.observability.chart import text_chart
 from areno.quickstart import REAL_STEPS
 from areno.quickstart.training import run_folder, train
+from areno.storage.gguf import is_gguf
 from areno.storage.run_dir import RunDirectory
 from areno.text.hub import check_reachable
 
@@ -66,11 +67,13 @@ def quickstart_real(
     """
     began = time.perf_counter()
     chosen = ckpt or default_model()
+    disable_progress_bar()
+    if is_gguf(chosen):
+        print(f"Reading {chosen}, which takes some seconds the first time.")
     model = base_of(chosen)
     _check(model)
     root = run_folder(run_dir)
     task, rows = root / "task", _write_task(root / "task", seed)
-    disable_progress_bar()
     print(f"1/4  A model: {chosen}")
     print("     A task: turn an order into JSON. Its files are in task/; edit them for a task of yours.\n")
 

@@ -31,7 +31,7 @@ class BriefLines(PlainProgress):
         reward = f"  reward {stats['reward_mean']:.2f}" if "reward_mean" in stats else ""
         length = f"  tokens per answer {stats['response_len']:.0f}" if "response_len" in stats else ""
         loss = "" if reward else f"  loss {stats['loss']:.3f}"
-        print(f"     step {step + 1:3d}/{self.total_steps}{loss}{reward}{length}", flush=True)
+        print(f"     step {step + 1:3d}/{self.total_steps}{loss}{reward}{length}")
 
 
 def run_folder(run_dir: str | None) -> Path:
