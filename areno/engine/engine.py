@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OPTIMIZER_FILE = "optimizer.pt"
+_IDLE_S = 30.0  # a server without requests gives freed memory back
 
 
 class Engine:
@@ -102,6 +103,7 @@ class Engine:
         more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
         mode: DecodeMode = "eager" if config.peers.layout.fsdp else config.decode
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=mode, **more, **common)
+        loop.idle_s = _IDLE_S if config.trains == "nothing" else None
         if config.decode == "compiled" and model.adapter is not None:
             model.adapter.merge()  # the step is compared with the model
         loop.decode.prepare()

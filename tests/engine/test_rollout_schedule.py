@@ -66,6 +66,18 @@ def random_requests(rng, count):
     return made
 
 
+def test_a_loop_that_only_serves_gives_memory_back_once_it_has_been_idle(make_loop, monkeypatch):
+    given_back, rng = threading.Event(), random.Random(1)
+    monkeypatch.setattr(loop_module, "give_freed_memory_back", given_back.set)
+    training, serving = make_loop(), make_loop()
+    serving.idle_s = 0.05
+    first = answers(training, random_requests(rng, 3))
+    assert not given_back.wait(0.3)
+    answers(serving, random_requests(rng, 3))
+    assert given_back.wait(30)
+    assert answers(serving, random_requests(random.Random(1), 3)) == first  # and wakes up
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_schedule_changes_no_sample(make_loop, family, monkeypatch):
     monkeypatch.setattr(loop_module, "BUSY_PREFILL", 16)

@@ -22,7 +22,7 @@ from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
-from areno.engine.native import release_workers
+from areno.engine.native import give_freed_memory_back, release_workers
 from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
@@ -60,6 +60,7 @@ class RolloutLoop:
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
+    idle_s: float | None = None  # an idle process that does not train gives freed memory back after so many seconds
 
     def __init__(
         self,
@@ -264,10 +265,20 @@ class RolloutLoop:
                 if self._progress is not None:
                     self._progress.idle()
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._incoming or self._closing or self._pause.wanted)
+                self._sleep()
                 self.decode.refresh()
                 self._apply(self._news())
             return self._failure is None and (self._busy or not self._closing)
+
+    def _sleep(self) -> None:
+        """Wait for something to do."""
+
+        def awaited() -> bool:
+            return bool(self._incoming or self._closing or self._pause.wanted)
+
+        if self.idle_s is not None and not self._wake.wait_for(awaited, self.idle_s):
+            give_freed_memory_back()
+        self._wake.wait_for(awaited)
 
     def _news(self) -> News:
         """What other threads have asked for since the last turn."""
