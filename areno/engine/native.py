@@ -7,8 +7,9 @@ its workers go; the next parallel region starts them again, which takes well und
 
 *Freed memory is kept.* By default the C library gives large pieces back to the system as they are freed, and takes them again
 page by page: training on 64 rows with a 135 M model took 22 s on two cores where it takes 14.6, and 10 million page faults a
-step. So all memory comes from one heap that is not trimmed by itself. Its peak was 6.0 GB, though, and 4.0 with pieces that
-are given back, as free memory lies in pieces: where little is available elsewhere, it goes back before each pass.
+step. So memory comes from one heap that is not trimmed by itself, but for threads that have one of their own by then. Its
+peak was 6.0 GB, though, and 4.0 with pieces that are given back, as free memory lies in pieces: where little is available
+elsewhere, it goes back before each pass.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +59,31 @@ def give_freed_memory_back() -> None:
 
 def keep_freed_memory() -> None:
     """Let the C library keep what the process frees; does nothing but with glibc, or where the user has set its limits."""
-    mallopt = _of_libc("mallopt")
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt is not None and not own:
+    if _of_libc("mallinfo2") and not own:  # what is kept must be known, or it looks used
         for option, value in _KEEPING:
-            mallopt(option, value)
+            _of_libc("mallopt")(option, value)
 
 
-def freed_and_kept(resident: int) -> int:
-    """Bytes that the process has freed and still keeps, which it may use again; 0 where that cannot be known.
-
-    ``resident``: bytes of anonymous memory that the process holds; free parts of the heap that went back are not among them.
-    """
+def freed_and_kept() -> int:
+    """Bytes of the heap that the process has freed and still keeps, and may use again; 0 where that cannot be known."""
     count = _of_libc("mallinfo2")
     if count is None:
         return 0
     count.restype = _HeapFigures
     heap = count()
-    return max(min(heap.fordblks, resident - heap.uordblks - heap.hblkhd), 0)
+    return max(min(heap.fordblks, _resident_heap() - heap.uordblks), 0)
+
+
+def _resident_heap() -> int:
+    """Bytes of the heap that are in memory: what has gone back to the system is still free to ``malloc``, and not there."""
+    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8") as maps:
+        inside = False
+        for line in maps:
+            inside = inside or line.rstrip().endswith("[heap]")
+            if inside and line.startswith("Rss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 class _HeapFigures(ctypes.Structure):

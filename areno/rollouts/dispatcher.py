@@ -218,22 +218,20 @@ class BatchDispatcher:
         source, saved at the same time, every row ends in one accepted batch.
         """
         with self._changed:
-            begun = sorted((*self._running.values(), *self._finished), key=lambda task: task.order)
-            place = {task.id: order for order, task in enumerate(begun)}
-            running = [task for task in begun if task.id in self._running]
-            finished = [task for task in begun if task.id not in self._running]
+            running = sorted(self._running.values(), key=lambda task: task.order)
+            finished = sorted(self._finished, key=lambda task: task.order)
+            begun = [*running, *finished, *(task for task in self._pending if task.order >= 0)]
+            places = {task.id: place for place, task in enumerate(sorted(begun, key=lambda task: task.order))}
+
+            def saved(task: Task) -> dict[str, Any]:
+                return {"id": task.id, "data": task.data, "order": places.get(task.id, -1)}
+
             return {
                 "version": self._version,
                 "batches": self._batches,
                 "next_id": self._next_id,
-                "waiting": [
-                    {"id": task.id, "data": task.data, "order": place.get(task.id, -1)}
-                    for task in (*running, *self._pending)
-                ],
-                "finished": [
-                    {"id": task.id, "data": task.data, "order": place[task.id], "trajectory": task.trajectory}
-                    for task in finished
-                ],
+                "waiting": [saved(task) for task in (*running, *self._pending)],
+                "finished": [saved(task) | {"trajectory": task.trajectory} for task in finished],
                 "counts": dict(self._counts),
             }
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 KERNEL = row_product.KERNEL
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 50, 64, 65, 129, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 15, 16, 17, 33, 50, 64, 65, 68, 129, 200])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 48), (40, 24), (100, 53), (513, 97), (128, 600)])
 def test_the_product_is_that_of_float64(rows, inputs, outputs):
     random = torch.Generator().manual_seed(rows * inputs + outputs)
@@ -45,10 +45,10 @@ def test_features_that_are_not_contiguous_are_refused():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_depends_on_itself_alone(threads):
-    x, weight = torch.randn(100, 200), torch.randn(130, 200)
+    x, weight = torch.randn(100, 203), torch.randn(130, 203)
     with torch_threads(threads):
         whole = row_product.row_product(x, weight)
-        for first, last in ((0, 1), (5, 22), (64, 100), (30, 95)):
+        for first, last in ((0, 1), (7, 9), (1, 4), (90, 94), (5, 22), (64, 100), (30, 95), (10, 77)):
             assert torch.equal(row_product.row_product(x[first:last], weight), whole[first:last])
 
 

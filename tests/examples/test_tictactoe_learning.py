@@ -13,7 +13,7 @@ import pytest
 from tests.examples import scripted
 from tests.support.cli import areno, environment
 
-STEPS = 60
+STEPS = 75
 
 
 def held_out_reward(checkpoint):

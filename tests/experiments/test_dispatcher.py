@@ -356,6 +356,9 @@ def test_a_row_that_was_running_when_the_state_was_saved_keeps_its_place_in_the_
             state = dispatcher.export_state()
             if not crash:
                 return row_numbers(dispatcher.prepare_batch(rows, workflow))
+        with dispatching(batch=4, seed=3) as (dispatcher, _):
+            dispatcher.load_state(state)
+            state = dispatcher.export_state()  # as if it were stopped before anything began
         with dispatching(batch=4, seed=3) as (dispatcher, engine):
             dispatcher.load_state(state)
             engine.set_version(1)

@@ -217,7 +217,10 @@ inline void outputs_of(const Matrix<const float>& x, const Matrix<const float>& 
   for (; k < size; ++k) {
     Lanes column{};
     for (int i = 0; i < LANES; ++i) column[i] = WHOLE || i < n ? w.row(i)[k] : 0.f;
-    for (int m = 0; m < M; ++m) sums[m] += column * x.row(m)[k];
+    for (int m = 0; m < M; ++m) {
+      sums[m] += column * x.row(m)[k];
+      in_order(sums[m]);
+    }
   }
   for (int m = 0; m < M; ++m) std::memcpy(to[m], &sums[m], sizeof(float) * (WHOLE ? LANES : n));
 }
@@ -297,7 +300,7 @@ void run(const Product& product, int64_t begin, int64_t end, int64_t size, const
 void run_all(const Matrix<const float>& x, int64_t m, int64_t size, const Product& product) {
   static thread_local std::vector<float> room;
   const int64_t count = (m + ROWS - 1) / ROWS;
-  room.resize(count * ROWS * size + LINE);
+  if (m > FEW) room.resize(count * ROWS * size + LINE);
   float* turned = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63) / sizeof(float);
   std::vector<Tile> tiles;
   for (int64_t first = 0; first < m; first += ROWS)

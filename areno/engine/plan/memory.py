@@ -44,9 +44,7 @@ def held_memory(device: torch.device) -> int:
 
 def usable_bytes(device: torch.device) -> int:
     """Memory of a device that this process may still use: what is free, and what it has itself freed and kept."""
-    if device.type == "cuda":
-        return available_bytes(device)
-    return available_bytes(device) + freed_and_kept(_figure("/proc/self/status", "RssAnon"))
+    return available_bytes(device) + (freed_and_kept() if device.type == "cpu" else 0)
 
 
 def return_freed_memory(device: torch.device) -> None:
@@ -58,9 +56,9 @@ def return_freed_memory(device: torch.device) -> None:
         give_freed_memory_back()
 
 
-def avoid_shortage(device: torch.device) -> None:
-    """Give the system back what is freed and kept, if little else is available on a CPU beside what the process holds."""
-    if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device):
+def avoid_shortage(device: torch.device, ranks: int = 1) -> None:
+    """Give the system back what is freed and kept, if a CPU has little else beside what ``ranks`` like this hold."""
+    if device.type == "cpu" and available_bytes(device) < _SHORT * held_memory(device) * ranks:
         give_freed_memory_back()
 
 
@@ -102,8 +100,11 @@ def _cgroup_available() -> int:
 
 def _droppable(stat: Path) -> int:
     """Pages of files that the group has read and not used lately: the kernel drops them when memory is asked for."""
-    figures = dict(line.split() for line in stat.read_text().splitlines())
-    return int(figures.get("inactive_file", 0))
+    with suppress(OSError, ValueError):
+        for line in stat.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0
 
 
 def _most() -> int:

@@ -194,7 +194,7 @@ class TrainStep:
         for chunk in passes:
             PROGRESS.tick()
             CPU_THREADS.apply()
-            avoid_shortage(self.model.device)
+            avoid_shortage(self.model.device, self.peers.layout.world_size)
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
@@ -249,7 +249,7 @@ class TrainStep:
 
     def apply(self) -> dict[str, float]:
         """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
-        avoid_shortage(self.model.device)
+        avoid_shortage(self.model.device, self.peers.layout.world_size)
         gradient = self.optimizer.collect()
         usable = math.isfinite(gradient.norm) and gradient.total > 0
         stats = gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
