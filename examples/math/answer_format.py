@@ -1,7 +1,7 @@
 """GSM8K's own form of an answer: steps in a few sentences, then the result alone on the last line, behind ``####``.
 
 One file for both options: ``--dataset-loader-fn`` and ``--reward-fn-path``. A small chat model knows the arithmetic of few of
-these problems, but the form it can learn in minutes; the reward has a part for each.
+these problems, and the form of half of its answers is right; the reward has a part for each.
 """
 
 from __future__ import annotations
