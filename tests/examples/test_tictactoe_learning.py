@@ -13,7 +13,7 @@ import pytest
 from tests.examples import scripted
 from tests.support.cli import areno, environment
 
-STEPS = 75
+STEPS = 60
 
 
 def held_out_reward(checkpoint):
