@@ -19,8 +19,8 @@ def _loader():
     return load_hook(str(FOLDER / "dataset_loader.py"), LOADER_HOOK)
 
 
-def _module():
-    spec = importlib.util.spec_from_file_location("math_dataset_loader", FOLDER / "dataset_loader.py")
+def _module(name="dataset_loader"):
+    spec = importlib.util.spec_from_file_location(f"math_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -91,13 +91,6 @@ def test_reward_without_a_reference_is_an_error():
     assert "KeyError" in outcome.error
 
 
-def _answer_format():
-    spec = importlib.util.spec_from_file_location("answer_format", FOLDER / "answer_format.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("text", "form", "right"),
     [
@@ -113,12 +106,12 @@ def _answer_format():
     ],
 )
 def test_form_and_result_of_a_gsm8k_answer_are_parts_of_their_own(text, form, right):
-    parts = _answer_format().reward_fn(RewardRecord(completion=text, answer=["1,200"]))
+    parts = _module("answer_format").reward_fn(RewardRecord(completion=text, answer=["1,200"]))
     assert parts == {"form": form, "right": right}
 
 
 def test_real_rows_become_conversations_whose_worked_solutions_are_right(gsm8k):
-    module = _answer_format()
+    module = _module("answer_format")
     rows = load_training_dataset(str(gsm8k / "test.jsonl"), load_hook(str(FOLDER / "answer_format.py"), LOADER_HOOK))
     answers = [row["answer"] for row in load_rows(str(gsm8k / "test.jsonl"))]
     assert len(rows) == len(answers) == 1319

@@ -215,7 +215,7 @@ def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, tas
         theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
         for tensor, value in theirs.items():
             # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill.
-            assert (mine[tensor] - value).abs().max() < 1e-5
+            assert (mine[tensor] - value).abs().max() < 3e-6
 
 
 def said(run: Run) -> list[tuple[Any, ...]]:
