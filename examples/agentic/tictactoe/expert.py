@@ -1,7 +1,7 @@
 """Players whose answers make a random model ready for reinforcement learning; see ``../warm_start.py``.
 
-`EXPERT` and its variants play perfectly. `READER` does not play: it can tell free squares, and calls the tool with any
-square. What is left to reinforcement learning is to play.
+`EXPERT` and its variants play perfectly. `READER` does not play: it can tell the free squares and
+those that win, and calls the tool with any square. What is left to reinforcement learning is to play.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tictactoe import TicTacToe, TicTacToeInText, best_squares, draw_record, empty_squares
+from tictactoe import TicTacToe, TicTacToeInText, best_squares, draw_record, empty_squares, play, winner
 
 from areno.api.agentic.demonstrations import Course, Message, calls, says
 from areno.api.agentic.environment import Answer
@@ -33,13 +33,13 @@ def say_best(game: TicTacToe) -> Message:
 
 
 class Lesson(TicTacToe):
-    """Asks for free squares on seven boards of ten, and for a move on the others."""
+    """Asks for the free and the winning squares on seven boards of ten, and for a move on the others."""
 
     def reset(self, record: Mapping[str, Any]) -> str:
         """Set the board up."""
         seen = super().reset(record)
         self.reads = random.Random(self.seed).random() < 0.7
-        return seen.replace(self.ask, "Which squares are free?") if self.reads else seen
+        return seen.replace(self.ask, "Which squares are free, and which of them win at once?") if self.reads else seen
 
     def step(self, answer: Answer) -> str | None:
         """A list of squares ends it."""
@@ -47,9 +47,11 @@ class Lesson(TicTacToe):
 
 
 def read_or_call(game: Lesson) -> Message:
-    """The free squares, or a call with any of the nine."""
+    """The free and the winning squares, or a call with any of the nine."""
     if game.reads:
-        return says("Free: " + " ".join(map(str, empty_squares(game.board))))
+        free = empty_squares(game.board)
+        wins = [square for square in free if winner(play(game.board, square))]
+        return says("Free: " + " ".join(map(str, free)) + "\nWin: " + " ".join(map(str, wins)))
     return calls(("choose_square", {"square": random.Random(f"{game.board}:{game.seed}").randint(1, 9)}))
 
 

@@ -90,12 +90,12 @@ def draw_record(rng: random.Random, *, whole_games: bool = False, held_out: bool
 
     Args:
         rng: decides.
-        whole_games: stop after 0 to 3 moves, for games that are played on; else after 4 to 7, for one move.
+        whole_games: stop after 0 to 3 moves, for games that are played on; else after 5 to 8, for one move.
         held_out: draw from the fifth of all boards that training never sees.
     """
     while True:
         board = "." * 9
-        for _ in range(rng.randint(0, 3) if whole_games else rng.randint(4, 7)):
+        for _ in range(rng.randint(0, 3) if whole_games else rng.randint(5, 8)):
             if is_over(board):
                 break
             board = play(board, rng.choice(empty_squares(board)))
