@@ -21,6 +21,9 @@ from examples.experiments import toy
 from tests.support.cli import Process, environment, start_program
 from tests.support.processes import alive
 
+RATE = 0.003
+"""Of each optimizer step."""
+
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "examples/experiments/toy.py"
 _MARK = "ARENO_TEST_RUN"
@@ -67,7 +70,7 @@ def settings(task: Task, fileroot: Path, **changes: Any) -> list[str]:
         "actor.path": task.model,
         "actor.backend": "fsdp:d1",
         "actor.ppo_n_minibatches": 1,
-        "actor.optimizer.lr": 0.003,
+        "actor.optimizer.lr": RATE,
         "actor.optimizer.weight_decay": 0.0,
         "recover.mode": "auto",
         "recover.freq_steps": 1,

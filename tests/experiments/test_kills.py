@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.experiments.runs import Run, Task, check_rows, make_task, settings
+from tests.experiments.runs import RATE, Run, Task, check_rows, make_task, settings
 
 STEPS = 12
 
@@ -214,8 +214,9 @@ def test_without_staleness_a_killed_run_ends_with_the_same_weights(make_run, tas
         mine = load_file(run.checkpoints / "default" / name / "model.safetensors")
         theirs = load_file(whole.checkpoints / "default" / name / "model.safetensors")
         for tensor, value in theirs.items():
-            # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill.
-            assert (mine[tensor] - value).abs().max() < 3e-6
+            # Log-probs of a rollout are rounded by what is decoded together, and that is different after a kill; where a
+            # gradient is nearly zero, Adam makes more of it. What is off by one shows as a tenth of the rate, or more.
+            assert (mine[tensor] - value).abs().max() < RATE / 100
 
 
 def said(run: Run) -> list[tuple[Any, ...]]:
