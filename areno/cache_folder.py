@@ -59,15 +59,16 @@ def building_folder(target: Path) -> Iterator[Path]:
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A folder of this process in the temporary folder; gone when it is cleaned up, or when a later one finds it abandoned.
+    """A folder of this process; gone when it is cleaned up, or when a later one finds it abandoned.
 
     Args:
         kind: a word for its name.
+        root: the folder that it lies in; None is the temporary folder.
     """
 
-    def __init__(self, kind: str) -> None:
-        _clear_abandoned(Path(tempfile.gettempdir()))
-        super().__init__(prefix=f"{_SCRATCH}{kind}-", ignore_cleanup_errors=True)
+    def __init__(self, kind: str, root: Path | None = None) -> None:
+        _clear_abandoned(root or Path(tempfile.gettempdir()))
+        super().__init__(prefix=f"{_SCRATCH}{kind}-", dir=root, ignore_cleanup_errors=True)
         descriptor = os.open(Path(self.name, _OWNED), os.O_RDWR | os.O_CREAT, 0o600)
         weakref.finalize(self, os.close, descriptor)
         with suppress(OSError):  # a file system without locks, where no folder can be known to be abandoned

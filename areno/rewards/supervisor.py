@@ -31,6 +31,15 @@ def supervised(lifeline: int, connection: int) -> Frames:
         lifeline: a socket whose other end the trainer holds; everything ends when that is shut or closed, even by SIGKILL.
         connection: of the worker to the trainer; the supervisor closes it, so that the worker's end shows at once.
     """
+    fork_supervised(lifeline, connection)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return Frames.join(connection)
+
+
+def fork_supervised(lifeline: int, connection: int | None = None) -> None:
+    """Fork, and return in the child, which ends with all that it starts when the lifeline does; see :func:`supervised`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # `sigwait` takes them
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -38,7 +47,8 @@ def supervised(lifeline: int, connection: int) -> Frames:
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
-        os.close(connection)
+        if connection is not None:
+            os.close(connection)
         _supervise(worker, lifeline)
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it has ended before that was set
@@ -47,10 +57,6 @@ def supervised(lifeline: int, connection: int) -> Frames:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what the user prints belongs to the log, not into the trainer's output
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return Frames.join(connection)
 
 
 def descendants(pid: int) -> set[int]:

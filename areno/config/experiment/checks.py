@@ -12,9 +12,12 @@ from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
-from areno.config.experiment.settings import at, idle, settings_of, shown, walk
+from areno.config.experiment.settings import at, changed, idle, settings_of, shown, walk
 from areno.config.options import nearest
 from areno.errors import UsageError
+
+SERVERS = ("sglang", "vllm")
+"""Products whose servers may generate; each has a section of its name."""
 
 _SECTIONS_WITH_FILES = ("saver", "recover")  # whose files may lie under a root of their own
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
@@ -294,6 +297,38 @@ def takes_turns(config: PPOConfig) -> bool:
     return any(strategy.type == "colocation" and not strategy.fork for strategy in strategies)
 
 
+def server_of(config: BaseExperimentConfig) -> str:
+    """The product whose servers generate; empty where areno's own engine does, or nothing."""
+    backend = config.rollout.backend.partition(":")[0].partition("[")[0] if isinstance(config, PPOConfig) else ""
+    return backend if backend in SERVERS else ""
+
+
+def addresses_of(config: PPOConfig) -> tuple[str, ...]:
+    """Servers that run already, as ``rollout.api_url`` lists them."""
+    return tuple(
+        address.strip().rstrip("/") for address in (config.rollout.api_url or "").split(",") if address.strip()
+    )
+
+
+def _servers(config: PPOConfig) -> Iterator[str]:
+    """What inference servers cannot do, and what belongs to them alone."""
+    rollout, product = config.rollout, server_of(config)
+    if not product:
+        for name in changed(rollout, ("api_url", "provider_api_key")):
+            yield f"rollout.{name} is of inference servers; give rollout.backend=vllm:dN or sglang:dN too, or leave it out"
+        return
+    where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
+    if takes_turns(config):
+        yield f"rollout.scheduling_strategy.fork false {where}: a server is a process of its own; leave it out"
+    if rollout.speculate:
+        yield f"rollout.speculate {rollout.speculate} {where}: a server guesses by its own options; leave it out"
+    addresses = addresses_of(config)
+    if rollout.api_url is not None and len(addresses) != replicas:
+        yield f"rollout.api_url lists {len(addresses)} servers {where}: give {replicas}, separated by commas"
+    elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
+        yield f"rollout.api_url {wrong[0]!r} is no address; write http://HOST:PORT"
+
+
 def same_layout(config: PPOConfig) -> bool:
     """Whether rollout and actor divide a model in the same way."""
     rollout, actor = (ModelAllocation.from_str(each.backend).parallel for each in (config.rollout, config.actor))
@@ -343,7 +378,7 @@ def _backends(config: BaseExperimentConfig) -> Iterator[str]:
         if allocation.is_inference != generates:
             does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
             yield f"{role}.backend {spec} {does}; give one such as {other}"
-        elif missing := _not_there(allocation):
+        elif missing := _not_there(allocation, role):
             unsupported.append((f"{role}.backend", spec, missing, allocation))
         elif role in ("ref", "critic") and spec != roles(config)["actor"]:
             yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
@@ -373,9 +408,11 @@ def roles(config: BaseExperimentConfig) -> dict[str, str]:
 def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
     """What the engine of a role cannot do on several ranks."""
     where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
+    if role == "rollout":
+        yield from _servers(config)
     if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
         yield f"actor.load_in_4bit with {where}: weights in 4 bits cannot be cut; use d alone, or leave one of the two out"
-    if role == "rollout" and tensor > 1 and config.rollout.speculate:
+    if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
         yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
     if role != "actor":
         return
@@ -403,10 +440,14 @@ def unshardable(config: Any) -> Iterator[str]:
                 yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
 
 
-def _not_there(allocation: ModelAllocation) -> str:
-    products = {"sglang": "SGLang", "vllm": "vLLM", "megatron": "the backend megatron", "archon": "the backend archon"}
+def _not_there(allocation: ModelAllocation, role: str) -> str:
+    products = {"megatron": "the backend megatron", "archon": "the backend archon"}
+    if role != "rollout":
+        products |= {name: f"a server of {name} for this role" for name in SERVERS}
     parallel = allocation.parallel
     sizes = {"pipeline": parallel.pipeline, "context": parallel.context, "expert": parallel.expert}
+    if allocation.backend in SERVERS:
+        del sizes["pipeline"]
     missing = [f"{name} parallelism of {size}" for name, size in sizes.items() if size > 1]
     if allocation.backend in products:
         missing.insert(0, products[allocation.backend])

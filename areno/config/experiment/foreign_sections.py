@@ -1,6 +1,6 @@
-"""Sections of software that areno does not drive yet: SGLang, vLLM, Archon, Megatron, 8-bit training.
+"""Sections of other software: the servers of SGLang and vLLM, and Archon, Megatron and 8-bit training, which nothing reads.
 
-They parse and keep their documented defaults, so that existing files load; nothing reads them.
+All keep their documented defaults, so that existing files load.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from areno.config.experiment.settings import section, setting
 
 UNUSED_BACKEND = "the section of a backend that is not used"
 _SGLANG = "Option of SGLang's server with this name."
-_sglang = partial(setting, help=_SGLANG, no_effect=UNUSED_BACKEND)
+_sglang = partial(setting, help=_SGLANG)
 _VLLM = "Option of vLLM's server with this name."
-_vllm = partial(setting, help=_VLLM, no_effect=UNUSED_BACKEND)
+_vllm = partial(setting, help=_VLLM)
 _ARCHON = "Setting of Archon with this name."
 _archon = partial(setting, help=_ARCHON, no_effect=UNUSED_BACKEND)
 _MEGATRON = "Setting of Megatron-Core with this name."
@@ -40,7 +40,7 @@ class SGLangConfig:
     enable_torch_compile: bool = _sglang(False)
     torch_compile_max_bs: int = _sglang(32)
     cuda_graph_max_bs: int | None = _sglang(None)
-    cuda_graph_bs: list[int] | None = setting(None, _SGLANG, no_effect=UNUSED_BACKEND)
+    cuda_graph_bs: list[int] | None = setting(None, _SGLANG)
     torchao_config: str = _sglang("")
     enable_nan_detection: bool = _sglang(False)
     enable_p2p_check: bool = _sglang(False)
@@ -69,7 +69,7 @@ class SGLangConfig:
     enable_lora: bool | None = _sglang(None)
     max_lora_rank: int | None = _sglang(None)
     max_loaded_loras: int = _sglang(8)
-    lora_paths: list[str] | None = setting(None, _SGLANG, no_effect=UNUSED_BACKEND)
+    lora_paths: list[str] | None = setting(None, _SGLANG)
     lora_backend: str = _sglang("triton")
     log_level: str = _sglang("warning")
     log_level_http: str | None = _sglang("warning")
@@ -80,6 +80,7 @@ class SGLangConfig:
     decode_log_interval: int = _sglang(1)
     enable_multithread_load: bool = _sglang(False)
     enable_return_routed_experts: bool = _sglang(False)
+    command: str = setting("", "Command that starts a server, such as PATH/python -m sglang.launch_server.")
 
 
 @dataclass
@@ -107,7 +108,8 @@ class vLLMConfig:  # noqa: N801
     enable_lora: bool = _vllm(False)
     max_lora_rank: int = _vllm(16)
     max_loras: int = _vllm(8)
-    lora_modules: list[str] | None = setting(None, _VLLM, no_effect=UNUSED_BACKEND)
+    lora_modules: list[str] | None = setting(None, _VLLM)
+    command: str = setting("", "Command that starts a server, such as PATH/vllm serve; empty takes the installed one.")
 
 
 @dataclass

@@ -204,7 +204,11 @@ class InferenceEngineConfig:
         no_effect="a weight update stops generation between two tokens and drops no request",
     )
     scheduling_spec: list[SchedulingSpec] = section(one_spec, "What a rollout worker needs; one or two.")
-    backend: str = setting("", "Engine and parallelism, such as areno:d2 (areno is the engine here).", required=True)
+    backend: str = setting(
+        "",
+        "Engine and parallelism, such as areno:d2, vllm:d2t2 or sglang:d2 (areno is the engine here).",
+        required=True,
+    )
     scheduling_strategy: SchedulingStrategy = section(SchedulingStrategy, "Whether rollout has its own devices.")
     use_lora: bool = setting(
         False, "Serve the actor's adapter instead of weights.", inherits="actor.use_lora", shown="actor.use_lora"
@@ -231,12 +235,9 @@ class InferenceEngineConfig:
     admin_api_key: str = of_gateway("", "Key of the services of v2.", shown=ADMIN_KEY)
     api_url: str | None = setting(
         None,
-        "OpenAI-compatible server outside that generates.",
-        refused="generating with an outside server is not supported; remove it, and use areno:dN",
+        "Addresses of running servers of the backend, one per replica, separated by commas; null starts them.",
     )
-    provider_api_key: str | None = setting(
-        None, "Key of that server.", refused="generating with an outside server is not supported; remove it"
-    )
+    provider_api_key: str | None = setting(None, "Key of these servers.")
 
     def problems(self) -> Problems:
         """What is wrong within the section."""

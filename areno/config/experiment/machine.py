@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import engine_of, roles, same_layout, takes_turns, unshardable
+from areno.config.experiment.checks import engine_of, roles, same_layout, server_of, takes_turns, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.settings import settings_of, walk
@@ -60,7 +60,9 @@ def devices_needed(config: BaseExperimentConfig) -> int:
     return sum(
         ModelAllocation.from_str(engine.backend).world_size
         for engine in engines
-        if engine is not None and engine.scheduling_strategy.type == "separation"
+        if engine is not None
+        and engine.scheduling_strategy.type == "separation"
+        and not getattr(engine, "api_url", None)
     )
 
 
@@ -81,7 +83,7 @@ def _turns(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
     rollout, limit = config.rollout, _limit(config, machine)
-    if limit and devices_needed(config) == 2 * limit and same_layout(config):
+    if limit and devices_needed(config) == 2 * limit and same_layout(config) and not server_of(config):
         rollout.scheduling_strategy = SchedulingStrategy(type="colocation", target="actor", fork=False)
         yield f"rollout and training take turns on {limit} GPU{'s' * (limit > 1)}, which are too few for both at once"
     if takes_turns(config) and rollout.max_head_offpolicyness:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from areno.config.experiment.checks import engine_of
+from areno.config.experiment.checks import SERVERS, engine_of, server_of
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.foreign_sections import UNUSED_BACKEND
 from areno.config.experiment.settings import changed, walk
@@ -45,6 +45,7 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
         reason = entry.info.no_effect
         if reason and value != entry.default and not (entry.is_section and value is None):
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
+    yield from _servers(config)
     yield from _evaluation(config)
     yield from _of_the_actor(config)
     if isinstance(config, PPOConfig):
@@ -53,6 +54,15 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
 
 def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:
     return ((f"{where}.{name}", reason) for name in changed(section, names))
+
+
+def _servers(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Sections of servers that the rollout does not have."""
+    product = server_of(config)
+    for name in SERVERS:
+        section = getattr(config, name)
+        if name != product and section != type(section)():
+            yield name, UNUSED_BACKEND
 
 
 def _evaluation(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:

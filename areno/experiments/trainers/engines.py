@@ -2,15 +2,19 @@
 
 import importlib.util
 import math
+import shlex
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.checks import addresses_of, server_of
 from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
 from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.machine import Machine
+from areno.config.experiment.server_arguments import sglang_arguments, vllm_arguments
 from areno.config.update_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
@@ -24,6 +28,7 @@ from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
 from areno.errors import UsageError
 from areno.gpus import visible_gpus
+from areno.rollouts.servers.start import ServerOptions, command_of, context_length_of
 
 _ROWS_PER_PASS = 8
 
@@ -118,6 +123,39 @@ def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout
     """The engine in this process, or on ranks of its own."""
     processes = Processes(startup_s=section.setup_timeout, threads=section.scheduling_spec[0].cpu)
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
+
+
+def server_options(config: PPOConfig) -> ServerOptions | None:
+    """The inference servers that generate; None where areno's own engine does. Raises UsageError: there are none here."""
+    product: Any = server_of(config)
+    if not product:
+        return None
+    rollout, actor = config.rollout, config.actor
+    parallel = ModelAllocation.from_str(rollout.backend).parallel
+    length, gpu = context_length_of(actor.path), torch.cuda.is_available()
+    if product == "vllm":
+        section = config.vllm
+        if actor.use_lora:
+            rank = max(section.max_lora_rank, actor.lora_rank)
+            section = replace(section, enable_lora=True, max_lora_rank=rank)
+        arguments = vllm_arguments(section, dtype=actor.dtype, context_length=length, gpu=gpu)
+    else:
+        arguments = sglang_arguments(config.sglang, dtype=actor.dtype, context_length=length)
+    names = ("tensor-parallel-size", "pipeline-parallel-size") if product == "vllm" else ("tp-size", "pp-size")
+    for name, size in zip(names, (parallel.tensor, parallel.pipeline), strict=True):
+        arguments += [f"--{name}", str(size)] if size > 1 else []
+    options = ServerOptions(
+        product=product,
+        arguments=tuple(arguments),
+        command=tuple(shlex.split(getattr(config, product).command)),
+        addresses=addresses_of(config),
+        api_key=rollout.provider_api_key or "",
+        adapter=(config.gconfig.lora_name or "adapter") if actor.use_lora else "",
+        request_timeout_s=rollout.request_timeout,
+    )
+    if not options.addresses:
+        command_of(options)
+    return options
 
 
 def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:

@@ -17,7 +17,7 @@ import torch
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.experiments import PPOConfig
-from areno.engine.backend import ACTOR
+from areno.engine.backend import ACTOR, Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S
 from areno.errors import DataError, RewardError, UsageError
@@ -163,6 +163,11 @@ class PPOTrainer(ExperimentTrainer):
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
+    def _make_engine(self, checkpoint: Path | None) -> Backend:
+        """A server that cannot be started is said before a model is loaded."""
+        self._server = engines.server_options(self.config)
+        return super()._make_engine(checkpoint)
+
     def _engine_options(self) -> dict[str, Any]:
         """The actor's engine generates where nothing else does."""
         return self._generation_options() if takes_turns(self.config) else {}
@@ -181,12 +186,13 @@ class PPOTrainer(ExperimentTrainer):
         spec = rollout.scheduling_spec[0]
         options = FleetOptions(
             replicas=parallel.data,
-            tp_size=parallel.tensor,
+            tp_size=parallel.tensor * parallel.pipeline,
             log_folder=self.run_dir.path,
             startup_timeout_s=rollout.setup_timeout,
             stall_s=min(STALL_S, rollout.request_timeout),
             threads=spec.cpu,
             environment=spec.environment() or None,
+            server=self._server,
         )
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / ACTOR_MODELS if mode == "disk" else None)
         devices = engines.rollout_devices(self.config, engines.this_machine().gpus)

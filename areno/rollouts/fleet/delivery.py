@@ -55,13 +55,18 @@ def refuse_unknown(mode: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update was like: size of the weights, seconds that the call took, and pauses of generation by replica."""
+    """What an update was like: size of the weights, seconds that the call took, and pauses of generation by replica.
+
+    ``logprob_gap`` is the mean distance, in nats, between the log-probs that inference servers and the trainer give the
+    tokens of a fixed prompt with these weights; None where it was not measured.
+    """
 
     version: int
     mode: Mode
     nbytes: int
     seconds: float
     pauses_s: dict[int, float] = field(default_factory=dict)
+    logprob_gap: float | None = None
 
 
 class Delivery:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,12 @@ from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
+from areno.rollouts.fleet.folder_delivery import FolderDelivery
 from areno.rollouts.fleet.router import RequestRouter
 from areno.rollouts.fleet.scheduler import Job, LocalScheduler, Worker, WorkerFailedError
 from areno.rollouts.fleet.tensors import wanted
+from areno.rollouts.servers.replica import ServerReplica
+from areno.rollouts.servers.start import ServerOptions, open_server
 from areno.types import Request, RolloutResult
 
 # Idle threads of OpenMP sleep at once: whoever spins takes the core from the trainer, or from another replica.
@@ -49,6 +53,7 @@ class FleetOptions:
     stall_s: float = STALL_S  # a replica that has work and makes no progress for so long is stuck
     threads: int | None = None  # of PyTorch in each process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
+    server: ServerOptions | None = None  # replicas are inference servers of others
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
@@ -107,15 +112,20 @@ class RolloutFleet:
         self._devices = devices
         self._router = RequestRouter()
         self._updating = threading.Lock()
-        self._replicas: dict[int, EngineGroup] = {}
-        self._delivery: Delivery | None = None
+        # All of one kind, as the delivery is: EngineGroup, or ServerReplica.
+        self._replicas: dict[int, Any] = {}
+        self._delivery: Delivery | FolderDelivery | None = None
         self._closed = self._keeps = False
         self._scheduler = LocalScheduler(self._job())
         first = self._replicas[min(self._replicas)]
         self.tokenizer, self.eos_ids = first.tokenizer, first.eos_ids
         self.context_length, self.vocab_size, self.kv_tokens = first.context_length, first.vocab_size, first.kv_tokens
         try:
-            self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
+            if isinstance(first, ServerReplica):
+                assert options.server is not None
+                self._delivery = FolderDelivery(self.weights, options.server, first.vocab_size)
+            else:
+                self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
         except BaseException:
             self.close()
             raise
@@ -207,7 +217,7 @@ class RolloutFleet:
             if self._delivery is not None:
                 self._delivery.close()
 
-    def _up(self) -> dict[int, EngineGroup]:
+    def _up(self) -> dict[int, Any]:
         return {n: group for n, group in sorted(self._replicas.items()) if not group.workers.failed}
 
     def _job(self) -> Job:
@@ -228,14 +238,18 @@ class RolloutFleet:
             environment=environment | (options.environment or {}),
         )
 
-    def _make(self, number: int, processes: Processes, on_failure: Callable[[EngineError], None]) -> EngineGroup:
-        ranks = self.options.tp_size
+    def _make(
+        self, number: int, processes: Processes, on_failure: Callable[[EngineError], None]
+    ) -> EngineGroup | ServerReplica:
+        ranks, server = self.options.tp_size, self.options.server
         devices = None if self._devices is None else self._devices[number * ranks : (number + 1) * ranks]
+        if server is not None:
+            return open_server(self.path, number, server, devices, processes, on_failure)
         config = replace(self.config, builds_decode=number == 0)  # the others find it on disk
         layout = Layout(1, ranks)
         return EngineGroup(self.path, config, layout, devices, self.options.stall_s, processes, on_failure)
 
-    def _started(self, number: int, made: EngineGroup) -> None:
+    def _started(self, number: int, made: Any) -> None:
         with self._updating:  # an update that is under way goes on without this one, which then gets it here
             if self._delivery is not None:
                 self._delivery.catch_up(made)

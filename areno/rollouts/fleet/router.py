@@ -6,13 +6,24 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from areno.engine.parallel.group import EngineGroup
 from areno.errors import ArenoError, EngineError
+from areno.rollouts.fleet.scheduler import Replica
 from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
 # A request that was with so many replicas when they died is not given to another: it may be what kills them.
 _MOST_TRIES = 3
+
+
+class RolloutReplica(Replica, Protocol):
+    """A replica as the router sees it."""
+
+    def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
+        """See :class:`areno.engine.backend.Generator`."""
+
+    def cancel(self, future: Future[RolloutResult]) -> None:
+        """The same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +32,7 @@ class _Routed:
 
     request: Request
     future: Future[RolloutResult]
-    replica: EngineGroup | None = None
+    replica: RolloutReplica | None = None
     inner: Future[RolloutResult] | None = None
     tries: int = 0
     streamed: bool = False
@@ -38,12 +49,12 @@ class RequestRouter:
     def __init__(self) -> None:
         self.resubmitted = 0
         self._lock = threading.Lock()
-        self._replicas: dict[int, EngineGroup] = {}
+        self._replicas: dict[int, RolloutReplica] = {}
         self._open: dict[Future[RolloutResult], _Routed] = {}
         self._parked: list[_Routed] = []
         self._error: ArenoError | None = None
 
-    def enter(self, number: int, replica: EngineGroup) -> None:
+    def enter(self, number: int, replica: RolloutReplica) -> None:
         """A replica takes requests from now on."""
         with self._lock:
             self._replicas[number] = replica
@@ -106,7 +117,7 @@ class RequestRouter:
     # -- placing ---------------------------------------------------------------------------------------------------
 
     def _place(self, requests: Sequence[_Routed]) -> None:
-        batches: dict[EngineGroup, list[_Routed]] = {}
+        batches: dict[RolloutReplica, list[_Routed]] = {}
         with self._lock:
             up = [replica for replica in self._replicas.values() if not replica.workers.failed]
             tokens = dict.fromkeys(up, 0)
@@ -126,7 +137,7 @@ class RequestRouter:
         for replica, batch in batches.items():
             self._hand_over(replica, batch)
 
-    def _hand_over(self, replica: EngineGroup, batch: list[_Routed]) -> None:
+    def _hand_over(self, replica: RolloutReplica, batch: list[_Routed]) -> None:
         try:
             answers = replica.submit([self._watched(routed) for routed in batch])
         except EngineError as error:
@@ -154,14 +165,14 @@ class RequestRouter:
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def _answered(self, routed: _Routed, replica: EngineGroup, inner: Future[RolloutResult]) -> None:
+    def _answered(self, routed: _Routed, replica: RolloutReplica, inner: Future[RolloutResult]) -> None:
         error = inner.exception()
         if error is None:
             self._finish(routed, inner.result())
         else:
             self._failed(routed, replica, error)
 
-    def _failed(self, routed: _Routed, replica: EngineGroup, error: BaseException) -> None:
+    def _failed(self, routed: _Routed, replica: RolloutReplica, error: BaseException) -> None:
         """An error of the request's own is its answer; what a dead replica has left undone is begun again."""
         routed.tries += 1
         if not replica.workers.failed:

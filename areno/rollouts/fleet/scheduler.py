@@ -10,14 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from areno.engine.parallel.workers import Processes, WorkerGroup
+from areno.engine.parallel.workers import Processes
 from areno.errors import ArenoError, EngineError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,27 @@ class WorkerFailedError(ArenoError):
     """A replica has failed more often than it may be restarted; the message ends with the last lines of its log."""
 
 
+class Workers(Protocol):
+    """Processes that fail together."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether they have."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Those that run."""
+
+    def abandon(self, reason: str) -> None:
+        """End them as failed."""
+
+
 class Replica(Protocol):
     """What a job makes: something that lives in a group of processes."""
 
-    workers: WorkerGroup
+    @property
+    def workers(self) -> Workers:
+        """The processes."""
 
     def close(self) -> None:
         """End the processes."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+
 _CHECKS = "tests/config/experiment/test_checks.py::"
 _LOADER = "tests/config/experiment/test_loader.py::"
 _EFFECTS = "tests/config/experiment/test_effects.py::"
@@ -34,6 +38,8 @@ EFFECTS: dict[str, str] = {
     "TrainDatasetConfig.type": _LOADER + "test_the_type_of_the_data_says_which_experiment_it_is",
     "ClusterSpecConfig.n_gpus_per_node": "tests/config/experiment/test_machine.py::test_ranks_must_fit_the_devices",
     "SchedulingSpec.cpu": "tests/config/experiment/test_machine.py::test_cores_are_shared_by_the_processes",
+    "InferenceEngineConfig.api_url": _CHECKS + "test_what_is_not_supported_says_so_and_what_to_write",
+    "InferenceEngineConfig.provider_api_key": _CHECKS + "test_what_is_not_supported_says_so_and_what_to_write",
     "InferenceEngineConfig.consumer_batch_size": _CHECKS + "test_one_step_takes_one_batch",
     "InferenceEngineConfig.lora_name": _CHECKS + "test_adapter_settings_of_rollout_are_those_of_the_actor",
     "InferenceEngineConfig.use_lora": _CHECKS + "test_adapter_settings_of_rollout_are_those_of_the_actor",
@@ -246,4 +252,11 @@ EFFECTS: dict[str, str] = {
     "OptimizerConfig.offload": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
     "InferenceEngineConfig.speculate": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
     "FSDPEngineConfig.shard_weights": _PROCESSES + "test_ranks_train_as_one_process_does",
+}
+_ARGUMENTS = "tests/experiments/servers/test_arguments.py::"
+EFFECTS |= {
+    f"{cls.__name__}.{entry.name}": _ARGUMENTS + f"test_each_setting_of_{product}_is_an_option"
+    for product, cls in (("vllm", vLLMConfig), ("sglang", SGLangConfig))
+    for entry in fields(cls)
+    if entry.name != "enable_multimodal"  # refused
 }

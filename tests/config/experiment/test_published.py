@@ -36,19 +36,19 @@ NEEDED = {
 }
 # What the message of each file says to write; applied, the file loads.
 REMEDIES = {
-    "grpo": ["rollout.backend=areno:d4"],
-    "ppo": ["allocation_mode=areno:d4+fsdp:d4"],
+    "grpo": [],
+    "ppo": [],
     "sft": [],
     "dpo": [],
     "rm": [],
-    "lora": ["rollout.backend=areno:d2", "actor.target_modules=[q_proj, k_proj]"],
+    "lora": ["actor.target_modules=[q_proj, k_proj]"],
     "multi_turn": ["~max_turns", "workflow.kwargs.max_turns=3", "~export_style", "rollout.agent.export_style=concat"],
-    "agent": ["rollout.backend=areno:d2t2", "~econfig"],
+    "agent": ["~econfig"],
     "distillation": ["~teacher.backend", "~teacher.dtype"],
-    "vision": ["rollout.backend=areno:d1", "~sglang.enable_multimodal"],
-    "ray": ["scheduler.type=local", "cluster.n_nodes=1", "cluster.name_resolve.type=nfs", "rollout.backend=areno:d8"],
-    "slurm": ["scheduler.type=local", "cluster.n_nodes=1", "rollout.backend=areno:d8t2"],
-    "megatron": ["rollout.backend=areno:d4", "actor.backend=fsdp:d2t2", "ref.backend=fsdp:d2t2"],
+    "vision": ["~sglang.enable_multimodal"],
+    "ray": ["scheduler.type=local", "cluster.n_nodes=1", "cluster.name_resolve.type=nfs"],
+    "slurm": ["scheduler.type=local", "cluster.n_nodes=1"],
+    "megatron": ["actor.backend=fsdp:d2t2", "ref.backend=fsdp:d2t2"],
     "cpu": [],
 }
 

@@ -1,0 +1,118 @@
+"""How new weights get from a trainer to inference servers: as a checkpoint folder, on disk or in shared memory.
+
+Whether they have arrived is seen from outside: a server must give the tokens of a fixed prompt the log-probs that the trainer
+gives them. An answer of "success" proves nothing, nor does output that has changed.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from areno.cache_folder import ScratchFolder
+from areno.engine.backend import ACTOR, Backend
+from areno.errors import EngineError
+from areno.rollouts.fleet.delivery import Mode, UpdateReport, WeightOptions
+from areno.rollouts.servers.replica import ServerReplica
+from areno.rollouts.servers.start import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = Path("/dev/shm")
+_PROBE_TOKENS = 32
+# Mean distance of log-probs, in nats, beyond which weights have not arrived: in fp32 on both sides, and in half precision.
+_MOST_GAP = {True: 0.01, False: 0.3}
+
+
+class FolderDelivery:
+    """Carries weights to servers; one update at a time. The newest folder is kept for a server that starts later."""
+
+    def __init__(self, options: WeightOptions, server: ServerOptions, vocab_size: int) -> None:
+        self.options, self.server = options, server
+        self.newest: tuple[Path, int] | None = None
+        self._probe = [(7 * place + 3) % vocab_size for place in range(_PROBE_TOKENS)]
+        self._most_gap = _MOST_GAP["float32" in server.arguments]
+        self._scratch: dict[Path | None, ScratchFolder] = {}
+        self._checked = False
+
+    def deliver(
+        self, engine: Backend, replicas: Mapping[int, Any], version: int, mode: Mode, verify: bool
+    ) -> UpdateReport:
+        """Bring the trainer's weights to all servers. The first time, and with ``verify``, see whether they have arrived.
+
+        Raises EngineError: they have not, or cannot be written.
+        """
+        began = time.perf_counter()
+        previous, self.newest = self.newest, None
+        folder = self._saved(engine, version, mode)
+        self.newest = (folder, version)
+        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
+            asked = {n: pool.submit(self.catch_up, replica) for n, replica in replicas.items()}
+        pauses = {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
+        for number, answer in asked.items():
+            if (error := answer.exception()) is not None and not replicas[number].workers.failed:
+                replicas[number].workers.abandon(f"its weights could not be updated: {error}")
+        gap = None
+        if verify or not self._checked:
+            gap = self._gap(engine, {n: replicas[n] for n in pauses}, version)
+        if previous is not None and previous[0] != folder:
+            shutil.rmtree(previous[0], ignore_errors=True)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return UpdateReport(version, mode, size, time.perf_counter() - began, pauses, gap)
+
+    def catch_up(self, replica: ServerReplica) -> float:
+        """Bring the newest weights to a server; returns the seconds that took. Raises EngineError."""
+        return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
+
+    def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
+        """See :class:`UpdateReport`; the largest of all servers."""
+        expected = engine.score_logprobs(ACTOR, [self._probe])[0][1:]
+        gaps = {n: _distance(expected, replica.prompt_logprobs(self._probe)) for n, replica in replicas.items()}
+        if not gaps:
+            return None
+        worst = max(gaps, key=gaps.__getitem__)
+        if not gaps[worst] <= self._most_gap:
+            raise EngineError(
+                f"replica {worst} does not have the weights of version {version}: its log-probs of a fixed prompt are "
+                f"{gaps[worst]:.3g} nats from the trainer's on average, and at most {self._most_gap:g} are expected; compare "
+                "dtype and model of both, and the server's log"
+            )
+        logger.info("weights %d have arrived: log-probs differ by %.2g nats on average", version, gaps[worst])
+        self._checked = True
+        return gaps[worst]
+
+    def close(self) -> None:
+        """Delete what lies in folders."""
+        if self.newest is not None:
+            shutil.rmtree(self.newest[0], ignore_errors=True)
+        for folder in self._scratch.values():
+            folder.cleanup()
+
+    def _saved(self, engine: Backend, version: int, mode: Mode) -> Path:
+        """A checkpoint of the trainer; its name is there when it is whole."""
+        folder = self._root(engine, mode) / f"weight_update_v{version}"
+        partial = folder.with_name(f".partial-{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        engine.save_model(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+        return folder
+
+    def _root(self, engine: Backend, mode: Mode) -> Path:
+        if mode == "disk" and self.options.folder is not None:
+            return self.options.folder
+        # Two versions lie there for a while; a checkpoint with its optimizer is larger than both.
+        fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()
+        root = _MEMORY if fits else None
+        if root not in self._scratch:
+            self._scratch[root] = ScratchFolder("weights", root)
+        return Path(self._scratch[root].name)
+
+
+def _distance(expected: list[float], found: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)

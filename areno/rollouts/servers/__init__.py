@@ -1,0 +1,1 @@
+"""Rollout replicas that are inference servers of others, vLLM and SGLang: their processes, and their calls over HTTP."""

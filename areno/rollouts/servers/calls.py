@@ -1,0 +1,99 @@
+"""What a rollout replica asks of an inference server, whichever product it is."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from areno.errors import EngineError
+from areno.types import RolloutSequence, SamplingParams
+
+SERVED_NAME = "policy"
+"""What the model is called in requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server that is up: its limits, and the weights it has."""
+
+    context_length: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer that is asked for; ``rid`` names it when it is to be aborted."""
+
+    rid: str
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    adapter: str = ""  # name of the adapter that answers; empty is the model itself
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a server has answered, token by token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def sequence(self, sampling: SamplingParams, text: str) -> RolloutSequence:
+        """The same as the engine has it."""
+        reason: Any = self.finish_reason if self.finish_reason in ("stop", "length") else "abort"
+        return RolloutSequence(
+            self.tokens,
+            self.logprobs,
+            reason,
+            text,
+            self.versions,
+            top_logprobs=self.top,
+            temperature=sampling.logprob_temperature,
+        )
+
+
+class ServerCalls(Protocol):
+    """The calls of one product. Each raises EngineError where the server refuses or is gone."""
+
+    product: str
+
+    async def describe(self, http: httpx.AsyncClient) -> Served:
+        """Called when the server is healthy, before anything else."""
+
+    async def generate(self, http: httpx.AsyncClient, sample: Sample) -> Answer:
+        """One answer, with log-probs and the weight version of each token."""
+
+    async def abort(self, http: httpx.AsyncClient, rid: str) -> None:
+        """End a sample; its call answers with what there is."""
+
+    async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
+        """Take over a checkpoint between two tokens of everything that runs. What was computed with old weights is dropped."""
+
+    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
+        """Serve an adapter under a name, and forget the one that was called ``outdated``, if any."""
+
+    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int], adapter: str) -> list[float]:
+        """Log-prob of each token of a prompt but the first, at temperature 1."""
+
+
+async def ask(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
+    """POST, and the JSON that comes back, None where there is no JSON. Raises EngineError: see :class:`ServerCalls`."""
+    try:
+        answer = await http.post(path, json={} if body is None else body, params=parameters)
+    except httpx.HTTPError as error:
+        raise EngineError(f"{http.base_url}{path}: {type(error).__name__}: {error}") from error
+    if answer.status_code >= 300:
+        raise EngineError(f"{http.base_url}{path}: status {answer.status_code}: {_reason(answer)}")
+    return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        found = answer.json()
+        return str(found.get("error", found).get("message", found))[:500]
+    except (ValueError, AttributeError):
+        return answer.text[:500]

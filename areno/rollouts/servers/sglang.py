@@ -1,0 +1,113 @@
+"""The calls of an SGLang server, as its 0.5.23 documents and defines them; they have not run against one here.
+
+Log-probs are those of the temperature-scaled distribution before top-k and top-p. Weights travel as checkpoint folders.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from areno.errors import EngineError
+from areno.rollouts.servers.calls import Answer, Sample, Served, ask
+from areno.rollouts.servers.vllm import versions_of
+from areno.types import SamplingParams
+
+
+class SglangCalls:
+    """See the module's text."""
+
+    product = "SGLang"
+
+    async def describe(self, http: httpx.AsyncClient) -> Served:
+        """Limits of the model; it was started with version 0."""
+        found = (await http.get("/server_info")).raise_for_status().json()
+        limit = found.get("context_length") or found.get("max_total_num_tokens")
+        return Served(context_length=int(limit))
+
+    async def generate(self, http: httpx.AsyncClient, sample: Sample) -> Answer:
+        """See :class:`ServerCalls`."""
+        body: dict[str, Any] = {
+            "rid": sample.rid,
+            "input_ids": sample.prompt,
+            "sampling_params": sampling_of(sample.sampling, sample.seed),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": sample.sampling.top_logprobs,
+            "stream": False,
+        }
+        if sample.adapter:
+            body["lora_path"] = sample.adapter
+        answer = await ask(http, "/generate", body)
+        meta, tokens = answer["meta_info"], list(answer["output_ids"])
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and reason.get("status_code"):
+            raise EngineError(f"{http.base_url}/generate: {reason.get('message')}")
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"{http.base_url}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or ()]
+        return Answer(tokens, logprobs, versions_of(spans, len(tokens)), str(reason["type"]), top)
+
+    async def abort(self, http: httpx.AsyncClient, rid: str) -> None:
+        """See :class:`ServerCalls`."""
+        await ask(http, "/abort_request", {"rid": rid})
+
+    async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
+        """Running requests go back to the queue meanwhile, and are computed anew with the new weights."""
+        await ask(http, "/pause_generation", {"mode": "retract"})
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "abort_all_requests": False,
+            "flush_cache": True,
+            "keep_pause": True,
+        }
+        done = await ask(http, "/update_weights_from_disk", body)
+        if not done.get("success"):
+            raise EngineError(f"{http.base_url}/update_weights_from_disk: {done.get('message')}")
+        await ask(http, "/continue_generation", {})
+
+    async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
+        """See :class:`ServerCalls`."""
+        await ask(http, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if outdated:
+            await ask(http, "/unload_lora_adapter", {"lora_name": outdated})
+
+    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int], adapter: str) -> list[float]:
+        """See :class:`ServerCalls`."""
+        body: dict[str, Any] = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if adapter:
+            body["lora_path"] = adapter
+        meta = (await ask(http, "/generate", body))["meta_info"]
+        return [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+
+
+def sampling_of(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """``sampling_params`` of a request."""
+    chosen: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "sampling_seed": seed % 2**31,
+        "stop_token_ids": sampling.stop_token_ids or [],
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    if sampling.stop:
+        chosen["stop"] = sampling.stop
+    if sampling.logit_bias:
+        chosen["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return chosen

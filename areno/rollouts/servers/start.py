@@ -1,0 +1,147 @@
+"""Start an inference server for a replica, or join one that runs."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoConfig
+
+from areno.config.paths import base_of
+from areno.engine.limits import context_length
+from areno.engine.parallel.workers import Processes
+from areno.errors import EngineError, UsageError
+from areno.rollouts.servers.calls import SERVED_NAME, ServerCalls
+from areno.rollouts.servers.process import ServerProcess, free_port
+from areno.rollouts.servers.replica import Joined, ServerReplica
+from areno.rollouts.servers.sglang import SglangCalls
+from areno.rollouts.servers.vllm import VllmCalls
+
+Product = Literal["vllm", "sglang"]
+
+_HOST = "127.0.0.1"
+_EXTENSION = Path(__file__).parent / "extension"
+_WORKER = "areno_vllm_worker.ArenoWorker"
+_OWN_WORKER = "--worker-extension-cls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The inference servers of a fleet.
+
+    Attributes:
+        arguments: what the section of the product gives on the command line.
+        command: that starts a server; empty takes the product's own from PATH or this Python.
+        addresses: of servers that run already, one per replica; none are started then.
+        adapter: name that the trainer's adapter gets; empty where it has none.
+        trust_remote_code: for the tokenizer.
+    """
+
+    product: Product
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    api_key: str = ""
+    adapter: str = ""
+    request_timeout_s: float = 3600.0
+    trust_remote_code: bool = False
+
+
+def open_server(
+    path: str,
+    number: int,
+    options: ServerOptions,
+    devices: Sequence[torch.device] | None,
+    processes: Processes,
+    on_failure: Callable[[EngineError], None],
+) -> ServerReplica:
+    """Replica ``number``: its server started or joined, healthy, with the weights of ``path`` as version 0.
+
+    Raises UsageError: the product is not installed; EngineError: the server ended, or was not healthy in time.
+    """
+    own_worker = _OWN_WORKER in options.arguments
+    calls: ServerCalls = VllmCalls(repacks=not own_worker) if options.product == "vllm" else SglangCalls()
+    server: ServerProcess | Joined
+    if options.addresses:
+        url, server = options.addresses[number], Joined(on_failure)
+    else:
+        port = free_port()
+        url = f"http://{_HOST}:{port}"
+        command = [*command_of(options), *_arguments(path, options, port)]
+        environment = environment_of(options.product, processes.threads or 1, devices) | dict(processes.environment)
+        server = ServerProcess(command, processes.log_file, environment, on_failure)
+    return ServerReplica(
+        path,
+        url,
+        calls,
+        server,
+        startup_s=processes.startup_s or 300.0,
+        timeout_s=options.request_timeout_s,
+        vocab_size=AutoConfig.from_pretrained(base_of(path), trust_remote_code=options.trust_remote_code)
+        .get_text_config()
+        .vocab_size,
+        api_key=options.api_key,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def context_length_of(path: str) -> int | None:
+    """Most tokens of a sequence, as the model of a checkpoint states it."""
+    return context_length(AutoConfig.from_pretrained(base_of(path)))
+
+
+def command_of(options: ServerOptions) -> list[str]:
+    """What starts a server, without arguments. Raises UsageError: it is not installed."""
+    if options.command:
+        return list(options.command)
+    if options.product == "sglang":
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        found = command[0] if importlib.util.find_spec("sglang") is not None else None
+    else:
+        found = shutil.which(
+            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        )
+        command = [str(found), "serve"]
+    if found is None:
+        example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
+        raise UsageError(
+            f"rollout.backend={options.product}: {options.product} is not installed here; install it, name the command of "
+            f"another environment ({options.product}.command='/PATH/bin/{example}'), join servers that run "
+            "(rollout.api_url=http://HOST:PORT), or write rollout.backend=areno:dN, which needs neither"
+        )
+    return command
+
+
+def _arguments(path: str, options: ServerOptions, port: int) -> list[str]:
+    where = ["--host", _HOST, "--port", str(port), "--served-model-name", SERVED_NAME]
+    if options.product == "sglang":
+        weights = ["--model-path", path, "--weight-version", "0"]
+        return [*weights, *where, *options.arguments]
+    needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    worker = [] if _OWN_WORKER in options.arguments else [_OWN_WORKER, _WORKER]
+    trusted = ["--trust-remote-code"] if options.trust_remote_code else []
+    return [path, *where, *needed, *worker, *trusted, *options.arguments]
+
+
+def environment_of(product: Product, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
+    """Variables that a server needs, which a user's own come on top of."""
+    chosen = {}
+    if devices is not None:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)
+    if product == "vllm":
+        paths = [str(_EXTENSION), os.environ.get("PYTHONPATH", "")]
+        chosen |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "VLLM_SERVER_DEV_MODE": "1",  # pauses and weight updates
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if devices is None:
+            chosen |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            chosen["OMP_NUM_THREADS"] = str(threads)
+    return chosen

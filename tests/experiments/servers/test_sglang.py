@@ -1,0 +1,153 @@
+"""SGLang's calls against a server that speaks its documented protocol. It is no SGLang: that needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from areno.errors import EngineError
+from areno.rollouts.servers.replica import Joined, ServerReplica
+from areno.rollouts.servers.sglang import SglangCalls
+from areno.types import Request, SamplingParams
+
+PROMPT = [5, 6, 7]
+
+
+class Protocol(BaseHTTPRequestHandler):
+    """Answers 10, 11, 12, ... with log-probs -0.1, -0.2, ...; a weight update moves the version from the next answer on."""
+
+    def do_GET(self):
+        self.answer({"context_length": 64} if self.path == "/server_info" else {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.heard.append((self.path, body))
+        if self.path == "/generate":
+            self.answer(self.generated(body))
+        elif self.path == "/abort_request":
+            self.server.aborted.set()
+            self.answer({})
+        elif self.path == "/update_weights_from_disk":
+            whole = "broken" not in body["model_path"]
+            self.server.version = body["weight_version"] if whole else self.server.version
+            self.answer({"success": whole, "message": "" if whole else "no such folder"}, 200 if whole else 400)
+        else:
+            self.answer({"message": "", "status": "ok", "success": True})
+
+    def generated(self, body):
+        if body.get("logprob_start_len") == 0:
+            entries = [
+                [None, PROMPT[0], None],
+                *([-0.5 * place, token, None] for place, token in enumerate(PROMPT[1:], 1)),
+            ]
+            return {"output_ids": [1], "meta_info": {"input_token_logprobs": entries}}
+        count, reason = body["sampling_params"]["max_new_tokens"], {"type": "length"}
+        if count == 50:  # runs until it is aborted
+            self.server.aborted.wait(10)
+            count, reason = 2, {"type": "abort", "message": "aborted"}
+        tokens = list(range(10, 10 + count))
+        spans = [{"version": "0", "start": 0, "end": 1}, {"version": self.server.version, "start": 1, "end": count}]
+        logprobs = [[-0.1 * (place + 1), token, None] for place, token in enumerate(tokens)]
+        meta = {"finish_reason": reason, "output_token_logprobs": logprobs, "weight_versions": spans}
+        return {"output_ids": tokens, "meta_info": meta}
+
+    def answer(self, content, status=200):
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Protocol)
+    found.heard, found.version, found.aborted = [], "0", threading.Event()
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+@pytest.fixture
+def replica(server, tiny_checkpoint):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    made = ServerReplica(
+        str(tiny_checkpoint), url, SglangCalls(), Joined(lambda _: None), startup_s=5, timeout_s=20, vocab_size=100
+    )
+    yield made
+    made.close()
+
+
+def ask(replica, tokens=3, **sampling):
+    return replica.submit([Request(PROMPT, SamplingParams(max_new_tokens=tokens, **sampling), [7])])[0]
+
+
+def test_an_answer_has_tokens_log_probs_and_versions(replica, server):
+    server.version = "4"
+    heard = []
+    request = Request(
+        PROMPT, SamplingParams(max_new_tokens=3, temperature=0.5, top_k=9), [7, 8], lambda *one: heard.append(one)
+    )
+    first, second = replica.submit([request])[0].result(10).sequences
+    assert first.resp_tokens == second.resp_tokens == [10, 11, 12]
+    assert first.resp_logprobs == pytest.approx([-0.1, -0.2, -0.3])
+    assert (first.versions, first.finish_reason, first.temperature) == ([0, 4, 4], "length", 0.5)
+    assert [(sample, token.token) for sample, token in heard] == [(n, t) for n in (0, 1) for t in (10, 11, 12)]
+    asked = [body for path, body in server.heard if path == "/generate"]
+    assert sorted(body["sampling_params"]["sampling_seed"] for body in asked) == [7, 8]
+    assert asked[0]["input_ids"] == PROMPT
+    assert asked[0]["return_logprob"] is True
+    assert {"max_new_tokens": 3, "temperature": 0.5, "top_k": 9, "top_p": 1.0}.items() <= asked[0][
+        "sampling_params"
+    ].items()
+
+
+def test_a_cancelled_answer_is_what_there_is(replica):
+    future = ask(replica, 50)
+    time.sleep(0.2)
+    replica.cancel(future)
+    answer = future.result(10).sequences[0]
+    assert (answer.finish_reason, answer.resp_tokens) == ("abort", [10, 11])
+
+
+def test_weights_come_between_two_tokens_and_a_failure_is_said(replica, server):
+    replica.take_over(Path("/weights/v3"), 3)
+    paths = [path for path, _ in server.heard]
+    assert paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert server.heard[-3][1] == {"mode": "retract"}
+    assert server.heard[-2][1]["weight_version"] == "3"
+    assert ask(replica).result(10).sequences[0].versions == [0, 3, 3]
+    with pytest.raises(EngineError, match="no such folder"):
+        replica.take_over(Path("/weights/broken"), 4)
+    assert replica.prompt_logprobs(PROMPT) == [-0.5, -1.0]
+
+
+def test_an_adapter_has_its_version_in_its_name(replica, server):
+    replica.take_over(Path("/a/1"), 1, "mine")
+    replica.take_over(Path("/a/2"), 2, "mine")
+    said = [(path, body["lora_name"]) for path, body in server.heard if "lora" in path]
+    assert said == [
+        ("/load_lora_adapter", "mine-v1"),
+        ("/load_lora_adapter", "mine-v2"),
+        ("/unload_lora_adapter", "mine-v1"),
+    ]
+    ask(replica).result(10)
+    assert server.heard[-1][1]["lora_path"] == "mine-v2"
+
+
+def test_a_server_that_is_gone_has_failed_before_anybody_hears_of_it(replica, server):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(EngineError):
+        ask(replica).result(20)
+    assert replica.workers.failed

@@ -1,0 +1,182 @@
+"""Replicas that are real vLLM servers: tokens, log-probs, versions, weights in mid-answer, and death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from areno.config.experiment.foreign_sections import vLLMConfig
+from areno.config.experiment.server_arguments import vllm_arguments
+from areno.engine.engine import Engine
+from areno.errors import EngineError
+from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.servers.start import ServerOptions
+from areno.types import Request, SamplingParams
+from examples.experiments import toy
+from tests.experiments.fleet.conftest import config
+from tests.support.cli import areno
+from tests.support.tiny import save_tiny_checkpoint
+
+MANY = range(16)
+"""Seeds of so many samples that they take seconds."""
+VLLM = Path(__file__).parents[3] / ".peers" / "vllm" / "bin" / "vllm"
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm"),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """Tied embeddings, of which vLLM on a CPU keeps a stale copy; heads of a size that it computes with."""
+    return save_tiny_checkpoint(
+        tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=128, tie_word_embeddings=True
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet(policy, tmp_path_factory):
+    section = vLLMConfig(enforce_eager=True, max_num_seqs=16)
+    arguments = vllm_arguments(section, dtype="float32", context_length=512, gpu=False)
+    server = ServerOptions(product="vllm", arguments=tuple(arguments), command=(str(VLLM), "serve"))
+    options = FleetOptions(replicas=1, log_folder=tmp_path_factory.mktemp("logs"), server=server, backoff_s=0.1)
+    with_fleet = RolloutFleet(str(policy), config(), options)
+    yield with_fleet
+    with_fleet.close()
+
+
+@pytest.fixture
+def trainer(policy):
+    engine = Engine(str(policy), config())
+    yield engine
+    engine.close()
+
+
+def moved(engine, scale=0.05, seed=1):
+    """Weights as training could leave them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in engine.actor.model.module.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def ask(fleet, prompt=(5, 6, 7, 8), tokens=12, seeds=(1,), **sampling):
+    chosen = SamplingParams(max_new_tokens=tokens, ignore_eos=True, **sampling)
+    return fleet.submit([Request(list(prompt), chosen, list(seeds))])[0]
+
+
+def scored(engine, prompt, answer, temperature=1.0):
+    return engine.score_logprobs("actor", [list(prompt) + answer.resp_tokens], temperature)[0][len(prompt) :]
+
+
+def test_answers_have_the_tokens_log_probs_and_versions_of_the_weights(fleet, trainer):
+    fleet.update_weights(trainer, 0)
+    sequences = ask(fleet, seeds=(1, 2, 1), temperature=0.7).result(60).sequences
+    assert sequences[0].resp_tokens == sequences[2].resp_tokens != sequences[1].resp_tokens
+    for answer in sequences:
+        assert answer.versions == [0] * 12
+        assert answer.finish_reason == "length"
+        torch.testing.assert_close(
+            torch.tensor(answer.resp_logprobs),
+            torch.tensor(scored(trainer, (5, 6, 7, 8), answer, 0.7)),
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, trainer):
+    before = ask(fleet, greedy=True).result(60).sequences[0]
+    moved(trainer)
+    future = ask(fleet, tokens=480, seeds=MANY)
+    time.sleep(0.2)
+    report = fleet.update_weights(trainer, 1, verify=True)
+    assert report.logprob_gap is not None
+    assert report.logprob_gap < 1e-4
+    long = future.result(120).sequences[0]
+    assert set(long.versions) == {0, 1}
+    assert long.versions == sorted(long.versions)
+    cut = long.versions.index(1)
+    # Tokens of the new version have the log-probs of the new weights, after a context that old weights have written.
+    torch.testing.assert_close(
+        torch.tensor(long.resp_logprobs[cut:]),
+        torch.tensor(scored(trainer, (5, 6, 7, 8), long)[cut:]),
+        atol=1e-3,
+        rtol=0,
+    )
+    after = ask(fleet, greedy=True).result(60).sequences[0]
+    assert after.resp_tokens != before.resp_tokens
+    assert after.versions == [1] * 12
+
+
+def test_weights_that_have_not_arrived_end_the_run(fleet, trainer, monkeypatch):
+    moved(trainer, seed=2)
+    kept = fleet._replicas[0].calls._repacks
+    monkeypatch.setattr(fleet._replicas[0].calls, "_repacks", False)  # as a server without areno's extension
+    with pytest.raises(EngineError, match="does not have the weights of version 2"):
+        fleet.update_weights(trainer, 2, verify=True)
+    monkeypatch.setattr(fleet._replicas[0].calls, "_repacks", kept)
+    assert fleet.update_weights(trainer, 3, verify=True).logprob_gap < 1e-4
+
+
+def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
+    url = str(fleet._replicas[0]._http.base_url).rstrip("/")
+    joined = ServerOptions(product="vllm", arguments=("--dtype", "float32"), addresses=(url,))
+    with closing(RolloutFleet(str(policy), config(), FleetOptions(log_folder=tmp_path, server=joined))) as other:
+        assert len(ask(other).result(60).sequences[0].resp_tokens) == 12
+        assert other.health().replicas[0].worker.pids == ()
+    assert len(ask(fleet).result(60).sequences[0].resp_tokens) == 12
+
+
+def test_a_cancelled_request_is_answered_with_what_there_is(fleet):
+    future = ask(fleet, tokens=480, seeds=MANY)
+    time.sleep(0.1)
+    fleet.cancel(future)
+    answer = future.result(30).sequences[0]
+    assert answer.finish_reason == "abort"
+    assert len(answer.resp_tokens) < 480
+
+
+def test_a_killed_server_is_started_again_with_the_current_weights_and_its_requests_are_answered(fleet, trainer):
+    moved(trainer, seed=4)
+    fleet.update_weights(trainer, 4)
+    future = ask(fleet, tokens=480, seeds=MANY)
+    time.sleep(0.3)
+    for pid in fleet.health().replicas[0].worker.pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    answer = future.result(300).sequences[0]
+    assert answer.versions == [4] * 480
+    assert fleet.health().restarts == 1
+    assert fleet.health().resubmitted == 1
+
+
+def test_an_experiment_learns_with_vllm(tmp_path, monkeypatch):
+    """The GRPO example, with one other setting and the command of vLLM; heads of a size that vLLM has on a CPU."""
+    plain = transformers.LlamaConfig
+    monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
+    toy.make_toy(tmp_path)
+    changes = [
+        "rollout.backend=vllm:d1",
+        f"vllm.command={VLLM} serve",
+        "vllm.enforce_eager=true",
+        "total_train_steps=12",
+    ]
+    example = Path(toy.__file__).with_name("grpo.yaml")
+    done = areno("run", example, f"cluster.fileroot={tmp_path}", *changes, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("logs/*/*/*/metrics.jsonl")
+    rewards = [
+        row["rollout/reward"] for row in map(json.loads, file.read_text().splitlines()) if "rollout/reward" in row
+    ]
+    assert len(rewards) == 12
+    assert sum(rewards[:2]) / 2 < 0.4
+    assert sum(rewards[-2:]) / 2 > 0.7
+    assert "weights 1 have arrived: log-probs differ by" in done.stdout + done.stderr
