@@ -26,6 +26,7 @@ REQUIRED = {
     "transformers": "5.17",
     "tokenizers": "0.22",
     "safetensors": "0.5",
+    "httpx": "0.27",
     "huggingface-hub": "1.0",
     "cloudpickle": "3.0",
     "datasets": "4.0",

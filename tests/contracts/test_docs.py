@@ -37,6 +37,16 @@ OTHER_FLAGS = {
     "--step": "areno inspect",
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     "--data": "examples/structured/evaluate.py",
+    **dict.fromkeys(
+        (
+            "--served-model-name",
+            "--enable-scale-out",
+            "--logprobs-mode",
+            "--generation-config",
+            "--worker-extension-cls",
+        ),
+        "vllm serve",
+    ),
     **dict.fromkeys(("--expert", "--steps"), "examples/agentic/warm_start.py and areno quickstart"),
     **dict.fromkeys(("--replay", "--debug-llm"), "examples/agentic/duelgrid/web_ui.py"),
     **dict.fromkeys(("--unbuffered", "--mpi", "--chdir"), "srun, a default in docs/configuration.md"),
