@@ -298,8 +298,13 @@ def takes_turns(config: PPOConfig) -> bool:
 
 
 def server_of(config: BaseExperimentConfig) -> str:
-    """The product whose servers generate; empty where areno's own engine does, or nothing."""
-    backend = config.rollout.backend.partition(":")[0].partition("[")[0] if isinstance(config, PPOConfig) else ""
+    """The product whose servers generate; empty where areno's own engine does, or nothing, or the backend is malformed."""
+    if not isinstance(config, PPOConfig):
+        return ""
+    try:
+        backend = ModelAllocation.from_str(config.rollout.backend).backend
+    except UsageError:
+        return ""
     return backend if backend in SERVERS else ""
 
 

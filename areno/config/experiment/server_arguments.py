@@ -4,7 +4,7 @@ A setting is an option of the same name with dashes: true is the option alone; f
 its items. What is not so, because a server has renamed or dropped it, or takes it under conditions, is said here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -36,6 +36,8 @@ def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | Non
         values["block_size"] = None  # vLLM chooses; on a CPU it does not start with 16
     if not gpu:
         values["gpu_memory_utilization"] = None  # VLLM_CPU_KVCACHE_SPACE says how much there is
+        # A prompt in chunks ends vLLM 0.32 on a CPU where its request has a seed: "CPU Generator does not use offset".
+        values["no_enable_chunked_prefill"] = True
         if section.enable_sleep_mode:
             raise UsageError("vllm.enable_sleep_mode=true: vLLM has it on GPUs only; leave it out")
     if section.enable_lora:
@@ -106,8 +108,3 @@ def _options(values: Mapping[str, Any]) -> Iterator[str]:
             yield from (option, *map(str, value)) if value else ()
         elif value is not None and value is not False and value != "":
             yield from (option, str(value))
-
-
-def joined(parts: Iterable[Iterable[str]]) -> list[str]:
-    """One command line of several pieces."""
-    return [text for part in parts for text in part]

@@ -69,6 +69,18 @@ class UpdateReport:
     logprob_gap: float | None = None
 
 
+def save_weights(engine: Backend, root: Path, version: int) -> Path:
+    """Write a trainer's checkpoint below ``root``; its name is there when it is complete."""
+    folder = root / f"weight_update_v{version}"
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    engine.save_model(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    return folder
+
+
 class Delivery:
     """Carries the weights that the replicas want; one update at a time.
 
@@ -99,7 +111,7 @@ class Delivery:
             pauses = self._broadcast(engine, replicas, update)
         else:
             if mode == "disk":
-                update = replace(plain, folder=str(self._saved(engine, version)))
+                update = replace(plain, folder=str(save_weights(engine, self.options.folder or self._rooms, version)))
             else:
                 update = replace(plain, segment=self._memory())
                 engine.each_rank(ranks.send, update)
@@ -136,17 +148,6 @@ class Delivery:
         if self._segment is None:
             self._segment = Segment(layout(self.specs)[1])
         return self._segment.path
-
-    def _saved(self, engine: Backend, version: int) -> Path:
-        """Write a checkpoint; its name is there when it is complete."""
-        folder = (self.options.folder or self._rooms) / f"weight_update_v{version}"
-        partial = folder.with_name(f".partial-{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        engine.save_model(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-        return folder
 
     # -- receiving -------------------------------------------------------------------------------------------------
 

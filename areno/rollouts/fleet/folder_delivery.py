@@ -5,7 +5,6 @@ gives them. An answer of "success" proves nothing, nor does output that has chan
 """
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 from areno.cache_folder import ScratchFolder
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError
-from areno.rollouts.fleet.delivery import Mode, UpdateReport, WeightOptions
+from areno.rollouts.fleet.delivery import Mode, UpdateReport, WeightOptions, save_weights
 from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import ServerOptions
 
@@ -48,7 +47,7 @@ class FolderDelivery:
         """
         began = time.perf_counter()
         previous, self.newest = self.newest, None
-        folder = self._saved(engine, version, mode)
+        folder = save_weights(engine, self._root(engine, mode), version)
         self.newest = (folder, version)
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(self.catch_up, replica) for n, replica in replicas.items()}
@@ -91,17 +90,6 @@ class FolderDelivery:
             shutil.rmtree(self.newest[0], ignore_errors=True)
         for folder in self._scratch.values():
             folder.cleanup()
-
-    def _saved(self, engine: Backend, version: int, mode: Mode) -> Path:
-        """A checkpoint of the trainer; its name is there when it is whole."""
-        folder = self._root(engine, mode) / f"weight_update_v{version}"
-        partial = folder.with_name(f".partial-{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        engine.save_model(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-        return folder
 
     def _root(self, engine: Backend, mode: Mode) -> Path:
         if mode == "disk" and self.options.folder is not None:

@@ -1,5 +1,6 @@
 """What a rollout replica asks of an inference server, whichever product it is."""
 
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,13 +35,18 @@ class Sample:
 
 @dataclass(slots=True)
 class Answer:
-    """What a server has answered, token by token."""
+    """What a server has answered, token by token. Raises EngineError: some tokens have no log-prob or no version."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            counts = f"{len(self.logprobs)} log-probs and the weight versions of {len(self.versions)}"
+            raise EngineError(f"{len(self.tokens)} tokens came with {counts}")
 
     def sequence(self, sampling: SamplingParams, text: str) -> RolloutSequence:
         """The same as the engine has it."""
@@ -67,8 +73,8 @@ class ServerCalls(Protocol):
     async def generate(self, http: httpx.AsyncClient, sample: Sample) -> Answer:
         """One answer, with log-probs and the weight version of each token."""
 
-    async def abort(self, http: httpx.AsyncClient, rid: str) -> None:
-        """End a sample; its call answers with what there is."""
+    async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
+        """End samples; their calls answer with what there is. One that the server has not begun yet may begin nevertheless."""
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Take over a checkpoint between two tokens of everything that runs. What was computed with old weights is dropped."""
@@ -80,10 +86,38 @@ class ServerCalls(Protocol):
         """Log-prob of each token of a prompt but the first, at temperature 1."""
 
 
+def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The version of each token, from spans with ``version``, ``start`` and ``end``."""
+    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+
+
+def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
+    """What both products call by the same names in the ``sampling_params`` of a request."""
+    names = ("top_p", "top_k", "min_p", "ignore_eos", "skip_special_tokens")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    chosen = {name: getattr(sampling, name) for name in (*names, *penalties)}
+    chosen["temperature"] = 0.0 if sampling.greedy else sampling.temperature
+    chosen["stop_token_ids"] = sampling.stop_token_ids or []
+    if sampling.stop:
+        chosen["stop"] = sampling.stop
+    if sampling.logit_bias:
+        chosen["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return chosen
+
+
 async def ask(http: httpx.AsyncClient, path: str, body: Any = None, **parameters: Any) -> Any:
     """POST, and the JSON that comes back, None where there is no JSON. Raises EngineError: see :class:`ServerCalls`."""
+    return await _answered(http, path, http.post(path, json={} if body is None else body, params=parameters))
+
+
+async def look(http: httpx.AsyncClient, path: str) -> Any:
+    """The same by GET."""
+    return await _answered(http, path, http.get(path))
+
+
+async def _answered(http: httpx.AsyncClient, path: str, call: Awaitable[httpx.Response]) -> Any:
     try:
-        answer = await http.post(path, json={} if body is None else body, params=parameters)
+        answer = await call
     except httpx.HTTPError as error:
         raise EngineError(f"{http.base_url}{path}: {type(error).__name__}: {error}") from error
     if answer.status_code >= 300:

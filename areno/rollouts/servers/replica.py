@@ -30,6 +30,7 @@ from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 T = TypeVar("T")
 
 _POLL_S = 0.5
+_ABORT_S = 0.1
 _HEALTH_S = 10.0
 _HEALTHY = 200
 
@@ -86,12 +87,11 @@ class ServerReplica:
         timeout_s: float,
         vocab_size: int,
         api_key: str = "",
-        trust_remote_code: bool = False,
     ) -> None:
         self.workers, self.calls, self.adapter = server, calls, ""
         self.vocab_size = vocab_size
-        self.tokenizer = load_tokenizer(tokenizer_of(path), trust_remote_code=trust_remote_code)
-        check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(tokenizer_of(path))
+        check_tokenizer(self.tokenizer, path, option="--ckpt")
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         self._open: dict[Future[RolloutResult], _Open] = {}
         self._lock, self._numbers = threading.Lock(), itertools.count()
@@ -138,12 +138,14 @@ class ServerReplica:
             entry = self._open.get(future)
         if entry is not None and not entry.cancelled:
             entry.cancelled = True
-            for rid in entry.rids:
-                self._begin(self._abort(rid))
+            self._begin(self._abort(entry))
 
-    async def _abort(self, rid: str) -> None:
-        with suppress(EngineError):  # a server that is gone has ended it too
-            await self.calls.abort(self._http, rid)
+    async def _abort(self, entry: _Open) -> None:
+        """Again until the answer is there, because what a server has not begun yet it may begin after the abort."""
+        while not entry.future.done():
+            with suppress(EngineError):  # a server that is gone has ended it too
+                await self.calls.abort(self._http, entry.rids)
+            await asyncio.sleep(_ABORT_S)
 
     def load(self) -> EngineLoad:
         """What has been asked for and answered; what the server does with it is its own matter."""

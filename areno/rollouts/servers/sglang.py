@@ -9,9 +9,7 @@ from typing import Any
 import httpx
 
 from areno.errors import EngineError
-from areno.rollouts.servers.calls import Answer, Sample, Served, ask
-from areno.rollouts.servers.vllm import versions_of
-from areno.types import SamplingParams
+from areno.rollouts.servers.calls import Answer, Sample, Served, ask, look, sampling_of, versions_of
 
 
 class SglangCalls:
@@ -21,7 +19,7 @@ class SglangCalls:
 
     async def describe(self, http: httpx.AsyncClient) -> Served:
         """Limits of the model; it was started with version 0."""
-        found = (await http.get("/server_info")).raise_for_status().json()
+        found = await look(http, "/server_info")
         limit = found.get("context_length") or found.get("max_total_num_tokens")
         return Served(context_length=int(limit))
 
@@ -30,7 +28,12 @@ class SglangCalls:
         body: dict[str, Any] = {
             "rid": sample.rid,
             "input_ids": sample.prompt,
-            "sampling_params": sampling_of(sample.sampling, sample.seed),
+            "sampling_params": {
+                **sampling_of(sample.sampling),
+                "max_new_tokens": sample.sampling.max_new_tokens,
+                "min_new_tokens": sample.sampling.min_new_tokens,
+                "sampling_seed": sample.seed % 2**31,
+            },
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": sample.sampling.top_logprobs,
@@ -44,15 +47,14 @@ class SglangCalls:
         if reason["type"] == "abort" and reason.get("status_code"):
             raise EngineError(f"{http.base_url}/generate: {reason.get('message')}")
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        if len(logprobs) != len(tokens):
-            raise EngineError(f"{http.base_url}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or ()]
-        return Answer(tokens, logprobs, versions_of(spans, len(tokens)), str(reason["type"]), top)
+        return Answer(tokens, logprobs, versions_of(spans), str(reason["type"]), top)
 
-    async def abort(self, http: httpx.AsyncClient, rid: str) -> None:
+    async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
         """See :class:`ServerCalls`."""
-        await ask(http, "/abort_request", {"rid": rid})
+        for rid in rids:
+            await ask(http, "/abort_request", {"rid": rid})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Running requests go back to the queue meanwhile, and are computed anew with the new weights."""
@@ -87,27 +89,3 @@ class SglangCalls:
             body["lora_path"] = adapter
         meta = (await ask(http, "/generate", body))["meta_info"]
         return [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
-
-
-def sampling_of(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """``sampling_params`` of a request."""
-    chosen: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "sampling_seed": seed % 2**31,
-        "stop_token_ids": sampling.stop_token_ids or [],
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
-    if sampling.stop:
-        chosen["stop"] = sampling.stop
-    if sampling.logit_bias:
-        chosen["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    return chosen

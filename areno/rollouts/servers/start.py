@@ -39,7 +39,6 @@ class ServerOptions:
         command: that starts a server; empty takes the product's own from PATH or this Python.
         addresses: of servers that run already, one per replica; none are started then.
         adapter: name that the trainer's adapter gets; empty where it has none.
-        trust_remote_code: for the tokenizer.
     """
 
     product: Product
@@ -49,7 +48,6 @@ class ServerOptions:
     api_key: str = ""
     adapter: str = ""
     request_timeout_s: float = 3600.0
-    trust_remote_code: bool = False
 
 
 def open_server(
@@ -82,11 +80,8 @@ def open_server(
         server,
         startup_s=processes.startup_s or 300.0,
         timeout_s=options.request_timeout_s,
-        vocab_size=AutoConfig.from_pretrained(base_of(path), trust_remote_code=options.trust_remote_code)
-        .get_text_config()
-        .vocab_size,
+        vocab_size=AutoConfig.from_pretrained(base_of(path)).get_text_config().vocab_size,
         api_key=options.api_key,
-        trust_remote_code=options.trust_remote_code,
     )
 
 
@@ -124,8 +119,7 @@ def _arguments(path: str, options: ServerOptions, port: int) -> list[str]:
         return [*weights, *where, *options.arguments]
     needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     worker = [] if _OWN_WORKER in options.arguments else [_OWN_WORKER, _WORKER]
-    trusted = ["--trust-remote-code"] if options.trust_remote_code else []
-    return [path, *where, *needed, *worker, *trusted, *options.arguments]
+    return [path, *where, *needed, *worker, *options.arguments]
 
 
 def environment_of(product: Product, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:

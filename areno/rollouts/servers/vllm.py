@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 
 from areno.errors import EngineError
-from areno.rollouts.servers.calls import SERVED_NAME, Answer, Sample, Served, ask
-from areno.types import SamplingParams
+from areno.rollouts.servers.calls import SERVED_NAME, Answer, Sample, Served, ask, look, sampling_of, versions_of
 
 # The server puts this before the name of a request.
 _PREFIX = "generate-tokens-"
@@ -27,7 +26,7 @@ class VllmCalls:
 
     async def describe(self, http: httpx.AsyncClient) -> Served:
         """Limits of the model; its weights become version 0."""
-        models = (await http.get("/v1/models")).raise_for_status().json()["data"]
+        models = (await look(http, "/v1/models"))["data"]
         await ask(http, "/update_weight_version", {"new_version": "0"})
         return Served(context_length=int(models[0]["max_model_len"]))
 
@@ -37,25 +36,28 @@ class VllmCalls:
             "model": sample.adapter or SERVED_NAME,
             "request_id": sample.rid,
             "token_ids": sample.prompt,
-            "sampling_params": sampling_of(sample.sampling, sample.seed),
+            "sampling_params": {
+                **sampling_of(sample.sampling),
+                "max_tokens": sample.sampling.max_new_tokens,
+                "min_tokens": sample.sampling.min_new_tokens,
+                "seed": sample.seed % 2**63,
+                "logprobs": sample.sampling.top_logprobs,
+            },
             "stream": False,
         }
         choice = (await ask(http, "/inference/v1/generate", body))["choices"][0]
         content = (choice.get("logprobs") or {}).get("content") or []
-        tokens = list(choice["token_ids"])
-        if len(content) != len(tokens):
-            raise EngineError(f"{http.base_url}: {len(tokens)} tokens came with {len(content)} log-probs")
         return Answer(
-            tokens,
+            list(choice["token_ids"]),
             [entry["logprob"] for entry in content],
-            versions_of(choice.get("weight_versions") or [], len(tokens)),
+            versions_of(choice.get("weight_versions") or []),
             str(choice["finish_reason"]),
             _top(content) if sample.sampling.top_logprobs else [],
         )
 
-    async def abort(self, http: httpx.AsyncClient, rid: str) -> None:
+    async def abort(self, http: httpx.AsyncClient, rids: list[str]) -> None:
         """See :class:`ServerCalls`."""
-        await ask(http, "/inference/v1/abort_requests", {"request_ids": [_PREFIX + rid]})
+        await ask(http, "/inference/v1/abort_requests", {"request_ids": [_PREFIX + rid for rid in rids]})
 
     async def load_weights(self, http: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Paused meanwhile; running requests go on with the next token, their caches computed anew with the new weights."""
@@ -85,39 +87,6 @@ class VllmCalls:
         return [
             found[str(token)]["logprob"] for token, found in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
         ]
-
-
-def sampling_of(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """``sampling_params`` of a request."""
-    chosen: dict[str, Any] = {
-        "max_tokens": sampling.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": seed % 2**63,
-        "stop_token_ids": sampling.stop_token_ids or [],
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": sampling.top_logprobs,
-    }
-    if sampling.stop:
-        chosen["stop"] = sampling.stop
-    if sampling.logit_bias:
-        chosen["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    return chosen
-
-
-def versions_of(spans: list[dict[str, Any]], tokens: int) -> list[int]:
-    """The version of each token, from spans with ``version``, ``start`` and ``end``. Raises EngineError: some have none."""
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != tokens:
-        raise EngineError(f"{tokens} tokens came with the weight versions of {len(versions)}")
-    return versions
 
 
 def _top(content: list[dict[str, Any]]) -> list[list[tuple[int, float]]]:

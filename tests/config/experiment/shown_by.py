@@ -7,6 +7,7 @@ from dataclasses import fields
 from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
 
 _CHECKS = "tests/config/experiment/test_checks.py::"
+_SERVERS = "tests/config/experiment/test_servers.py::"
 _LOADER = "tests/config/experiment/test_loader.py::"
 _EFFECTS = "tests/config/experiment/test_effects.py::"
 _SUPERVISED = "tests/experiments/test_settings_supervised.py::"
@@ -38,8 +39,8 @@ EFFECTS: dict[str, str] = {
     "TrainDatasetConfig.type": _LOADER + "test_the_type_of_the_data_says_which_experiment_it_is",
     "ClusterSpecConfig.n_gpus_per_node": "tests/config/experiment/test_machine.py::test_ranks_must_fit_the_devices",
     "SchedulingSpec.cpu": "tests/config/experiment/test_machine.py::test_cores_are_shared_by_the_processes",
-    "InferenceEngineConfig.api_url": _CHECKS + "test_what_is_not_supported_says_so_and_what_to_write",
-    "InferenceEngineConfig.provider_api_key": _CHECKS + "test_what_is_not_supported_says_so_and_what_to_write",
+    "InferenceEngineConfig.api_url": _SERVERS + "test_what_does_not_go_with_servers_says_so_and_what_to_write",
+    "InferenceEngineConfig.provider_api_key": _SERVERS + "test_what_does_not_go_with_servers_says_so_and_what_to_write",
     "InferenceEngineConfig.consumer_batch_size": _CHECKS + "test_one_step_takes_one_batch",
     "InferenceEngineConfig.lora_name": _CHECKS + "test_adapter_settings_of_rollout_are_those_of_the_actor",
     "InferenceEngineConfig.use_lora": _CHECKS + "test_adapter_settings_of_rollout_are_those_of_the_actor",

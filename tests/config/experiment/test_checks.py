@@ -344,18 +344,6 @@ def test_allocation_mode_gives_each_role_its_backend():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.backend": "vllm:d1", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend vllm:d1"),
-        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is of inference servers; give rollout.backend=vllm:dN"),
-        ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is of inference servers"),
-        ({"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"}, "rollout.api_url lists 1 servers"),
-        ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is no address; write http://HOST:PORT"),
-        (
-            {
-                "rollout.backend": "vllm:d1",
-                "rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False},
-            },
-            "rollout.scheduling_strategy.fork false with rollout.backend vllm:d1: a server is a process of its own",
-        ),
         (
             {"rollout.backend": "areno:d2p2"},
             "pipeline parallelism of 2 is not supported; write rollout.backend=areno:d4",

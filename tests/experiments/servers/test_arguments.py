@@ -104,6 +104,7 @@ def test_defaults_are_those_that_the_model_and_the_machine_can_take():
     assert "--context-length 4096" in sglang()
     on_cpu = vllm_arguments(vLLMConfig(), dtype="float32", context_length=None, gpu=False)
     assert "--gpu-memory-utilization" not in on_cpu
+    assert "--no-enable-chunked-prefill" in on_cpu  # requests have seeds, which prompts in chunks do not go with there
     with pytest.raises(UsageError, match="enable_sleep_mode"):
         vllm_arguments(vLLMConfig(enable_sleep_mode=True), dtype="float32", context_length=None, gpu=False)
     with pytest.raises(UsageError, match="max_lora_rank=513"):

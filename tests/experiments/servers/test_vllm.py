@@ -37,9 +37,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """Tied embeddings, of which vLLM on a CPU keeps a stale copy; heads of a size that it computes with."""
+    """Tied embeddings, of which vLLM on a CPU keeps a stale copy; heads of a size that it computes with.
+
+    Large enough that long answers take many seconds: what is done in their midst comes there, on a busy machine too.
+    """
     return save_tiny_checkpoint(
-        tmp_path_factory.mktemp("ckpt") / "qwen3", "qwen3", heads=4, hidden=128, tie_word_embeddings=True
+        tmp_path_factory.mktemp("ckpt") / "qwen3",
+        "qwen3",
+        heads=16,
+        hidden=1024,
+        layers=6,
+        tie_word_embeddings=True,
     )
 
 
@@ -61,7 +69,7 @@ def trainer(policy):
     engine.close()
 
 
-def moved(engine, scale=0.05, seed=1):
+def moved(engine, scale=0.02, seed=1):
     """Weights as training could leave them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -136,13 +144,14 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
     assert len(ask(fleet).result(60).sequences[0].resp_tokens) == 12
 
 
-def test_a_cancelled_request_is_answered_with_what_there_is(fleet):
+@pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.1])  # before and after the server has begun the samples
+def test_a_cancelled_request_is_answered_with_what_there_is(fleet, wait_s):
     future = ask(fleet, tokens=480, seeds=MANY)
-    time.sleep(0.1)
+    time.sleep(wait_s)
     fleet.cancel(future)
-    answer = future.result(30).sequences[0]
-    assert answer.finish_reason == "abort"
-    assert len(answer.resp_tokens) < 480
+    for answer in future.result(30).sequences:
+        assert answer.finish_reason == "abort"
+        assert len(answer.resp_tokens) < 480
 
 
 def test_a_killed_server_is_started_again_with_the_current_weights_and_its_requests_are_answered(fleet, trainer):
