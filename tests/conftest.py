@@ -50,12 +50,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Ranks that tests start are forked from a process with all imports done; those of commands start as always."""
-    from areno.engine.parallel import workers
+    from areno.launch import local
     from tests.support.cli import forked_rank
 
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
-            patch.setattr(workers, "_start_process", forked_rank)
+            patch.setattr(local, "start_process", forked_rank)
         yield
 
 

@@ -28,7 +28,7 @@ def test_messages_arrive_whole_and_in_order_both_ways(ends):
 def test_half_a_message_is_not_waited_for(ends):
     ours, other = ends
     other.send(b"first")
-    other._socket.send(other._key + (8).to_bytes(8) + b"half")
+    other._socket.send(other._form._key + (8).to_bytes(8) + b"half")
     assert ours.arrived() == [b"first"]
     assert ours.arrived() == []
     with pytest.raises(TimeoutError):
@@ -49,7 +49,7 @@ def test_other_bytes_are_an_error_at_once(ends, sent):
 
 def test_announced_sizes_are_limited(ends):
     ours, other = ends
-    other._socket.send(other._key + (10**12).to_bytes(8))
+    other._socket.send(other._form._key + (10**12).to_bytes(8))
     with pytest.raises(FrameError, match=r"1,000,000,000,000 bytes was announced, the limit is 1,000"):
         ours.arrived()
 

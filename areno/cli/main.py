@@ -19,6 +19,7 @@ COMMANDS = {
     "env": "Print an AReno environment/support report.",
     "eval": "Measure a model on held-out prompts: accuracy, pass@k, lengths.",
     "inspect": "Show what a run sampled and trained on, token by token.",
+    "launch": "Show what an experiment would start on a cluster.",
     "plan": "Show the memory that a training run will take, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "run": "Run an experiment from a YAML file: PPO and its family, SFT, DPO, reward models, asynchronously.",

@@ -35,6 +35,6 @@ def _dry_run(options: TrainOptions) -> int:
     print(dump_config(options), end="")
     print("\nMemory\n------")
     print("not planned with --fsdp" if options.fsdp else plan_text(options, make_plan(options)))
-    if options.rollout == "async":
+    if options.uses_replicas:
         print("(this process; the rollout processes have models and caches of their own)")
     return 0

@@ -66,8 +66,15 @@ def _combinations(options: TrainOptions, spec: AlgorithmSpec) -> Iterator[tuple[
         yield from _reference(options, spec)
         yield from _rewards(options)
         if options.rollout == "sync":
-            for name in ("rollout_replicas", "max_staleness"):
-                yield name, "has no effect without rollout processes; give --rollout async too"
+            yield "max_staleness", "has no effect without rollout processes; give --rollout async too"
+        if not options.uses_replicas:
+            yield "rollout_replicas", "has no effect without rollout processes; give --rollout async too"
+        servers = ("rollout_url", "rollout_server_command", "rollout_server_args")
+        for name in servers if options.rollout_backend == "areno" else ():
+            yield name, "has no effect on areno's own engine; give --rollout-backend vllm or sglang too"
+        if options.rollout_url:
+            for name in servers[1:]:
+                yield name, "has no effect on servers that run already; leave it out"
 
 
 def _rewards(options: TrainOptions) -> Iterator[tuple[str, str]]:

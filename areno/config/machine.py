@@ -53,7 +53,8 @@ def heads_problem(config: Mapping[str, Any], tp_size: int, place: str) -> str:
 
 def rollout_ranks(options: TrainOptions) -> int:
     """Devices of the rollout processes."""
-    return options.rollout_replicas * options.tp_size if options.rollout == "async" else 0
+    starts = options.uses_replicas and not options.rollout_url
+    return options.rollout_replicas * options.tp_size if starts else 0
 
 
 def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
@@ -63,9 +64,9 @@ def rollout_gpu_problem(options: TrainOptions, gpus: int) -> str:
     if not ranks or not device.startswith("cuda") or first + options.world_size + ranks <= gpus:
         return ""
     return (
-        f"--rollout async with --rollout-replicas {options.rollout_replicas}: training on {options.world_size} GPUs "
+        f"--rollout-replicas {options.rollout_replicas}: training on {options.world_size} GPUs "
         f"(--world-size) from GPU {first} on and rollout on {ranks} need more than the {gpus} of this machine; use fewer, or "
-        "--rollout sync"
+        "leave --rollout and --rollout-backend out"
     )
 
 

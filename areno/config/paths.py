@@ -46,6 +46,11 @@ def anchored(value: Any, *, python: bool) -> Any:
     return f"{path.absolute()}{value[end:]}" if path.exists() else value
 
 
+def is_address(path: str | None) -> bool:
+    """Whether a model is named by the address of a server."""
+    return bool(path) and str(path).startswith(("http://", "https://"))
+
+
 def ckpt_problem(text: str, option: str = "--ckpt") -> str:
     """Say why a model reference cannot work; empty for a usable local folder and for any well-formed repo id."""
     path = Path(text).expanduser()

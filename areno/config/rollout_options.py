@@ -5,6 +5,9 @@ from functools import partial
 
 from areno.config.options import option
 
+SERVER_PRODUCTS = ("vllm", "sglang")
+"""Products whose servers may generate."""
+
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)
 _shared = partial(option, group="Rollout")
@@ -70,6 +73,26 @@ class RolloutOptions:
     )
     rollout_replicas: int = _rollout_free(
         1, minimum=1, help="Asynchronous rollout: processes that generate, each of --tp-size ranks."
+    )
+    rollout_backend: str = _rollout(
+        "areno",
+        choices=("areno", *SERVER_PRODUCTS),
+        help="What generates: areno's own engine, or inference servers of vLLM or SGLang, one for each --rollout-replicas; "
+        "without --rollout async in turn with training.",
+    )
+    rollout_url: tuple[str, ...] = _rollout_free(
+        (),
+        metavar="URL",
+        help="Servers: join one that runs at this address, in place of starting it. Repeatable, one per replica.",
+    )
+    rollout_server_command: str | None = _rollout_free(
+        None,
+        metavar="COMMAND",
+        unset="that of this environment",
+        help="Servers: what starts one, such as /PATH/bin/vllm serve.",
+    )
+    rollout_server_args: str | None = _rollout_free(
+        None, metavar="ARGUMENTS", help="Servers: further arguments of the command, in one pair of quotes."
     )
     max_staleness: int = _rollout(
         1,

@@ -93,9 +93,10 @@ def _rollout(options: TrainOptions, spec: AlgorithmSpec) -> dict[str, str]:
         "max_new_tokens": str(options.max_new_tokens),
         "max_context_len": str(options.max_context_len or "model limit"),
     }
-    beside = f"{options.rollout_replicas} replicas beside training, at most {options.max_staleness} versions behind"
+    what = "replicas" if options.rollout_backend == "areno" else f"{options.rollout_backend} servers"
+    beside = f"{options.rollout_replicas} {what} beside training, at most {options.most_behind} versions behind"
     generated = {
-        "generation": beside if options.rollout == "async" else "in turn with training",
+        "generation": beside if options.uses_replicas else "in turn with training",
         "n_samples": str(options.n_samples),
         "max_running_prompts": str(options.running_sequences),
         "kv_cache_tokens": str(options.kv_cache_tokens or "auto"),

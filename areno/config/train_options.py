@@ -57,6 +57,16 @@ class TrainOptions(
         return None if open_ else self.activation_checkpointing
 
     @property
+    def uses_replicas(self) -> bool:
+        """Whether rollout has processes of its own."""
+        return self.rollout == "async" or self.rollout_backend != "areno"
+
+    @property
+    def most_behind(self) -> int:
+        """Most updates that the weights behind a token may lack."""
+        return self.max_staleness if self.rollout == "async" else 0
+
+    @property
     def running_sequences(self) -> int:
         """Most sequences that may be generated at the same time."""
         return self.max_running_prompts or self.batch_size * self.n_samples

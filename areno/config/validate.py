@@ -4,6 +4,7 @@ An option without effect is a problem too. Files are looked at; `areno.config.ho
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ def _of_algorithm(options: TrainOptions, spec: AlgorithmSpec, entries: Sequence[
                 yield f"--agent-fn {options.agent_fn}: agents are served over HTTP, which needs {missing}"
         if options.workflow is not None:
             yield from _workflow(options, options.workflow)
-        if options.rollout == "async":
-            yield from _asynchronous(options)
+        if options.uses_replicas:
+            yield from _replicas(options)
 
 
 def shared_problems(options: TrainOptions, split: str = TRAIN) -> Iterator[str]:
@@ -314,19 +315,30 @@ def _workflow(options: TrainOptions, workflow: str) -> Iterator[str]:
         )
 
 
-def _asynchronous(options: TrainOptions) -> Iterator[str]:
+def _replicas(options: TrainOptions) -> Iterator[str]:
     """What rollout processes do not go together with."""
+    for name in ("rollout_server_command", "rollout_server_args"):
+        try:
+            shlex.split(getattr(options, name) or "")
+        except ValueError as error:
+            yield f"{flag_of(name)} {getattr(options, name)!r} is no command line: {error}; close its quotes"
+    given = "--rollout async" if options.rollout == "async" else f"--rollout-backend {options.rollout_backend}"
+    if options.rollout_url and len(options.rollout_url) != options.rollout_replicas:
+        yield (
+            f"--rollout-url is given {len(options.rollout_url)} times, and --rollout-replicas is {options.rollout_replicas}; "
+            "give one address per replica"
+        )
     if options.agent_fn is not None:
         yield (
-            f"--rollout async with --agent-fn {options.agent_fn}: its agents talk to the model of this process; give an agent "
-            "with `async def run(self, data, **extra)` as --workflow, or leave --rollout async out"
+            f"{given} with --agent-fn {options.agent_fn}: its agents talk to the model of this process; give an agent "
+            f"with `async def run(self, data, **extra)` as --workflow, or leave {given} out"
         )
     if options.load_in_4bit:
-        yield "--rollout async with --load-in-4bit: rollout processes hold whole weights only; leave one of the two out"
+        yield f"{given} with --load-in-4bit: rollout processes hold whole weights only; leave one of the two out"
     if options.tune_params:
         yield (
-            "--rollout async with --tune-params: the memory of rollout processes is not planned; give the sizes, or leave "
-            "--rollout async out"
+            f"{given} with --tune-params: the memory of rollout processes is not planned; give the sizes, or leave "
+            f"{given} out"
         )
 
 

@@ -22,6 +22,8 @@ from areno.config.experiment.saving import config_text
 from areno.errors import ArenoError, EngineError, UsageError, exit_code
 from areno.experiments.checks import check_inputs
 from areno.experiments.folders import ExperimentFolders, open_log
+from areno.experiments.submit import batch_script, submit
+from areno.launch.slurm import in_job
 from areno.training.stopping import StopRequested
 
 _log = logging.getLogger(__name__)
@@ -108,12 +110,14 @@ def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
 
 def _dry_run(config: BaseExperimentConfig) -> str:
     """Check an experiment as a run does before it loads a model, and say what it would do; nothing is written."""
-    from areno.experiments.trainers.engines import this_machine
+    from areno.experiments.trainers.engines import machine_of
     from areno.experiments.trainers.rows import RowSource, load_dataset
 
     check_inputs(config)
     config = settled(config)
-    notices = [notice(config), *resolve_for_machine(config, this_machine())]
+    if config.scheduler.type == "slurm" and not in_job():
+        return f"{config_text(config).rstrip()}\n{batch_script(config, ['areno', 'run', '...'])}dry run: nothing was submitted"
+    notices = [notice(config), *resolve_for_machine(config, machine_of(config))]
     lines = [config_text(config).rstrip(), *filter(None, notices)]
     data = {name: load_dataset(section, name) for name in DATASETS if (section := getattr(config, name)) is not None}
     for name, rows in data.items():
@@ -139,5 +143,10 @@ def main(argv: Sequence[str], resumed: Path | None = None) -> None:
         _check_resumed(config, resumed)
     if DRY_RUN in argv:
         sys.stdout.write(_dry_run(config) + "\n")
+        return
+    if config.scheduler.type == "slurm" and not in_job():
+        check_inputs(config)
+        if code := submit(config, words):
+            raise SystemExit(code)
         return
     run_experiment(config)

@@ -19,7 +19,7 @@ from typing import NoReturn
 from areno.frames import Frames
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_WATCHED = (signal.SIGCHLD, signal.SIGIO)
+_WATCHED = (signal.SIGCHLD, signal.SIGIO, signal.SIGTERM)
 # Where memory runs out, the kernel is to end a worker rather than the trainer.
 _OOM_SCORE = "500"
 
@@ -80,8 +80,8 @@ def _supervise(worker: int, lifeline: int) -> NoReturn:
     status: int | None = None
     while status is None and not select.select([lifeline], [], [], 0)[0]:
         status = _reap(worker)
-        if status is None:
-            signal.sigwait(_WATCHED)
+        if status is None and signal.sigwait(_WATCHED) == signal.SIGTERM:
+            _send({worker}, signal.SIGTERM)  # it may have something to put in order
     _end_descendants()
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:  # end in the same way as the worker did

@@ -19,7 +19,8 @@ GROUPS = {
         "top-k top-p greedy eager-decode speculate drop-rollout-state attn-backend disable-thinking agent-fn "
         "agent-timeout-s agent-retries agent-max-failures train-tool-results turn-discount "
         "reward-fn-path reward-weights reward-normalize-parts reward-ckpt reward-timeout-s reward-memory-gb reward-workers "
-        "on-reward-error rollout rollout-replicas max-staleness workflow kv-cache-tokens stop stop-token-ids ignore-eos"
+        "on-reward-error rollout rollout-replicas rollout-backend rollout-url rollout-server-command rollout-server-args "
+        "max-staleness workflow kv-cache-tokens stop stop-token-ids ignore-eos"
     ),
     "Parameter tuning": "tune-params mem-frac tune-max-samples",
     "Train": (

@@ -27,6 +27,8 @@ ROOMS = [
     "serving",
     "training",
     "engine",
+    "launch",
+    "name_resolve",
     "observability",
     "algorithms",  # one file each, found by name
     "loss_fns",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areno.config.experiment import DPOEngineConfig
+from areno.config.experiment.machine import Machine
 from areno.engine.engine import Engine
 from areno.errors import DataError, UsageError
 from areno.experiments.run import run_experiment
@@ -290,7 +291,7 @@ def test_settings_reach_the_engines_of_training_and_rollout():
         rollout__speculate=5,
     )
     trainer = object.__new__(PPOTrainer)
-    trainer.config = config
+    trainer.config, trainer.machine = config, Machine()
     trains, (_, generates) = engine_config(config.actor), trainer.rollout_engine()
     assert {bool(engine.adapter and engine.adapter.load_in_4bit) for engine in (trains, generates)} == {True}
     assert (trains.activation_checkpointing, trains.offload_activations, trains.optimizer.offload) == (True, True, True)

@@ -351,7 +351,7 @@ def test_half_a_report_is_waited_for_no_longer_than_the_deadline(reward_file, re
         def reward_fn(record):
             if record.completion == "half":
                 frames = next(each for each in gc.get_objects() if isinstance(each, Frames))
-                frames._socket.send(frames._key + (100).to_bytes(8) + b'["value"')
+                frames._socket.send(frames._form._key + (100).to_bytes(8) + b'["value"')
                 os.kill(os.getpid(), signal.SIGSTOP)
             return 1
     """)

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from areno.engine.parallel.workers import _start_process as start_process
+from areno.launch.local import start_process
 from tests.support.preloaded import Forked, ForkedRank, Preloaded
 
 Process = subprocess.Popen[str] | subprocess.Popen[bytes] | Forked
+WORKER = "areno.engine.parallel.worker"
 _SET_BY_RANKS = frozenset({"PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
 
 REWARD = '''
@@ -124,12 +125,13 @@ def _start(
     return process  # type: ignore[no-any-return]
 
 
-def forked_rank(file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> Process:
-    """Stands in for ``areno.engine.parallel.workers._start_process``: a rank that has its imports done."""
-    if not preloaded().fits(environment, but=_SET_BY_RANKS):
-        return start_process(file, environment, log)
+def forked_rank(command: Sequence[str], file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> Process:
+    """Stands in for :func:`areno.launch.local.start_process`: a rank has its imports done."""
+    plain = list(command) == [sys.executable, "-m", WORKER]
+    if not plain or not preloaded().fits(environment, but=_SET_BY_RANKS):
+        return start_process(command, file, environment, log)
     outputs = (1, 2) if log is None else (log.fileno(), log.fileno())
-    return ForkedRank(preloaded().fork("areno.engine.parallel.worker", [], environment, *outputs, file))
+    return ForkedRank(preloaded().fork(WORKER, [], environment, *outputs, file))
 
 
 def write_task(folder: Path, rows: int = 60) -> dict[str, Path]:

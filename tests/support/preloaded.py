@@ -61,6 +61,7 @@ _READ_AT_IMPORT = (
 )
 _START_S = 120.0
 _ADDRESS = "ARENO_TEST_PRELOADED"
+_LINK = "ARENO_LINK"  # as in areno.launch.links, which this module does not import by itself
 
 
 class Forked:
@@ -122,6 +123,8 @@ class Forked:
 class ForkedRank(Forked):
     """One of a group's worker processes."""
 
+    node = ""
+
     def __init__(self, link: socket.socket) -> None:
         super().__init__(link)
         self.ranks.add(self)
@@ -158,13 +161,14 @@ class Preloaded:
         environment: Mapping[str, str],
         stdout: int,
         stderr: int,
-        *files: int,
+        *files: int,  # one at most
         folder: str | None = None,
     ) -> socket.socket:
         """Run a module like ``python -m``, or the file of a program; the socket tells the process's id and, at its end, its
         exit status.
 
-        The numbers of inherited files follow the arguments. Without a ``folder`` the process has that of this one.
+        The number of an inherited file is in the environment, as a rank expects it. Without a ``folder`` the process has that
+        of this one.
         """
         link = socket.socket(socket.AF_UNIX)
         deadline = time.monotonic() + _START_S
@@ -243,9 +247,10 @@ def _become(request: dict[str, Any], handles: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    own = [str(handle) for handle in handles[2:]]
+    if handles[2:]:
+        os.environ[_LINK] = str(handles[2])
     program = request["program"]
-    sys.argv = [program, *request["arguments"], *own]
+    sys.argv = [program, *request["arguments"]]
     if program.endswith(".py"):
         sys.path[0] = str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import runpy
 import sys
 
-from areno.engine.parallel import workers
+from areno.launch import local
 from tests.support.cli import forked_rank
 
 if __name__ == "__main__":
     del sys.argv[0]
-    workers._start_process = forked_rank
+    local.start_process = forked_rank
     if sys.argv[0].endswith(".py"):
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:

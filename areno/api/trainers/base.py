@@ -82,7 +82,7 @@ class DataTrainer(TrainingLoop):
         gap_limit = LOGPROB_GAP_LIMIT_FP32 if fp32 else LOGPROB_GAP_LIMIT
         health = HealthMonitor(
             # Samples of older weights differ from the policy that is trained, as they should.
-            logprob_gap_limit=math.inf if config.rollout == "async" and config.max_staleness else gap_limit,
+            logprob_gap_limit=math.inf if config.most_behind else gap_limit,
             grouped=get_algorithm(config.algo).min_samples > 1,
             max_new_tokens=config.max_new_tokens if config.agent_fn is None and config.workflow is None else None,
         )

@@ -6,6 +6,7 @@ this one trains; each step's samples may be ``--max-staleness`` versions behind 
 """
 
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,7 +16,9 @@ from areno.api.evaluation import EVALUATION_STREAM, Answer, evaluation_sampling
 from areno.api.records import with_texts
 from areno.api.trainer import Trainer
 from areno.api.trainers.samples import Sample, workflow_sample
+from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
+from areno.config.experiment.server_arguments import server_arguments
 from areno.config.hooks import named_object
 from areno.config.train_options import TrainOptions
 from areno.engine.backend import Backend
@@ -25,12 +28,16 @@ from areno.errors import AgentError
 from areno.gpus import visible_gpus
 from areno.rollouts.ahead import BatchesAhead
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.delivery import Mode, WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.servers.start import ServerOptions, command_of
 from areno.rollouts.workflows.base import Episodes, GroupedRolloutWorkflow, SampleRows
 from areno.rollouts.workflows.resolve import resolve_workflow
 from areno.training.loop import PlannedStep
 from areno.types import PromptBatch, PromptItem, Request, RolloutResult, RolloutSequence, SamplingParams
+
+SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
+"""Defaults of a server's command line, by product."""
 
 _KEPT = ("resp_tokens", "resp_logprobs", "finish_reason", "text", "versions", "cut_mass", "temperature")
 _NO_LIMIT = 2**31
@@ -46,11 +53,11 @@ class SampleSource:
         self._engine: Backend = instance.backend
         self._fleet: RolloutFleet | None = None
         self._episodes: dict[bool, Episodes] = {}
-        self._ahead = BatchesAhead(self._begin, config.max_staleness)
+        self._ahead = BatchesAhead(self._begin, config.most_behind)
         try:
             if config.workflow is not None:
                 _workflow(config, sampling, self._engine.tokenizer)  # says now what is wrong with it
-            if config.rollout == "async":
+            if config.uses_replicas:
                 self._fleet = _fleet(config, self._engine)
                 self.deliver(version)
         except BaseException:
@@ -224,13 +231,47 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
     device = engine.config.device
     places = rank_devices(device, config.world_size + ranks, visible_gpus())[config.world_size :]
     options = FleetOptions(
-        replicas=replicas, tp_size=config.tp_size, log_folder=config.run_path, stall_s=config.stall_timeout
+        replicas=replicas,
+        tp_size=config.tp_size,
+        log_folder=config.run_path,
+        stall_s=config.stall_timeout,
+        server=_servers(config, engine),
     )
-    weights = WeightOptions(mode="xccl" if device.type == "cuda" else "shm")
+    mode: Mode = "xccl" if device.type == "cuda" else "shm"
+    if options.server is not None and options.server.elsewhere:
+        mode = "disk"
+    weights = WeightOptions(mode=mode, folder=config.run_path / "weights" if mode == "disk" else None)
     made = replace(engine.config, max_running=-(-config.running_sequences // replicas))
     fleet = RolloutFleet(str(config.ckpt), made, options, weights, places if device.type == "cuda" else None)
     fleet.share_cores()
     return fleet
+
+
+def _servers(config: TrainOptions, engine: Backend) -> ServerOptions | None:
+    """The inference servers of ``--rollout-backend``."""
+    if config.rollout_backend == "areno":
+        return None
+    product: Any = config.rollout_backend
+    arguments = server_arguments(
+        SECTIONS[product](),
+        dtype=str(engine.config.dtype).removeprefix("torch."),
+        context_length=engine.context_length,
+        gpu=engine.config.device.type == "cuda",
+        tensor=config.tp_size,
+        adapter_rank=config.lora_rank if config.uses_lora else None,
+    )
+    options = ServerOptions(
+        product=product,
+        arguments=(*arguments, *shlex.split(config.rollout_server_args or "")),
+        command=tuple(shlex.split(config.rollout_server_command or "")),
+        addresses=config.rollout_url,
+        adapter="adapter" if config.uses_lora else "",
+        gpu=engine.config.device.type == "cuda",
+        request_timeout_s=config.stall_timeout,
+    )
+    if not options.addresses:
+        command_of(options)
+    return options
 
 
 def _workflow(config: TrainOptions, sampling: SamplingParams, tokenizer: Any) -> Any:

@@ -14,10 +14,14 @@ from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.settings import at, changed, idle, settings_of, shown, walk
 from areno.config.options import nearest
+from areno.config.paths import is_address
 from areno.errors import UsageError
 
 SERVERS = ("sglang", "vllm")
 """Products whose servers may generate; each has a section of its name."""
+
+CLUSTERS = ("ray", "slurm")
+"""Schedulers that start processes on several machines."""
 
 _SECTIONS_WITH_FILES = ("saver", "recover")  # whose files may lie under a root of their own
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
@@ -38,6 +42,26 @@ def check_config(config: BaseExperimentConfig) -> Iterator[str]:
         yield from _without_rollout(config)
     yield from _refusals(config)
     yield from _backends(config)
+    yield from _cluster(config)
+
+
+def _cluster(config: BaseExperimentConfig) -> Iterator[str]:
+    """Several machines: who starts processes on them, and how weights get there."""
+    cluster, documented = config.cluster, settings_of(type(config.cluster))["n_nodes"].info.documented
+    if config.scheduler.type not in CLUSTERS:
+        if cluster.n_nodes not in (1, documented):
+            yield f"cluster.n_nodes={cluster.n_nodes}: only scheduler.type=ray and slurm use several machines; set one of them"
+        return
+    if config.scheduler.type == "slurm" and cluster.n_gpus_per_node is None:
+        yield "cluster.n_gpus_per_node is null: say how many GPUs of a node the Slurm job is to have; 0 computes on CPUs"
+    names = cluster.name_resolve.type
+    if names == "memory" or (names == "ray" and config.scheduler.type != "ray"):
+        yield (
+            f"cluster.name_resolve.type={names} does not go with scheduler.type={config.scheduler.type}, whose processes it "
+            "does not reach; use nfs or etcd3"
+        )
+    if isinstance(config, PPOConfig) and config.actor.weight_update_mode == "shm":
+        yield "actor.weight_update_mode=shm: machines share no memory; use xccl, or disk with a shared cluster.fileroot"
 
 
 def _names(config: BaseExperimentConfig) -> Iterator[str]:
@@ -344,6 +368,11 @@ def _teacher(config: PPOConfig) -> Iterator[str]:
     """A teacher is scored by the actor's engine, so that its own sections may only repeat what others say."""
     if config.teacher is None:
         return
+    if is_address(config.teacher.path) and config.gconfig.temperature != 1:
+        yield (
+            f"teacher.path={config.teacher.path}: a server scores at temperature 1, and gconfig.temperature is "
+            f"{config.gconfig.temperature}; set that to 1, or name the teacher's model folder"
+        )
     for name in ("rollout", "train"):
         section = getattr(config.teacher, name)
         for path, entry, value in walk(section) if section is not None else ():

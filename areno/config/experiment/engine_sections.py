@@ -463,7 +463,9 @@ class TeacherConfig:
         inner={"backend": "rollout.backend", "use_lora": "", "lora_name": ""},
     )
     train: PPOActorConfig | None = section(None, "The engine of engine_type train.", inner={"path": "teacher.path"})
-    path: str = setting("", "Model folder or repo id of the teacher.")
+    path: str = setting(
+        "", "The teacher: a model folder, a repo id, or a server's address, such as http://HOST:8000/v1."
+    )
     offload: bool = setting(False, "Move the teacher to host memory between steps.", refused=NO_OFFLOAD)
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)

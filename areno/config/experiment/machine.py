@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import engine_of, roles, same_layout, server_of, takes_turns, unshardable
+from areno.config.experiment.checks import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns, unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
+
+CPU_PER_GPU = 8
+"""Cores of a worker on a cluster, for each GPU, unless it says something else; one without a GPU has one."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Machine:
     cores: int = 1  # CPU cores that the run may use
     flash_attention: bool = False  # the package flash-attn is installed
     threads: int | None = None  # most of a process, as ``OMP_NUM_THREADS`` asks for; None asks for nothing
+    nodes: int = 0  # of a cluster, whose devices and cores the others are; 0 is one machine
 
 
 def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[str]:
@@ -67,7 +71,12 @@ def devices_needed(config: BaseExperimentConfig) -> int:
 
 
 def _asked(config: BaseExperimentConfig) -> int | None:
-    """GPUs that the experiment asks for; None leaves them to the machine: by null, or by the documented default."""
+    """GPUs that the experiment asks for; None leaves them to the machine: by null, or by the documented default.
+
+    A cluster is sized by whoever asks for it.
+    """
+    if config.scheduler.type in CLUSTERS:
+        return None
     documented = settings_of(type(config.cluster))["n_gpus_per_node"].info.documented
     asked = config.cluster.n_gpus_per_node
     return None if asked == documented else asked
@@ -124,18 +133,20 @@ def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
 def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
     """What is left to the machine: path and section, name, and the value for it."""
     cluster, needed = config.cluster, max(devices_needed(config), 1)
-    if cluster.n_nodes != 1:
+    if cluster.n_nodes != 1 and not machine.nodes:
         yield "cluster", cluster, "n_nodes", 1
     actor = engine_of(config, "actor")
     replicas = ModelAllocation.from_str(actor.backend).parallel.data if actor is not None else 1
     if actor is not None and actor.fsdp.shard_weights is None and replicas > 1:
         yield "actor.fsdp", actor.fsdp, "shard_weights", not any(unshardable(config))
     devices = machine.gpus or needed
-    if _asked(config) is None and cluster.n_gpus_per_node != devices:
+    if not machine.nodes and _asked(config) is None and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices
     on_gpu = {"dtype": "bfloat16", "attn_impl": "flash_attention_2" if machine.flash_attention else "sdpa"}
     chosen = on_gpu if machine.gpus else {"dtype": "float32", "attn_impl": "sdpa"}
     share = max(machine.cores // needed, 1)
+    if machine.nodes:
+        share = CPU_PER_GPU if machine.gpus else 1
     for path, _, value in walk(config):
         if isinstance(value, TrainEngineConfig):
             for name, choice in chosen.items():
@@ -149,5 +160,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
     if isinstance(config, PPOConfig):
         apart = config.rollout.scheduling_strategy.type == config.actor.scheduling_strategy.type == "separation"
         mode = config.actor.weight_update_mode
-        if mode == AUTO or (mode == "xccl" and not apart):
-            yield "actor", config.actor, "weight_update_mode", ("xccl" if machine.gpus and apart else "shm")
+        if mode == AUTO or (mode == "xccl" and not apart and (machine.gpus or not machine.nodes)):
+            broadcast = apart if machine.gpus else machine.nodes
+            otherwise = "disk" if machine.nodes else "shm"  # ranks that share a GPU cannot meet in a collective
+            yield "actor", config.actor, "weight_update_mode", ("xccl" if broadcast else otherwise)

@@ -7,6 +7,7 @@ from areno.config.experiment.checks import SERVERS, engine_of, server_of
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.foreign_sections import UNUSED_BACKEND
 from areno.config.experiment.settings import changed, walk
+from areno.config.experiment.worker_sections import READ_BY
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
 _NO_AGENT = ("rlvr", "multi_turn")
@@ -43,6 +44,8 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     """Give each setting, or whole section, that has a value of its own and changes nothing, with the reason."""
     for path, entry, value in walk(config):
         reason = entry.info.no_effect
+        if config.scheduler.type in READ_BY.get(reason, ()):
+            continue
         if reason and value != entry.default and not (entry.is_section and value is None):
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _servers(config)

@@ -8,7 +8,7 @@ from areno.config.experiment.engine_sections import TeacherConfig, TrainEngineCo
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.run_sections import LOADER
 from areno.config.experiment.settings import settings_of, walk
-from areno.config.paths import ckpt_problem, dataset_problem, unwritable
+from areno.config.paths import ckpt_problem, dataset_problem, is_address, unwritable
 from areno.config.splits import has_splits, own_split, rows_named, split_problem
 
 DATASETS = ("train_dataset", "valid_dataset")
@@ -29,6 +29,8 @@ def _models(config: BaseExperimentConfig) -> Iterator[str]:
     for path, _, value in walk(config):
         if isinstance(value, TrainEngineConfig | TeacherConfig) and value.path not in seen:
             seen.add(value.path)
+            if isinstance(value, TeacherConfig) and is_address(value.path):
+                continue
             yield ckpt_problem(value.path, f"{path}.path")
         if isinstance(value, TrainEngineConfig):
             yield _family(value, path)

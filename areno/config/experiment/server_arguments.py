@@ -5,7 +5,7 @@ its items. What is not so, because a server has renamed or dropped it, or takes 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
@@ -13,6 +13,32 @@ from areno.errors import UsageError
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM takes for ``--max-lora-rank``."""
+
+
+def server_arguments(
+    section: vLLMConfig | SGLangConfig,
+    *,
+    dtype: str,
+    context_length: int | None,
+    gpu: bool,
+    tensor: int = 1,
+    pipeline: int = 1,
+    adapter_rank: int | None = None,
+) -> list[str]:
+    """Arguments of a server of the section's product; see :func:`vllm_arguments` and :func:`sglang_arguments`.
+
+    ``tensor`` and ``pipeline`` are the devices that share a model; with ``adapter_rank`` it takes adapters of that rank.
+    """
+    sizes: tuple[tuple[str, int], ...]
+    if isinstance(section, vLLMConfig):
+        if adapter_rank is not None:
+            section = replace(section, enable_lora=True, max_lora_rank=max(section.max_lora_rank, adapter_rank))
+        arguments = vllm_arguments(section, dtype=dtype, context_length=context_length, gpu=gpu)
+        sizes = (("--tensor-parallel-size", tensor), ("--pipeline-parallel-size", pipeline))
+    else:
+        arguments = sglang_arguments(section, dtype=dtype, context_length=context_length)
+        sizes = (("--tp-size", tensor), ("--pp-size", pipeline))
+    return arguments + [word for name, size in sizes if size > 1 for word in (name, str(size))]
 
 
 def vllm_arguments(section: vLLMConfig, *, dtype: str, context_length: int | None, gpu: bool) -> list[str]:

@@ -9,13 +9,19 @@ from areno.config.experiment.settings import Problems, idle, section, setting
 DEFAULT_FILEROOT = "~/.local/share/areno/"
 """Of the user's own: what is read back from a folder for all, such as /tmp, could have been written by anybody."""
 
-_NO_ETCD = "names for several machines are not supported; write cluster.name_resolve.type=nfs"
+DEFAULT_RECORD_ROOT = "/tmp/areno/name_resolve"
 _REMOTE_REWARD = (
     "an external reward service is not supported; remove it, and write reward.fn=file.py:NAME or reward.path=MODEL"
 )
-_names = partial(setting, no_effect="the processes of one machine need no name service")
-_worker = partial(setting, no_effect="areno starts its processes on this machine itself")
-_cluster = partial(setting, no_effect="read by Slurm and Ray only")
+ON_CLUSTERS = "read where scheduler.type is ray or slurm"
+ON_SLURM = "read where scheduler.type is slurm"
+ON_RAY = "read where scheduler.type is ray"
+READ_BY = {ON_CLUSTERS: ("ray", "slurm"), ON_SLURM: ("slurm",), ON_RAY: ("ray",)}
+"""Schedulers with which a setting changes something, by the reason why it does not with others."""
+
+_cluster = partial(setting, no_effect=ON_CLUSTERS)
+_slurm = partial(setting, no_effect=ON_SLURM)
+_worker = partial(setting, no_effect="areno starts its processes itself")
 _remote = partial(setting, refused=_REMOTE_REWARD)
 
 
@@ -25,13 +31,16 @@ class NameResolveConfig:
 
     type: str = setting(
         "nfs",
-        "nfs keeps one file per name; memory lives in one process.",
+        "nfs keeps one file per name, etcd3 asks an etcd server, ray an actor; memory lives in one process.",
         choices=("nfs", "memory", "etcd3", "ray"),
-        refused_values={"etcd3": _NO_ETCD, "ray": _NO_ETCD},
     )
-    nfs_record_root: str = _names("/tmp/areno/name_resolve", "Folder of the files of nfs, seen by all workers.")
-    etcd3_addr: str = _names("localhost:2379", "Address of an etcd server.")
-    ray_actor_name: str = _names("ray_kv_store", "Name of the Ray actor that holds the names.")
+    nfs_record_root: str = _cluster(
+        DEFAULT_RECORD_ROOT,
+        "Folder of the files of nfs, seen by all machines.",
+        shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: name_resolve below cluster.fileroot)",
+    )
+    etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, as every machine reaches it.")
+    ray_actor_name: str = _cluster("ray_kv_store", "Name of the Ray actor that holds the names.")
 
 
 @dataclass
@@ -39,15 +48,14 @@ class ClusterSpecConfig:
     """The machines, and the folder that they share."""
 
     name_resolve: NameResolveConfig = section(NameResolveConfig, "Where workers publish their addresses.")
-    cluster_name: str = _names("local", "Name of the cluster, written into the run's description.")
+    cluster_name: str = _worker("local", "Name of the cluster, written into the run's description.")
     fileroot: str = setting(DEFAULT_FILEROOT, "Root of logs and checkpoints; every machine must see it.")
     n_nodes: int = setting(
         1,
         "Number of machines.",
         minimum=1,
         documented=32,
-        shown="this machine: 1 (cluster: 32)",
-        refused="several machines are not supported; write cluster.n_nodes=1",
+        shown="1 (page: 32)",
     )
     n_gpus_per_node: int | None = setting(
         None,
@@ -64,12 +72,8 @@ class SchedulerConfig:
 
     type: str | None = setting(
         None,
-        "local starts processes on this machine; null means local.",
+        "local starts processes on this machine, ray on a Ray cluster, slurm on the nodes of a job; null means local.",
         choices=("local", "ray", "slurm"),
-        refused_values={
-            "ray": "Ray is not supported; write scheduler.type=local, which runs on this machine",
-            "slurm": "Slurm is not supported; write scheduler.type=local, which runs on this machine",
-        },
     )
     endpoint: str = _worker("http://localhost:8081", "Address of an external scheduling service.")
     deploy_mode: str = _worker("separation", "How an external service places rollout and training.")
@@ -88,25 +92,28 @@ class SchedulingSpec:
     cpu: int | None = setting(
         None, "CPU cores: the threads that the worker computes with.", minimum=1, shown="this machine's share (node: 8)"
     )
-    gpu: int = _worker(0, "GPUs of a pod.", minimum=0)
-    mem: int = _worker(32, "Memory in GB.", minimum=1)
+    gpu: int = _cluster(0, "GPUs of a worker; 0 is one where the nodes have GPUs.", minimum=0)
+    mem: int = _cluster(32, "Memory in GB, for each GPU; 32 asks for a share of the node.", minimum=1)
     port_count: int = _worker(2, "Ports that the worker may open.", minimum=1)
-    image: str = _cluster("", "Container image.")
+    image: str = _slurm("", "Container image; empty runs on the node itself.")
     task_type: str = _worker("worker", "What the worker runs.", choices=("worker", "engine"))
     env_vars: dict[str, Any] = setting({}, "Environment variables of the worker.")
-    cmd: str | None = _worker(None, "Command to run instead of the worker's own.")
-    srun_additional_args: str = _cluster("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Further arguments of srun.")
-    additional_bash_cmds: list[str] | None = setting(
-        None,
-        "Shell commands to run before the worker.",
-        no_effect="read by Slurm only; run these commands yourself, before the experiment",
+    cmd: str | None = _cluster(
+        None, "Command that starts Python, such as numactl -N0 python3; behind -m stands areno's own worker."
     )
-    container_type: str = _cluster("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
-    mount: str = _cluster("/storage:/storage", "Mounts of the container.")
-    nodelist: str | None = _cluster(None, "Slurm nodes to use.")
-    exclude: str | None = _cluster(None, "Slurm nodes not to use.")
-    ray_placement_strategy: str = _cluster(
-        "shared", "How Ray groups the workers of a role.", choices=("shared", "separate", "deferred")
+    srun_additional_args: str = _slurm("--unbuffered --mpi=pmi2 -K --chdir $PWD", "Further arguments of srun.")
+    additional_bash_cmds: list[str] | None = setting(
+        None, "Shell commands to run before the worker.", no_effect=ON_CLUSTERS
+    )
+    container_type: str = _slurm("apptainer", "Container runtime under Slurm.", choices=("apptainer", "none"))
+    mount: str = _slurm("/storage:/storage", "Mounts of the container.")
+    nodelist: str | None = _cluster(None, "Nodes to use, with commas between them; Ray knows them by their addresses.")
+    exclude: str | None = _slurm(None, "Nodes not to use, with commas between them.")
+    ray_placement_strategy: str = setting(
+        "shared",
+        "How Ray groups the workers of a role: in one placement group, or one for each engine (separate, deferred).",
+        choices=("shared", "separate", "deferred"),
+        no_effect=ON_RAY,
     )
 
     def environment(self) -> dict[str, str]:

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areno.engine.parallel.rendezvous import Rendezvous, node_id, own_address
 from areno.engine.parallel.segment import NAMELESS, Segment, mapped
 
 PATIENCE = timedelta(days=7)
@@ -161,10 +161,11 @@ class SharedGroup(Group):
         own: Segment | None = None
         with suppress(OSError):
             own = Segment(sizes[self.rank]) if NAMELESS and self.rank < len(sizes) and sizes[self.rank] else None
-        paths = self.everyone(own.path if own else "")
+        said = self.everyone((node_id(), own.path if own else ""))
         found: list[mmap.mmap] = []
         with suppress(OSError, ValueError):
-            found = [mapped(path, size, writable=True) for path, size in zip(paths, sizes, strict=False)]
+            if len({node for node, _ in said}) == 1:
+                found = [mapped(path, size, writable=True) for (_, path), size in zip(said, sizes, strict=False)]
         opened = self.smallest(int(len(found) == len(sizes)))  # also: nobody opens them any more
         if own:
             own.close()
@@ -215,17 +216,19 @@ class Common:
 
 
 def meet(
-    file: Path,
+    where: Rendezvous,
+    name: str,
     rank: int,
     size: int,
     device: torch.device,
     patience: timedelta = PATIENCE,
     kind: type[Group] = Group,
 ) -> Group:
-    """Join processes of this machine in a group of its own; returns when all have come.
+    """Join processes in a group of its own; returns when all have come.
 
     Args:
-        file: private to the group; it must not be there before.
+        where: they meet.
+        name: of the group, which is used once.
         rank: this process, of ``size``.
         device: where what they send each other is.
         patience: how long each waits for the others, now and later.
@@ -234,7 +237,7 @@ def meet(
     Raises:
         RuntimeError: a member has not come.
     """
-    store = dist.FileStore(str(file), size)
+    store = where.store(name, rank, size, patience)
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # only PyTorch for GPUs has it
         options = nccl.Options()
@@ -243,7 +246,7 @@ def meet(
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
-    # Connections are not authenticated, so nobody but this machine may make them.
+    # Connections are not authenticated, so on one machine nobody else may make them.
     named = "GLOO_SOCKET_IFNAME" in os.environ
-    options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_default_device() if named else gloo.create_device(hostname=own_address())]
     return kind(gloo(store, rank, size, options), device)

@@ -6,6 +6,7 @@ that has the least to do; what it says does not depend on which.
 
 import functools
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.rendezvous import FolderRendezvous, NamedRendezvous, Rendezvous
 from areno.engine.parallel.server import EngineServer, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
 from areno.engine.rollout.load import EngineLoad
@@ -86,19 +88,23 @@ class EngineGroup:
         self._count = 0
         self._folder = ScratchFolder("ranks")
         self._on_failure = on_failure
-        places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
+        processes = processes or Processes()
+        if processes.launcher is None or processes.launcher.names is None:
+            places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
+        else:  # it gives each rank a device of its own
+            own = torch.device("cuda", 0) if config.device.type == "cuda" else config.device
+            places = [own] * layout.world_size
+        self.meets = meeting_place(processes, Path(self._folder.name))
         try:
             self.workers = WorkerGroup(
                 [
-                    functools.partial(
-                        EngineServer, path, replace(config, device=device), layout, rank, Path(self._folder.name)
-                    )
+                    functools.partial(EngineServer, path, replace(config, device=device), layout, rank, self.meets)
                     for rank, device in enumerate(places)
                 ],
                 on_event=self._heard,
                 on_failure=self._failed,
                 busy=self._owes,
-                processes=processes or Processes(),
+                processes=processes,
                 stall_s=stall_s,
             )
             self._read_limits()
@@ -323,6 +329,14 @@ class EngineGroup:
             self._folder.cleanup()
 
 
+def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
+    """Where ranks meet: in a folder of this machine, or by the names of whoever starts them elsewhere."""
+    names = None if processes.launcher is None else processes.launcher.names
+    if names is None:
+        return FolderRendezvous(folder)
+    return NamedRendezvous(names.options, f"{names.root}/groups/{uuid.uuid4().hex}")
+
+
 def open_engine(
     path: str,
     config: EngineConfig,
@@ -332,6 +346,7 @@ def open_engine(
     processes: Processes | None = None,
 ) -> Backend:
     """Load the engine of a layout: of one rank, in this process. For the arguments see :class:`EngineGroup`."""
-    if layout.world_size == 1:
+    launcher = None if processes is None else processes.launcher
+    if layout.world_size == 1 and (launcher is None or launcher.names is None):
         return Engine(path, config)
     return EngineGroup(path, config, layout, devices, stall_s, processes)

@@ -9,12 +9,12 @@ own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from areno.engine.parallel.channels import PATIENCE, Channel, Group, SharedGroup, meet
+from areno.engine.parallel.rendezvous import Rendezvous
 from areno.errors import UsageError
 
 
@@ -94,20 +94,20 @@ class Peers:
         return self.data.smallest(self.tensor.smallest(value))
 
 
-def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Peers:
-    """Join the other ranks of a machine, which leave their addresses in a private folder; returns when all have come."""
+def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> Peers:
+    """Join the other ranks; returns when all have come."""
     replica, place = divmod(rank, layout.tp_size)
     across = SharedGroup if device.type == "cpu" else Group
 
     def group(name: str, own: int, size: int, device: torch.device = device, kind: type[Group] = Group) -> Channel:
         if size == 1:
             return Channel()
-        return meet(folder / name, own, size, device, kind=kind)
+        return meet(where, name, own, size, device, kind=kind)
 
     if layout.tp_size > 1:
-        _join_default_group(folder / f"replica-{replica}", place, layout.tp_size, device)
+        _join_default_group(where, f"replica-{replica}", place, layout.tp_size, device)
     elif layout.fsdp:
-        _join_default_group(folder / "replicas", replica, layout.dp_size, device)
+        _join_default_group(where, "replicas", replica, layout.dp_size, device)
     return Peers(
         layout,
         replica,
@@ -119,8 +119,8 @@ def connect(layout: Layout, rank: int, folder: Path, device: torch.device) -> Pe
     )
 
 
-def _join_default_group(file: Path, rank: int, size: int, device: torch.device) -> None:
-    store = dist.FileStore(str(file), size)
+def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> None:
+    store = where.store(name, rank, size, PATIENCE)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,

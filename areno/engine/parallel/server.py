@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from areno.engine.device import use_device
@@ -13,6 +12,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Layout, connect
+from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult
 
@@ -39,12 +39,15 @@ class RequestResult:
 
 class EngineServer:
     """Its methods, and those of its ``engine``, are called by :class:`areno.engine.parallel.group.EngineGroup`, on all ranks
-    with the same arguments. The ranks meet in ``folder``; ``send`` takes :class:`TokenEvent` and :class:`RequestResult`.
+    with the same arguments. The ranks meet ``where`` they are told; ``send`` takes :class:`TokenEvent` and
+    :class:`RequestResult`.
     """
 
-    def __init__(self, path: str, config: EngineConfig, layout: Layout, rank: int, folder: Path, send: Send) -> None:
+    def __init__(
+        self, path: str, config: EngineConfig, layout: Layout, rank: int, where: Rendezvous, send: Send
+    ) -> None:
         use_device(config.device)
-        self.peers = connect(layout, rank, folder, config.device)
+        self.peers = connect(layout, rank, where, config.device)
         self.engine = Engine(path, dataclasses.replace(config, peers=self.peers))
         self._send = send
         self._open: dict[int, Future[RolloutResult]] = {}

@@ -1,4 +1,4 @@
-"""One worker process: ``python -m areno.engine.parallel.worker FD``, started by :class:`WorkerGroup`.
+"""One worker process: ``python -m areno.engine.parallel.worker``, started by :class:`WorkerGroup`.
 
 It makes the object that its first message describes, and calls methods of it, one after the other. A thread of its own says
 every second that the process lives. It ends with the process that started it, however that one ends.
@@ -17,10 +17,13 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import psutil
+
 import areno  # noqa: F401  (before torch: areno sets how long idle threads spin)
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.engine.progress import PROGRESS
 from areno.frames import Frames
+from areno.launch.links import Connection, dial
 
 BEAT_S = 1.0
 # Between two beats: less than this is waiting, or looking now and then whether something has come.
@@ -28,8 +31,8 @@ _WORKING_SHARE, _WORKING_BYTES = 0.02, 4096
 
 
 class _Worker:
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+    def __init__(self, frames: Frames, far: bool) -> None:
+        self._frames, self._far = frames, far
         self._sending = threading.Lock()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._doing = "starting"
@@ -42,7 +45,10 @@ class _Worker:
         start: Start = loads(self._frames.receive())
         threading.Thread(target=self._beat, name="areno-beat", daemon=True).start()
         self._forward_logs(start.own_log)
-        sys.path[:] = start.search_path
+        if self._far:
+            sys.path += [folder for folder in start.search_path if folder not in sys.path]
+        else:
+            sys.path[:] = start.search_path
         import torch
 
         from areno.engine.cpu_threads import CPU_THREADS
@@ -136,10 +142,23 @@ def _io_bytes() -> int:
         return 0
 
 
+def _use_interface(connection: Connection) -> None:
+    """Collectives of CPUs are to use the interface over which this process has dialled."""
+    address = connection.socket.getsockname()[0]
+    names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
+    if (name := next(names, None)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 def main() -> None:
     """Run until told to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; whoever started this process decides
-    _Worker(Frames.join(int(sys.argv[1]))).run()
+    connection = dial()
+    if connection.far:
+        # A scheduler sends it to all that it has started; whoever started this process saves first, and then ends it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _use_interface(connection)
+    _Worker(connection.frames(), connection.far).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of process groups have no orderly end

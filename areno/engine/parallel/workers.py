@@ -7,7 +7,6 @@ it was doing, and what it said.
 import contextlib
 import functools
 import logging
-import os
 import selectors
 import signal
 import subprocess
@@ -18,14 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import areno
 from areno.cores import openmp_threads, usable_cores
 from areno.engine import inference
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
 from areno.frames import FrameError, Frames
+from areno.launch.launcher import Launcher, RunningTask, Task
+from areno.launch.local import LocalLauncher
 
 # A process sends a beat every second. One that is stopped is given so long to be continued; one that is not may be held up
 # by an import, or by a machine that has too much to do.
@@ -34,7 +34,9 @@ STALL_S = 600.0
 # How long the others may take to fail as well, once one has; and how long an orderly end may take.
 _SETTLE_S, _END_S, _STACKS_S = 5.0, 10.0, 0.5
 _MESSAGE_BYTES = 1 << 36
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_MODULE = "areno.engine.parallel.worker"
+# How long workers on other machines may take to dial, where no time is given.
+_DIAL_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +44,9 @@ class _Rank:
     """One worker, as its starter sees it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RunningTask
     frames: Frames
+    node: str = ""  # its machine, where that may be another one
     waiting: dict[int, tuple[str, Future[Any]]] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
     progress: float = -1.0
@@ -58,9 +61,13 @@ class Processes:
 
     Attributes:
         name: what log lines call them, such as ``rollout 1``; with a name, only warnings reach the starter's log.
+        launcher: starts them, as workers of ``role`` from number ``first`` on; None starts them on this machine.
     """
 
     name: str = ""
+    launcher: Launcher | None = None
+    role: str = ""
+    first: int = 0
     log_file: Path | None = None  # gets their output; None leaves it with the starter's
     environment: Mapping[str, str] = field(default_factory=dict)  # variables beside those of the starter
     threads: int | None = None  # of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores
@@ -100,7 +107,7 @@ class WorkerGroup:
         chosen = self._processes.threads or openmp_threads()
         threads, sharing = chosen or max(usable_cores() // len(makers), 1), 0 if chosen else len(makers)
         self.size = len(makers)
-        self._ranks = [_spawn(rank, threads, self._processes) for rank in range(self.size)]
+        self._ranks = _start_ranks(self.size, threads, self._processes)
         started: list[Future[Any]] = []
         for rank in self._ranks:
             started.append(Future())
@@ -283,7 +290,8 @@ class WorkerGroup:
             raise TypeError(f"{message!r:.80}")
 
     def _named(self, rank: _Rank) -> str:
-        return f"rank {rank.rank} of {self.size} (process {rank.process.pid})"
+        node = f" on {rank.node}" if rank.node else ""
+        return f"rank {rank.rank} of {self.size} (process {rank.process.pid}{node})"
 
     def _log(self, rank: int, line: LogLine) -> None:
         name = self._processes.name
@@ -298,14 +306,16 @@ class WorkerGroup:
         now = time.monotonic()
         for rank in self._ranks:
             if self._closing or rank.process.poll() is not None:
+                if rank.node and not self._closing:  # its connection may live on without it, or for a while
+                    self._ended(rank)
                 continue
             silent = now - rank.heard
-            if silent > SILENCE_S or (silent > STOPPED_S and _is_stopped(rank.process.pid)):
+            stopped = silent > STOPPED_S and not rank.node and _is_stopped(rank.process.pid)
+            if silent > SILENCE_S or stopped:
                 self._fail(
                     EngineError(
-                        f"{self._named(rank)} has given no sign of life for "
-                        f"{silent:.0f} s{' and is stopped by a signal' * _is_stopped(rank.process.pid)}; it was last seen "
-                        f"in {_last(rank)}"
+                        f"{self._named(rank)} has given no sign of life for {silent:.0f} s"
+                        f"{' and is stopped by a signal' * stopped}; it was last seen in {_last(rank)}"
                     )
                 )
             with self._lock:
@@ -334,8 +344,10 @@ class WorkerGroup:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(timeout=2.0)
-        code = rank.process.returncode
+        code = rank.process.poll()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        if code is None and rank.node:
+            how = "cannot be reached any more, because the process, its machine or the network has failed,"
         hint = "; the system may have run out of memory" if code == -9 else ""
         self._fail(EngineError(f"{self._named(rank)} {how} in {_last(rank)}{hint}"))
 
@@ -369,16 +381,30 @@ class WorkerGroup:
             rank.frames.close()
 
 
-def _spawn(rank: int, threads: int, processes: Processes) -> _Rank:
-    """Start a process that knows one end of a socket pair. It imports nothing of the program that asks."""
-    frames, theirs = Frames.pair(_MESSAGE_BYTES)
-    here = str(Path(areno.__file__).parents[1])
-    environment = {"GLOO_SOCKET_IFNAME": _LOOPBACK, **os.environ, **processes.environment}
-    environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
-    with theirs, open(processes.log_file, "ab") if processes.log_file else contextlib.nullcontext() as log:
-        process = _start_process(theirs.fileno(), environment, log)
-    return _Rank(rank, process, frames)
+def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
+    """Start processes that import nothing of the program that asks."""
+    launcher = processes.launcher or LocalLauncher()
+    far = launcher.names is not None
+    tasks = [
+        Task(
+            role=processes.role,
+            number=processes.first + rank,
+            module=_MODULE,
+            # Where a launcher gives each process devices of its own, these are its first.
+            environment={
+                **processes.environment,
+                "LOCAL_RANK": str(0 if far else rank),
+                "OMP_NUM_THREADS": str(threads),
+            },
+            log_file=processes.log_file,
+        )
+        for rank in range(size)
+    ]
+    started = launcher.start(tasks, processes.startup_s or _DIAL_S)
+    return [
+        _Rank(rank, task.process, task.connection.frames(_MESSAGE_BYTES), task.process.node)
+        for rank, task in enumerate(started)
+    ]
 
 
 def _last(rank: _Rank) -> str:
@@ -393,15 +419,3 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
         return False
-
-
-def _start_process(file: int, environment: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """A worker that inherits its end of the socket pair, and writes to a log."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "areno.engine.parallel.worker", str(file)],
-        pass_fds=[file],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-    )

@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import shlex
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import addresses_of, server_of
 from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
 from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
-from areno.config.experiment.experiments import PPOConfig
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import Machine
-from areno.config.experiment.server_arguments import sglang_arguments, vllm_arguments
+from areno.config.experiment.server_arguments import server_arguments
 from areno.config.update_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
@@ -27,7 +26,9 @@ from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
 from areno.errors import UsageError
+from areno.experiments.cluster import cluster_machine
 from areno.gpus import visible_gpus
+from areno.launch.launcher import Launcher
 from areno.rollouts.servers.start import ServerOptions, command_of, context_length_of
 
 _ROWS_PER_PASS = 8
@@ -47,8 +48,18 @@ def this_machine() -> Machine:
     return Machine(visible_gpus(), usable_cores(), has_flash_attention, openmp_threads())
 
 
-def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, **more: Any) -> EngineConfig:
-    """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more."""
+def machine_of(config: BaseExperimentConfig) -> Machine:
+    """What the experiment may use: a cluster, or this machine."""
+    return cluster_machine(config) or this_machine()
+
+
+def engine_config(
+    section: TrainEngineConfig, *, trains: Any = "policy", seed: int = 0, gpu: bool | None = None, **more: Any
+) -> EngineConfig:
+    """Configuration of the engine that trains a section's model; nothing in it is ``auto`` any more.
+
+    ``gpu``: it computes on one; None asks this machine.
+    """
     adapter = None
     if section.use_lora:
         adapter = AdapterOptions(
@@ -61,7 +72,7 @@ def engine_config(section: TrainEngineConfig, *, trains: Any = "policy", seed: i
             seed=seed,
         )
     return EngineConfig(
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        device=torch.device("cuda" if (torch.cuda.is_available() if gpu is None else gpu) else "cpu"),
         dtype=getattr(torch, section.dtype),
         trains=trains,
         optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),
@@ -119,31 +130,31 @@ def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
 
 
-def make_engine(section: TrainEngineConfig, config: EngineConfig, layout: Layout) -> Backend:
+def make_engine(
+    section: TrainEngineConfig, config: EngineConfig, layout: Layout, launcher: Launcher | None = None
+) -> Backend:
     """The engine in this process, or on ranks of its own."""
-    processes = Processes(startup_s=section.setup_timeout, threads=section.scheduling_spec[0].cpu)
+    threads = section.scheduling_spec[0].cpu
+    processes = Processes(startup_s=section.setup_timeout, threads=threads, launcher=launcher, role="actor")
     return open_engine(section.path, config, layout, None, section.request_timeout, processes)
 
 
-def server_options(config: PPOConfig) -> ServerOptions | None:
+def server_options(config: PPOConfig, gpu: bool) -> ServerOptions | None:
     """The inference servers that generate; None where areno's own engine does. Raises UsageError: there are none here."""
     product: Any = server_of(config)
     if not product:
         return None
     rollout, actor = config.rollout, config.actor
     parallel = ModelAllocation.from_str(rollout.backend).parallel
-    length, gpu = context_length_of(actor.path), torch.cuda.is_available()
-    if product == "vllm":
-        section = config.vllm
-        if actor.use_lora:
-            rank = max(section.max_lora_rank, actor.lora_rank)
-            section = replace(section, enable_lora=True, max_lora_rank=rank)
-        arguments = vllm_arguments(section, dtype=actor.dtype, context_length=length, gpu=gpu)
-    else:
-        arguments = sglang_arguments(config.sglang, dtype=actor.dtype, context_length=length)
-    names = ("tensor-parallel-size", "pipeline-parallel-size") if product == "vllm" else ("tp-size", "pp-size")
-    for name, size in zip(names, (parallel.tensor, parallel.pipeline), strict=True):
-        arguments += [f"--{name}", str(size)] if size > 1 else []
+    arguments = server_arguments(
+        getattr(config, product),
+        dtype=actor.dtype,
+        context_length=context_length_of(actor.path),
+        gpu=gpu,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        adapter_rank=actor.lora_rank if actor.use_lora else None,
+    )
     options = ServerOptions(
         product=product,
         arguments=tuple(arguments),
@@ -151,6 +162,7 @@ def server_options(config: PPOConfig) -> ServerOptions | None:
         addresses=addresses_of(config),
         api_key=rollout.provider_api_key or "",
         adapter=(config.gconfig.lora_name or "adapter") if actor.use_lora else "",
+        gpu=gpu,
         request_timeout_s=rollout.request_timeout,
     )
     if not options.addresses:

@@ -27,13 +27,14 @@ from areno.config.parser import Problems
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, UsageError
+from areno.experiments.cluster import open_launcher
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
     engine_config,
     layout_of,
+    machine_of,
     make_engine,
     schedule_of,
-    this_machine,
 )
 from areno.experiments.trainers.report import ExperimentReporter
 from areno.experiments.trainers.rows import RowSource, load_dataset
@@ -88,7 +89,8 @@ class ExperimentTrainer(TrainingLoop):
         try:
             self._set_environment()
             accepted = notice(config)
-            resolved = resolve_for_machine(config, this_machine())
+            self.machine = machine_of(config)
+            resolved = resolve_for_machine(config, self.machine)
             self.run_dir.write_config(config_text(config))
             for line in (accepted, *resolved) if accepted else resolved:
                 _log.info("%s", line)
@@ -102,6 +104,9 @@ class ExperimentTrainer(TrainingLoop):
             found = self._read_rows(train_dataset, valid_dataset)
             self._check_rows(*found)
             self._services = self._open_services()
+            self.launcher = open_launcher(config, self.machine)
+            if self.launcher is not None:
+                self._closing.callback(self.launcher.close)
             self.engine: Backend = self._make_engine(self.resumed_from)
             self.rows, self.eval_rows = self.make_rows(*found)
             self.saver = self._make_saver()
@@ -175,12 +180,14 @@ class ExperimentTrainer(TrainingLoop):
         """The engine, with the weights of a checkpoint where there is one."""
         actor = self.config.actor
         section = actor if checkpoint is None else replace(actor, init_from_scratch=False)
-        config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **self._engine_options())
+        options = {"gpu": self.machine.gpus > 0, **self._engine_options()}
+        config = engine_config(section, trains=self.actor_trains, seed=self.config.seed, **options)
         if checkpoint is not None and config.adapter is not None:
             config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
         elif checkpoint is not None:
             section = replace(section, path=str(checkpoint))
-        return make_engine(section, config, layout_of(actor.backend, "actor", bool(actor.fsdp.shard_weights)))
+        layout = layout_of(actor.backend, "actor", bool(actor.fsdp.shard_weights))
+        return make_engine(section, config, layout, self.launcher)
 
     def _engine_options(self) -> dict[str, Any]:
         """What the engine needs besides training."""

@@ -159,13 +159,14 @@ class PPOTrainer(ExperimentTrainer):
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of an engine that generates."""
         config, actor = self.config, self.config.actor
-        engine = engines.engine_config(actor, seed=config.seed, **self._generation_options())
+        options = {"gpu": self.machine.gpus > 0, **self._generation_options()}
+        engine = engines.engine_config(actor, seed=config.seed, **options)
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
         """A server that cannot be started is said before a model is loaded."""
-        self._server = engines.server_options(self.config)
+        self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
@@ -193,11 +194,15 @@ class PPOTrainer(ExperimentTrainer):
             threads=spec.cpu,
             environment=spec.environment() or None,
             server=self._server,
+            launcher=self.launcher,
         )
+        if self._server is not None and (self.launcher is not None or self._server.elsewhere):
+            mode = "disk"  # servers read a folder, and other machines see no memory of this one
         weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / ACTOR_MODELS if mode == "disk" else None)
-        devices = engines.rollout_devices(self.config, engines.this_machine().gpus)
+        devices = None if self.launcher else engines.rollout_devices(self.config, self.machine.gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
-        fleet.share_cores(actor.scheduling_spec[0].cpu)
+        if self.launcher is None:
+            fleet.share_cores(actor.scheduling_spec[0].cpu)
         if actor.init_from_scratch:
             fleet.update_weights(self.engine, 0)
         return fleet

@@ -12,6 +12,7 @@ from areno.config.experiment.engine_sections import PPOActorConfig, TeacherConfi
 from areno.config.experiment.experiments import PPOConfig
 from areno.config.experiment.named_algorithm import is_family, named_algorithm
 from areno.config.experiment.run_sections import RewardConfig
+from areno.config.paths import is_address
 from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
@@ -21,6 +22,7 @@ from areno.loss_fns.norm import Norm
 from areno.loss_fns.pack import LossFn, knobs_of
 from areno.loss_fns.rejection import RejectionSampling
 from areno.loss_fns.shaping import RewardShaping
+from areno.rollouts.servers.scorer import ServerScorer
 from areno.rollouts.trajectory import Trajectory
 from areno.training.objectives.policy import PolicySettings
 from areno.types import ModelRole
@@ -36,7 +38,7 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
         roles[REF] = ModelRole(REF, config.ref.path, trainable=False)
     if config.critic is not None:
         roles[CRITIC] = ModelRole(CRITIC, config.critic.path, trainable=True, kind="value", optimizer=optimizer)
-    if config.teacher is not None:
+    if config.teacher is not None and not is_address(config.teacher.path):
         roles[TEACHER] = ModelRole(TEACHER, config.teacher.path, trainable=False)
     if config.reward_section.path:
         roles[REWARD] = ModelRole(REWARD, config.reward_section.path, trainable=False)
@@ -44,7 +46,13 @@ def roles_of(config: PPOConfig, optimizer: Any) -> dict[str, ModelRole]:
 
 
 def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> PolicySettings:
-    """What becomes of rows before the optimizer steps: by which models they are scored, and how they are shaped."""
+    """What becomes of rows before the optimizer steps: by which models they are scored, and how they are shaped.
+
+    Raises UsageError: a teacher's server does not answer.
+    """
+    scorers = {}
+    if config.teacher is not None and is_address(config.teacher.path):
+        scorers[TEACHER] = ServerScorer(config.teacher.path, "teacher.path", config.rollout.request_timeout)
     ref, actor, critic = config.ref, config.actor, config.critic
     specs = {CRITIC: critic and critic.mb_spec, REF: ref and ref.mb_spec}
     scores = {
@@ -60,6 +68,7 @@ def settings_of(config: PPOConfig, shaping: RewardShaping, loss: LossFn) -> Poli
         shaping=shaping,
         rows_at_once=rows_of,
         scores=[score for score, wanted in scores.items() if wanted],
+        scorers=scorers,
         critic=None if critic is None else CRITIC,
         reward_path=config.reward_section.path,
         recomputes=actor.recompute_logprob and not getattr(knobs_of(loss), "needs_proximal", False),

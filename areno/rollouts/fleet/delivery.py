@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Literal, get_args
 from areno.cache_folder import ScratchFolder
 from areno.engine.backend import Backend
 from areno.engine.parallel.group import EngineGroup
+from areno.engine.parallel.rendezvous import FolderRendezvous, Rendezvous
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import ranks
@@ -84,10 +86,13 @@ def save_weights(engine: Backend, root: Path, version: int) -> Path:
 class Delivery:
     """Carries the weights that the replicas want; one update at a time.
 
-    With ``keeps`` the newest are kept where a replica that starts later finds them.
+    With ``keeps`` the newest are kept where a replica that starts later finds them. ``where`` members of collectives
+    meet; None is a private folder, and memory that is shared, of one machine.
     """
 
-    def __init__(self, specs: list[TensorSpec], options: WeightOptions, *, keeps: bool) -> None:
+    def __init__(
+        self, specs: list[TensorSpec], options: WeightOptions, *, keeps: bool, where: Rendezvous | None = None
+    ) -> None:
         self.specs = tuple(specs)
         self.options = options
         self.nbytes = sum(spec.nbytes for spec in specs)
@@ -98,7 +103,9 @@ class Delivery:
         self._members: list[Backend] = []  # of the channel; the trainer is the first
         self._scratch = ScratchFolder("weights")
         self._rooms = Path(self._scratch.name)
-        self._channels = 0
+        self._shares_memory = where is None
+        self._where: Rendezvous = where or FolderRendezvous(self._rooms)
+        self._sender: Backend | None = None
 
     def deliver(self, engine: Backend, replicas: Replicas, version: int, mode: Mode, verify: bool) -> UpdateReport:
         """Bring the trainer's weights to all replicas; errors are those of :meth:`RolloutFleet.update_weights`."""
@@ -106,8 +113,11 @@ class Delivery:
         digests = engine.each_rank(ranks.checksums, self.specs)[0] if verify else None
         plain = Update(version=version, specs=self.specs, digests=digests)
         previous, self.newest, self._torn = self.newest, None, True
+        self._sender = engine
+        update = plain
         if mode == "xccl":
-            update = replace(plain, segment=self._memory() if self._keeps else "")
+            near = self._keeps and self._shares_memory
+            update = replace(plain, segment=self._memory() if near else "", kept=self._keeps and not near)
             pauses = self._broadcast(engine, replicas, update)
         else:
             if mode == "disk":
@@ -130,8 +140,34 @@ class Delivery:
         """Bring the newest weights to a replica that has just started; an EngineError where the last update has failed."""
         if self._torn:
             raise EngineError("the last weight update has failed; update_weights must bring new ones first")
-        if self.newest is not None:
+        if self.newest is not None and self.newest.kept:
+            self._hand_over(replica, self.newest)
+        elif self.newest is not None:
             replica.each_rank(ranks.receive, self.newest)
+
+    def _hand_over(self, replica: EngineGroup, update: Update) -> list[float]:
+        """The weights that rank 0 of the trainer keeps, by a collective with just this replica."""
+        assert self._sender is not None
+        sent = replace(update, channel=self._open_channel(), bucket_bytes=self.options.weight_chunked_mem_mb << 20)
+        size = 1 + replica.layout.world_size
+        if isinstance(self._sender, EngineGroup):  # at once, while it trains
+            self._sender.workers.tell(0, "apply", ranks.hand_over, sent, self._where, size)
+        else:
+            self._sender.each_rank(ranks.hand_over, sent, self._where, size)
+        try:
+            broken = replica.each_rank(ranks.join, self._where, sent.channel, 1, size)
+            if any(broken):
+                raise EngineError(f"the trainer's weights have not arrived: {next(filter(None, broken))}")
+            return replica.each_rank(ranks.receive, sent)
+        finally:
+            self._where.call_off(sent.channel)
+            with suppress(EngineError):
+                replica.each_rank(ranks.leave, sent.channel)
+
+    def _open_channel(self) -> str:
+        channel = f"channel-{uuid.uuid4().hex}"
+        self._where.open(channel)
+        return channel
 
     def close(self) -> None:
         """Free shared memory and folders."""
@@ -176,7 +212,7 @@ class Delivery:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def _broadcast(self, engine: Backend, replicas: Replicas, update: Update) -> dict[int, float]:
-        """One broadcast to all; who has not got it takes the weights from shared memory, where they are kept there."""
+        """One broadcast to all; who has not got it takes the weights from where they are kept, if they are."""
         bucket_bytes = self.options.weight_chunked_mem_mb << 20
         sent = replace(update, channel=self._joined(engine, replicas), bucket_bytes=bucket_bytes)
         broken = ""
@@ -197,9 +233,13 @@ class Delivery:
         cut_off = {n: replicas[n] for n, f in asked.items() if isinstance(f.exception(), BrokenChannelError)}
         alive = {n: group for n, group in cut_off.items() if not group.workers.failed}
         pauses = self._pauses(replicas, {n: future for n, future in asked.items() if n not in alive})
-        if alive and not update.segment:
+        if alive and not (update.segment or update.kept):
             raise EngineError(f"new weights have not arrived at the replicas {', '.join(map(str, alive))}: {broken}")
-        return pauses | self._pauses(alive, self._ask(alive, update))
+        if update.segment:
+            return pauses | self._pauses(alive, self._ask(alive, update))
+        with ThreadPoolExecutor(max(len(alive), 1), thread_name_prefix="areno-update") as pool:
+            again = {n: pool.submit(self._hand_over, group, update) for n, group in alive.items()}
+        return pauses | self._pauses(alive, again)
 
     def _joined(self, engine: Backend, replicas: Replicas) -> str:
         """The collective of the trainer and just these replicas, a new one where somebody has changed."""
@@ -207,19 +247,16 @@ class Delivery:
         if self._channel and members == self._members:
             return self._channel
         self._leave()
-        self._channels += 1
-        channel = str(self._rooms / f"channel-{self._channels}")
-        gathered = Path(f"{channel}.members")
-        gathered.mkdir()
+        channel = self._open_channel()
         # One rank of the trainer, and all of the replicas.
         firsts = list(accumulate((group.layout.world_size for group in replicas.values()), initial=1))
         with ThreadPoolExecutor(len(members), thread_name_prefix="areno-join") as pool:
             asked = [
-                pool.submit(member.each_rank, ranks.join, channel, first, firsts[-1])
+                pool.submit(member.each_rank, ranks.join, self._where, channel, first, firsts[-1])
                 for member, first in zip(members, [0, *firsts], strict=False)
             ]
             wait(asked, return_when=FIRST_EXCEPTION)
-            shutil.rmtree(gathered)  # whoever still waits for one that has died gives up
+            self._where.call_off(channel)  # whoever still waits for one that has died gives up
         self._channel, self._members = channel, members
         if any(answer.exception() is not None or any(answer.result()) for answer in asked):
             self._leave()

@@ -25,6 +25,7 @@ from areno.engine.parallel.peers import Layout
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
+from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
 from areno.rollouts.fleet.folder_delivery import FolderDelivery
 from areno.rollouts.fleet.router import RequestRouter
@@ -54,6 +55,7 @@ class FleetOptions:
     threads: int | None = None  # of PyTorch in each process; None divides the cores between all ranks and one trainer
     environment: dict[str, str] | None = None
     server: ServerOptions | None = None  # replicas are inference servers of others
+    launcher: Launcher | None = None  # starts the processes, on other machines as well; None on this one
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
@@ -125,7 +127,10 @@ class RolloutFleet:
                 assert options.server is not None
                 self._delivery = FolderDelivery(self.weights, options.server, first.vocab_size)
             else:
-                self._delivery = Delivery(first.each_rank(wanted)[0], self.weights, keeps=options.restart)
+                far = options.launcher is not None and options.launcher.names is not None
+                where = first.meets if far else None
+                specs = first.each_rank(wanted)[0]
+                self._delivery = Delivery(specs, self.weights, keeps=options.restart, where=where)
         except BaseException:
             self.close()
             raise
@@ -235,6 +240,8 @@ class RolloutFleet:
             restarts=options.max_restarts if options.restart else 0,
             backoff_s=options.backoff_s,
             threads=self.threads,
+            launcher=options.launcher,
+            ranks=1 if options.server is not None else options.tp_size,
             environment=environment | (options.environment or {}),
         )
 

@@ -4,8 +4,9 @@ A replica first brings the new weights together while it generates on, and then 
 swap is a pause, and until it begins nothing has changed: a transfer that breaks leaves the old weights.
 """
 
+import logging
 import mmap
-import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,14 +24,20 @@ from areno.engine.model.adapter import NAME
 from areno.engine.model.loading import load_causal_lm
 from areno.engine.parallel.channels import Group, meet
 from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
-from areno.errors import EngineError
+from areno.errors import ArenoError, EngineError
 from areno.rollouts.fleet.tensors import TensorSpec, digest, install, layout, refuse_misfit, views, whole_tensors
+
+logger = logging.getLogger(__name__)
 
 # How long the members of a collective wait for each other.
 PATIENCE_S = 120.0
 _channels: dict[str, Group] = {}
+_kept: dict[
+    int, Tensor
+] = {}  # on rank 0 of a trainer: the newest weights, by version, where ``Update.kept`` asks for it
 
 
 class BrokenChannelError(EngineError):
@@ -44,7 +51,8 @@ class Update:
     version: int
     specs: tuple[TensorSpec, ...]  # what travels, in this order
     segment: str = ""  # shared memory that holds, or is to hold, all tensors
-    channel: str = ""  # key of a collective that was joined before
+    channel: str = ""  # name of a collective that was joined before
+    kept: bool = False  # rank 0 of the trainer keeps a copy for replicas that start later
     bucket_bytes: int = 1 << 30  # of one broadcast, at most, unless a single tensor is larger
     folder: str = ""  # checkpoint that holds the tensors
     digests: Mapping[str, str] | None = None  # checksum of each tensor, by name; with them, what arrives is checked
@@ -68,6 +76,10 @@ def send(engine: Engine, update: Update) -> str:
     kept: Iterator[Tensor] = iter(())
     if update.segment and first:
         kept = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
+    elif update.kept and first:
+        _kept.clear()
+        _kept[update.version] = torch.empty(layout(update.specs)[1], dtype=torch.uint8)
+        kept = views(_kept[update.version], update.specs)
     tensors = _mine(engine, update.specs)
     broken = ""
     for bucket in _buckets(update.specs, update.bucket_bytes):
@@ -114,6 +126,29 @@ def _buckets(specs: Sequence[TensorSpec], limit: int) -> Iterator[list[TensorSpe
         bucket.append(spec)
     if bucket:
         yield bucket
+
+
+def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> None:
+    """Begin to send the kept weights to the members of a new collective; other calls are not held up."""
+
+    def send_kept() -> None:
+        memory = _kept.get(update.version)
+        if memory is None or join(engine, where, update.channel, 0, size):
+            return
+        try:
+            kept = views(memory, update.specs)
+            for bucket in _buckets(update.specs, update.bucket_bytes):
+                sent = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
+                for place, tensor in zip(views(sent, bucket), islice(kept, len(bucket)), strict=True):
+                    place.copy_(tensor)
+                _broadcast(update.channel, sent)
+            _settle(engine.config.device)
+        except BrokenChannelError as error:  # the replica learns it too, and is started again
+            logger.warning("the kept weights were not taken over: %s", error)
+        finally:
+            leave(engine, update.channel)
+
+    threading.Thread(target=send_kept, name="areno-weights", daemon=True).start()
 
 
 # -- on the ranks of a replica ---------------------------------------------------------------------------------------
@@ -188,12 +223,13 @@ def _compare(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 
-def join(engine: Engine, channel: str, first: int, size: int) -> str:
+def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int) -> str:
     """Become a member of a collective of ``size`` members; returns nothing when all have come, else why not.
 
     Args:
         engine: of a trainer, where rank 0 is the only member, or of a replica.
-        channel: key of the collective, the path of a file; ``{channel}.members`` is a folder.
+        where: its members meet.
+        channel: name of the collective.
         first: number of this engine's first rank in it; 0 is the trainer's.
         size: number of members.
     """
@@ -201,19 +237,19 @@ def join(engine: Engine, channel: str, first: int, size: int) -> str:
     if first or peers.first:
         rank = first + peers.place
         try:
-            _wait_for_members(Path(f"{channel}.members"), rank, size)
+            _wait_for_members(where, channel, rank, size)
             patience = timedelta(seconds=PATIENCE_S)
-            _channels[channel] = meet(Path(channel), rank, size, engine.config.device, patience)
-        except (RuntimeError, OSError) as error:
+            _channels[channel] = meet(where, channel, rank, size, engine.config.device, patience)
+        except (RuntimeError, OSError, ArenoError) as error:
             return str(error) or "a member has not come"
     return ""
 
 
-def _wait_for_members(folder: Path, rank: int, size: int) -> None:
-    """Wait until all have come, as long as the folder exists: it is deleted when a member has died."""
-    (folder / str(rank)).touch()
+def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> None:
+    """Wait until all have come, unless the collective is called off: when a member has died."""
+    where.come(channel, rank)
     deadline = time.monotonic() + PATIENCE_S
-    while len(os.listdir(folder)) < size:
+    while where.members(channel) < size:
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all of {size} members have come within {PATIENCE_S:g} s")
         time.sleep(0.01)

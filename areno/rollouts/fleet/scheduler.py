@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from areno.engine.parallel.workers import Processes
 from areno.errors import ArenoError, EngineError, UsageError
+from areno.launch.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Job:
     startup_timeout_s: float = 300.0
     restarts: int = 3  # how often each replica is restarted, first after ``backoff_s``
     backoff_s: float = 1.0
+    launcher: Launcher | None = None  # starts the ``ranks`` processes of each replica; None on this machine
+    ranks: int = 1
     threads: int = 1  # of PyTorch in each process; ``environment`` has variables beside those of this one
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,6 +171,9 @@ class LocalScheduler:
             log.write(f"==== {slot.name}, start {slot.restarts + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ====\n")
         processes = Processes(
             name=f"{job.role} {slot.number}",
+            launcher=job.launcher,
+            role=job.role,
+            first=slot.number * job.ranks,
             log_file=slot.log_file,
             environment=job.environment,
             threads=job.threads,

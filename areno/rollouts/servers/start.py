@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig
@@ -17,14 +18,14 @@ from areno.engine.limits import context_length
 from areno.engine.parallel.workers import Processes
 from areno.errors import EngineError, UsageError
 from areno.rollouts.servers.calls import SERVED_NAME, ServerCalls
-from areno.rollouts.servers.process import ServerProcess, free_port
+from areno.rollouts.servers.launch import HOST, PORT
+from areno.rollouts.servers.process import ServerProcess
 from areno.rollouts.servers.replica import Joined, ServerReplica
 from areno.rollouts.servers.sglang import SglangCalls
 from areno.rollouts.servers.vllm import VllmCalls
 
 Product = Literal["vllm", "sglang"]
 
-_HOST = "127.0.0.1"
 _EXTENSION = Path(__file__).parent / "extension"
 _WORKER = "areno_vllm_worker.ArenoWorker"
 _OWN_WORKER = "--worker-extension-cls"
@@ -47,7 +48,14 @@ class ServerOptions:
     addresses: tuple[str, ...] = ()
     api_key: str = ""
     adapter: str = ""
+    gpu: bool = False  # the servers compute on GPUs
     request_timeout_s: float = 3600.0
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a server that is joined may be on another machine, which shares folders at most."""
+        hosts = {urlsplit(address).hostname for address in self.addresses}
+        return bool(hosts - {"localhost", "127.0.0.1", "::1"})
 
 
 def open_server(
@@ -68,11 +76,10 @@ def open_server(
     if options.addresses:
         url, server = options.addresses[number], Joined(on_failure)
     else:
-        port = free_port()
-        url = f"http://{_HOST}:{port}"
-        command = [*command_of(options), *_arguments(path, options, port)]
-        environment = environment_of(options.product, processes.threads or 1, devices) | dict(processes.environment)
-        server = ServerProcess(command, processes.log_file, environment, on_failure)
+        command = [*command_of(options), *_arguments(path, options)]
+        environment = environment_of(options, processes.threads or 1, devices) | dict(processes.environment)
+        server = ServerProcess(command, environment, processes, on_failure)
+        url = server.url
     return ServerReplica(
         path,
         url,
@@ -105,15 +112,15 @@ def command_of(options: ServerOptions) -> list[str]:
     if found is None:
         example = {"vllm": "vllm serve", "sglang": "python -m sglang.launch_server"}[options.product]
         raise UsageError(
-            f"rollout.backend={options.product}: {options.product} is not installed here; install it, name the command of "
-            f"another environment ({options.product}.command='/PATH/bin/{example}'), join servers that run "
-            "(rollout.api_url=http://HOST:PORT), or write rollout.backend=areno:dN, which needs neither"
+            f"{options.product} is not installed here; install it, name the command of another environment, such as "
+            f"'/PATH/bin/{example}' ({options.product}.command of an experiment, --rollout-server-command), join servers that "
+            "run (rollout.api_url, --rollout-url), or let areno's own engine generate (rollout.backend=areno:dN)"
         )
     return command
 
 
-def _arguments(path: str, options: ServerOptions, port: int) -> list[str]:
-    where = ["--host", _HOST, "--port", str(port), "--served-model-name", SERVED_NAME]
+def _arguments(path: str, options: ServerOptions) -> list[str]:
+    where = ["--host", HOST, "--port", PORT, "--served-model-name", SERVED_NAME]
     if options.product == "sglang":
         weights = ["--model-path", path, "--weight-version", "0"]
         return [*weights, *where, *options.arguments]
@@ -122,12 +129,12 @@ def _arguments(path: str, options: ServerOptions, port: int) -> list[str]:
     return [path, *where, *needed, *worker, *options.arguments]
 
 
-def environment_of(product: Product, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
-    """Variables that a server needs, which a user's own come on top of."""
+def environment_of(options: ServerOptions, threads: int, devices: Sequence[torch.device] | None) -> dict[str, str]:
+    """Variables that a server needs, which a user's own come on top of; without ``devices`` a launcher gives it its own."""
     chosen = {}
     if devices is not None:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in devices)
-    if product == "vllm":
+    if options.product == "vllm":
         paths = [str(_EXTENSION), os.environ.get("PYTHONPATH", "")]
         chosen |= {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -135,7 +142,7 @@ def environment_of(product: Product, threads: int, devices: Sequence[torch.devic
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if devices is None:
+        if not options.gpu:
             chosen |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             chosen["OMP_NUM_THREADS"] = str(threads)
     return chosen

@@ -8,7 +8,7 @@ loss belongs to the learner's train call.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,6 +44,9 @@ class PolicySettings:
     shaping: RewardShaping  # from rewards to advantages
     rows_at_once: Callable[[str, TokenRows], int]  # rows of one scoring pass of a role, from its name and the rows
     scores: Sequence[tuple[str, str]] = ()  # roles that give log-probs, with the column of the rows that gets them
+    scorers: Mapping[str, Callable[[TokenRows], list[list[float]]]] = field(
+        default_factory=dict
+    )  # roles of other servers
     critic: str | None = None  # role that gives values; None is without one
     reward_path: str | None = None  # reward model, for messages
     recomputes: bool = False  # the scored ``prox_logprobs`` replace the log-probs of the rollout
@@ -130,8 +133,11 @@ class PolicyObjective:
         """Give each row the log-probs of a role, at the row's own temperature."""
         tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
         with self._around("logprobs", role, len(rows)):
-            size = self.settings.rows_at_once(role, tokens)
-            scored = self.models.score_logprobs(role, tokens, temperatures, size)
+            if role in self.settings.scorers:
+                scored = self.settings.scorers[role](tokens)
+            else:
+                size = self.settings.rows_at_once(role, tokens)
+                scored = self.models.score_logprobs(role, tokens, temperatures, size)
         for row, logprobs in zip(rows, scored, strict=True):
             setattr(row, column, logprobs)
 

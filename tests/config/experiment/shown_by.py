@@ -15,6 +15,7 @@ _ENGINES = "tests/experiments/test_settings_engines.py::"
 _UPDATE = "tests/experiments/test_settings_update.py::"
 _ROLLOUT = "tests/experiments/test_settings_rollout.py::"
 _EPISODES = "tests/experiments/test_settings_episodes.py::"
+_CLUSTER = "tests/experiments/test_cluster.py::"
 _PROCESSES = "tests/experiments/test_settings_processes.py::"
 _SERVICES_TEST = "tests/observability/test_services.py::"
 
@@ -221,7 +222,8 @@ EFFECTS: dict[str, str] = {
     "AgentConfig.chat_template_type": _CHECKS + "test_conversations_go_on_by_their_own_tokens_in_any_case",
     "TrainEngineConfig.temperature": _CHECKS + "test_what_the_actor_repeats_must_be_equal",
     "InferenceEngineConfig.tokenizer_path": _CHECKS + "test_a_model_has_one_tokenizer",
-    "SchedulerConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_its_declaration",
+    "SchedulerConfig.type": _CLUSTER + "test_launch_shows_and_starts_nothing",
+    "ClusterSpecConfig.n_nodes": _CLUSTER + "test_the_script_of_a_job",
     "WandBConfig.mode": _SERVICES_TEST + "test_wandb_fields_reach_the_run",
     "WandBConfig.entity": _SERVICES_TEST + "test_wandb_fields_reach_the_run",
     "WandBConfig.project": _SERVICES_TEST + "test_wandb_fields_reach_the_run",
@@ -247,7 +249,7 @@ EFFECTS: dict[str, str] = {
     "MemoryProfilerConfig.profile_steps": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
     "MemoryProfilerConfig.max_entries": "tests/observability/test_session_tracer.py::test_memory_snapshots_need_a_gpu",
     "PPOConfig.async_training": _CHECKS + "test_async_training_must_agree_with_how_far_rollout_runs_ahead",
-    "NameResolveConfig.type": _EFFECTS + "test_a_refused_value_is_refused_in_the_words_of_its_declaration",
+    "NameResolveConfig.type": _CLUSTER + "test_names_lie_below_the_shared_folder_unless_another_is_given",
     "TrainEngineConfig.load_in_4bit": _ENGINES + "test_an_adapter_learns_beside_weights_in_4_bits",
     "TrainEngineConfig.offload_activations": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",
     "OptimizerConfig.offload": _ENGINES + "test_settings_reach_the_engines_of_training_and_rollout",

@@ -378,10 +378,14 @@ def test_allocation_mode_gives_each_role_its_backend():
         ({"ref.backend": "fsdp:d2"}, "ref lives on the actor's ranks"),
         ({"actor._version": "v2"}, "_version v2) are not supported"),
         ({"rollout._version": "v2"}, "_version v2) are not supported"),
-        ({"cluster.n_nodes": 2}, "write cluster.n_nodes=1"),
-        ({"cluster.name_resolve.type": "etcd3"}, "write cluster.name_resolve.type=nfs"),
-        ({"cluster.name_resolve.type": "ray"}, "write cluster.name_resolve.type=nfs"),
-        ({"scheduler.type": "slurm"}, "Slurm is not supported; write scheduler.type=local"),
+        ({"cluster.n_nodes": 2}, "only scheduler.type=ray and slurm use several machines; set one of them"),
+        ({"scheduler.type": "slurm"}, "cluster.n_gpus_per_node is null: say how many GPUs of a node"),
+        ({"scheduler.type": "ray", "cluster.name_resolve.type": "memory"}, "use nfs or etcd3"),
+        (
+            {"scheduler.type": "slurm", "cluster.n_gpus_per_node": 0, "cluster.name_resolve.type": "ray"},
+            "name_resolve.type=ray does not go with scheduler.type=slurm",
+        ),
+        ({"scheduler.type": "ray", "actor.weight_update_mode": "shm"}, "machines share no memory; use xccl, or disk"),
         ({"rollout.agent.mode": "online"}, "online) are not supported"),
     ],
 )

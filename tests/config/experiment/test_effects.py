@@ -75,6 +75,7 @@ COMPANIONS: dict[str, dict] = {
     "rollout.on_stale": {"rollout.max_staleness": 2},
     "rollout.agent.subproc_max_workers": {"rollout.agent.mode": "subproc"},
     "rollout.agent.agent_cls_path": {"workflow.path": "agent"},
+    "cluster.n_nodes": {"scheduler.type": "slurm", "cluster.n_gpus_per_node": 0},
 }
 VALUES = {
     "rollout.api_url": "http://host:8000",

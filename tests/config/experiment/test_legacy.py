@@ -150,7 +150,7 @@ def test_of_two_limits_of_the_actor_the_smaller_holds():
         ("group_size=x", "gconfig.n_samples 'x'"),
         ("ppo.adv_norm=3", "ppo.adv_norm 3: expected true or false"),
         ("trial_name=a-b", "must not contain '-'"),
-        ("n_nodes=2", "several machines are not supported"),
+        ("n_nodes=2", "only scheduler.type=ray and slurm use several machines"),
     ],
 )
 def test_mistakes_are_named(word, words):

@@ -46,8 +46,8 @@ REMEDIES = {
     "agent": ["~econfig"],
     "distillation": ["~teacher.backend", "~teacher.dtype"],
     "vision": ["~sglang.enable_multimodal"],
-    "ray": ["scheduler.type=local", "cluster.n_nodes=1", "cluster.name_resolve.type=nfs"],
-    "slurm": ["scheduler.type=local", "cluster.n_nodes=1"],
+    "ray": [],
+    "slurm": [],
     "megatron": ["actor.backend=fsdp:d2t2", "ref.backend=fsdp:d2t2"],
     "cpu": [],
 }

@@ -20,7 +20,7 @@ class Broken:
         """Answer as one should."""
 
     def stop_in_mid_answer(self) -> None:
-        self.frames._socket.send(self.frames._key + (1000).to_bytes(8) + bytes(10))
+        self.frames._socket.send(self.frames._form._key + (1000).to_bytes(8) + bytes(10))
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def garble(self, text: bytes) -> None:

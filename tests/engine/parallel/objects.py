@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from areno.engine.parallel import channels
 from areno.engine.parallel.channels import Group, SharedGroup, meet
 from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig
 from areno.engine.train.sharded import ShardedAdamW
 
@@ -77,7 +78,7 @@ class Member:
         self.sums = None
 
     def join(self, name: str, size: int, kind: type[Group] = SharedGroup) -> None:
-        self.group = meet(self.folder / name, self.rank, size, CPU, kind=kind)
+        self.group = meet(FolderRendezvous(self.folder), name, self.rank, size, CPU, kind=kind)
 
     def add_up(self, count: int, rounds: list[list[Tensor]]) -> list[Tensor]:
         """Per round, this rank's part of the sum; entry [round][rank] is what a rank adds."""

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from areno.engine.parallel.peers import Layout, connect
+from areno.engine.parallel.rendezvous import FolderRendezvous
 
 
 class Member:
     """One of the ranks."""
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
-        self.peers = connect(Layout(1, size), rank, folder, torch.device("cpu"))
+        self.peers = connect(Layout(1, size), rank, FolderRendezvous(folder), torch.device("cpu"))
 
     def apply(self, function, *arguments):
         return function(self.peers, *arguments)

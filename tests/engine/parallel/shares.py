@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from areno.engine.parallel.peers import connect
+from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.parallel.sharding import whole_of
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train import sharded
@@ -35,7 +36,7 @@ class Share:
     """Holds one rank's place, and steps an optimizer through given gradients."""
 
     def __init__(self, layout, rank, folder, send) -> None:
-        self.peers = connect(layout, rank, folder, torch.device("cpu"))
+        self.peers = connect(layout, rank, FolderRendezvous(folder), torch.device("cpu"))
         tp_size = layout.tp_size
         self.mesh = DeviceMesh("cpu", list(range(tp_size))) if tp_size > 1 else None
 

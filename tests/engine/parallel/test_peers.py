@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from areno.engine.parallel.channels import meet
+from areno.engine.parallel.rendezvous import FolderRendezvous
 
 
 def _listening() -> set[str]:
@@ -19,10 +20,10 @@ def _listening() -> set[str]:
 
 def test_a_group_listens_on_the_loopback_interface_alone(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    before, groups = _listening(), {}
+    before, groups, where = _listening(), {}, FolderRendezvous(tmp_path)
 
     def join(rank: int) -> None:
-        groups[rank] = meet(tmp_path / "group", rank, 2, torch.device("cpu"), patience=timedelta(seconds=60))
+        groups[rank] = meet(where, "group", rank, 2, torch.device("cpu"), patience=timedelta(seconds=60))
 
     threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:

@@ -16,8 +16,9 @@ import transformers
 from areno.config.experiment.foreign_sections import vLLMConfig
 from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
-from areno.errors import EngineError
+from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.servers.scorer import ServerScorer
 from areno.rollouts.servers.start import ServerOptions
 from areno.types import Request, SamplingParams
 from examples.experiments import toy
@@ -189,3 +190,18 @@ def test_an_experiment_learns_with_vllm(tmp_path, monkeypatch):
     assert sum(rewards[:2]) / 2 < 0.4
     assert sum(rewards[-2:]) / 2 > 0.7
     assert "weights 1 have arrived: log-probs differ by" in done.stdout + done.stderr
+
+
+def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
+    """Rows of several lengths, the longest of one more than a block; a model of another width of words would be refused."""
+    replica = next(iter(fleet._up().values()))
+    address = f"{str(replica._http.base_url).rstrip('/')}/v1"
+    scorer = ServerScorer(address, "teacher.path", 60.0)
+    rows = [[5, 6, 7, 8], [9], [3 + (7 * i) % 90 for i in range(130)]]
+    fleet.update_weights(trainer, 100, verify=True)
+    for found, expected in zip(scorer(rows), trainer.score_logprobs("actor", rows), strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(EngineError, match="refuses a row of 2 tokens"):
+        scorer([[5, 10**6]])
+    with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no server"):
+        ServerScorer("http://127.0.0.1:9/v1", "teacher.path", 5.0)

@@ -1,4 +1,7 @@
-"""One contract for all repositories of names, and what only files can promise."""
+"""One contract for all repositories of names, and what only some of them can promise.
+
+etcd is a real server, where the machine has one (Debian's etcd-server); Ray is a real cluster of one node.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,36 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pytest
 
-from areno.errors import UsageError
-from areno.experiments import name_resolve
-from areno.experiments.name_resolve import NameEntryExists, NameEntryNotFound, Repository, make_store
+from areno import name_resolve
+from areno.errors import ArenoError, UsageError
+from areno.name_resolve import NameEntryExists, NameEntryNotFound, NameOptions, Repository
+from tests.launch.services import etcd_server, ray_cluster, ray_nodes  # noqa: F401 - fixtures
+
+# What etcd keeps for so many seconds at least, whatever less is asked for; see its module.
+SHORTEST_TTL = {"etcd3": 2.0}
 
 
-@pytest.fixture(params=["memory", "nfs"])
+RAY = (pytest.mark.long, pytest.mark.xdist_group("ray"))
+
+
+@pytest.fixture(params=["memory", "nfs", "etcd3", pytest.param("ray", marks=RAY)])
 def names(request, tmp_path):
-    repository = Repository(make_store(request.param, tmp_path / "names"))
+    options = NameOptions(request.param, str(tmp_path / "names"))
+    if request.param == "etcd3":
+        options = NameOptions("etcd3", etcd3_addr=request.getfixturevalue("etcd_server").address)
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")
+    repository = Repository(options.open())
+    repository.shortest_ttl = SHORTEST_TTL.get(request.param, 0.4)
     yield repository
     repository.reset()
+    for name in ("u", "a", "late", "other", "stays", "short", "leader"):
+        repository.clear_subtree(name)
 
 
 def test_a_name_has_one_value_until_it_is_deleted(names):
@@ -75,16 +95,17 @@ def test_waiting_and_watching(names):
 
 
 def test_a_living_owner_keeps_values_alive_and_reset_takes_its_own_away(names):
-    names.add("kept", "x", keepalive_ttl=0.4)
+    ttl = names.shortest_ttl
+    names.add("kept", "x", keepalive_ttl=ttl)
     names.add("stays", "y", delete_on_exit=False)
-    time.sleep(1.2)
+    time.sleep(3 * ttl)
     assert names.get("kept") == "x"
-    names.add("short", "z", delete_on_exit=False, keepalive_ttl=0.4)
+    names.add("short", "z", delete_on_exit=False, keepalive_ttl=ttl)
     names.reset()
     with pytest.raises(NameEntryNotFound):
         names.get("kept")
     assert names.get("stays") == "y"
-    time.sleep(0.6)
+    time.sleep(1.7 * ttl)
     with pytest.raises(NameEntryNotFound):  # nobody keeps it alive any more
         names.get("short")
     assert names.find_subtree("short") == []
@@ -113,39 +134,37 @@ def test_of_many_that_add_a_name_at_once_one_succeeds(names):
 
 def test_the_module_has_one_repository_that_can_be_replaced(tmp_path):
     try:
-        name_resolve.reconfigure("nfs", tmp_path)
+        files = NameOptions("nfs", str(tmp_path))
+        name_resolve.reconfigure(files)
         name_resolve.add("a/b", "1")
-        assert Repository(make_store("nfs", tmp_path)).get("a/b") == "1"  # as another process sees it
+        assert Repository(files.open()).get("a/b") == "1"  # as another process sees it
         assert name_resolve.add_subentry("a", "2") in name_resolve.find_subtree("a")
         assert name_resolve.wait("a/b") == "1"
         assert sorted(name_resolve.get_subtree("a")) == ["1", "2"]
         name_resolve.clear_subtree("a")
         name_resolve.add("c", "3")
-        name_resolve.reconfigure("memory")
-        assert Repository(make_store("nfs", tmp_path)).find_subtree("c") == []
+        name_resolve.reconfigure(NameOptions("memory"))
+        assert Repository(files.open()).find_subtree("c") == []
         assert name_resolve.find_subtree("c") == []
-        for kind in ("etcd3", "ray"):
-            with pytest.raises(UsageError, match=f"name_resolve.type={kind} is not there yet; use nfs"):
-                name_resolve.reconfigure(kind)
-        with pytest.raises(UsageError, match="use memory or nfs"):
-            name_resolve.reconfigure("redis")
+        with pytest.raises(UsageError, match="use memory, nfs, etcd3 or ray"):
+            name_resolve.reconfigure(NameOptions("redis"))
         with pytest.raises(UsageError, match="nfs_record_root"):
-            name_resolve.reconfigure("nfs")
+            name_resolve.reconfigure(NameOptions("nfs"))
     finally:
-        name_resolve.reconfigure("memory")
+        name_resolve.reconfigure(NameOptions("memory"))
 
 
 def test_files_of_a_killed_owner_are_gone_after_their_time(tmp_path):
     program = (
         "import sys, time\n"
-        "from areno.experiments.name_resolve import Repository, make_store\n"
-        "names = Repository(make_store('nfs', sys.argv[1]))\n"
+        "from areno.name_resolve import NameOptions, Repository\n"
+        "names = Repository(NameOptions('nfs', sys.argv[1]).open())\n"
         "names.add('owner', 'x', keepalive_ttl=1.0)\n"
         "names.add('forever', 'y')\n"
         "print('added', flush=True)\n"
         "time.sleep(60)\n"
     )
-    names = Repository(make_store("nfs", tmp_path))
+    names = Repository(NameOptions("nfs", str(tmp_path)).open())
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline() == "added\n"
         time.sleep(1.5)
@@ -156,3 +175,52 @@ def test_files_of_a_killed_owner_are_gone_after_their_time(tmp_path):
     assert gone.wait(5)
     assert names.find_subtree("owner") == []
     assert names.get("forever") == "y"
+
+
+def test_the_clock_of_a_file_server_may_be_wrong(tmp_path, monkeypatch):
+    """A folder whose server dates files an hour ago: values are as old as that server says."""
+    store = NameOptions("nfs", str(tmp_path)).open()
+    monkeypatch.setattr(time, "time", lambda real=time.time: real() + 3600)
+    assert store.write("a", "1", 5.0, replace=False)
+    assert store.read("a") == "1"
+
+
+def test_an_etcd_server_that_was_away_and_a_lease_that_ran_out_meanwhile(etcd_server):  # noqa: F811
+    names = Repository(NameOptions("etcd3", etcd3_addr=etcd_server.address).open())
+    names.add("run/worker", "here", keepalive_ttl=2.0)
+    names.add("run/plain", "stays")
+    etcd_server.stop()
+    threading.Timer(4.0, etcd_server.start).start()
+    assert names.get("run/plain") == "stays"  # as soon as the server is there again
+    time.sleep(3.0)
+    assert names.get("run/worker") == "here"
+    store = names.store
+    store._call(store._leases["run/worker"][0].revoke)  # as if it had run out: the owner writes it again
+    assert names.wait("run/worker", timeout=5) == "here"
+    names.clear_subtree("run")
+
+
+def test_etcd_says_what_is_wrong():
+    with pytest.raises(UsageError, match=r"etcd3_addr=nowhere: write HOST:PORT"):
+        NameOptions("etcd3", etcd3_addr="nowhere").open()
+    with pytest.raises(UsageError, match=r"etcd3_addr=127\.0\.0\.1:9: no etcd server answers there"):
+        NameOptions("etcd3", etcd3_addr="127.0.0.1:9").open()
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("ray")
+def test_names_of_a_ray_actor_that_has_died_are_written_again(ray_cluster):  # noqa: F811
+    import ray
+
+    options = NameOptions("ray", ray_actor_name=f"names-{uuid.uuid4().hex}")
+    names = Repository(options.open())
+    names.add("worker", "here", keepalive_ttl=1.0)
+    ray.kill(names.store._actor, no_restart=False)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if Repository(options.open()).wait("worker", timeout=1) == "here":
+                break
+        except (TimeoutError, ArenoError):
+            continue
+    assert Repository(options.open()).get("worker") == "here"

@@ -1,24 +1,16 @@
-"""Names with values that the processes of an experiment share: one repository per process, chosen by configuration.
-
-A name is a path of words such as ``user/experiment/trial/workers/rollout/0``; its value is text. ``memory`` is for one
-process, ``nfs`` for all that see the same folder.
-"""
+"""Names and their values in a store, as one process uses them."""
 
 import contextlib
-import functools
-import json
-import os
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from areno.cache_folder import ScratchFolder
 from areno.errors import ArenoError, UsageError
+from areno.name_resolve.stores import NameStore
 
-_LATER = ("etcd3", "ray")
-_FILE = "ENTRY"
+logger = logging.getLogger(__name__)
 
 
 class NameEntryExists(ArenoError):  # noqa: N818 - the documented name
@@ -29,81 +21,6 @@ class NameEntryNotFound(ArenoError):  # noqa: N818 - the documented name
     """The name has no value."""
 
 
-class Store:
-    """Names as files ``{root}/{name}/ENTRY``; the folder is made when first needed.
-
-    A file is written beside its place and then linked or renamed into it, so that nobody reads half of it and only one of
-    two that add the same name succeeds. It holds JSON, the value and its time to live in seconds; its age is its time of
-    change, which is begun anew by touching it.
-    """
-
-    def __init__(self, root: str | Path) -> None:
-        self._shared = root
-
-    @functools.cached_property
-    def root(self) -> Path:
-        """The shared folder; without one a folder of this process alone, which goes with it."""
-        if not self._shared:
-            self._own = ScratchFolder("names")
-        return Path(self._shared or self._own.name)
-
-    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
-        """Set a value; False if there is one and it is not to be replaced. Of several writers at once, one succeeds."""
-        target = self.root / name / _FILE
-        if target.exists() and _value(target) is None:
-            target.unlink(missing_ok=True)
-        while True:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            draft = target.with_name(f".{uuid.uuid4().hex}")
-            try:
-                draft.write_text(json.dumps({"value": value, "ttl": ttl}), encoding="utf-8")
-                (os.replace if replace else os.link)(draft, target)
-                return True
-            except FileExistsError:
-                return False
-            except FileNotFoundError:
-                continue  # somebody has removed the empty folder in the meantime
-            finally:
-                draft.unlink(missing_ok=True)
-
-    def read(self, name: str) -> str | None:
-        """Value of a name; None if there is none, or if it has expired."""
-        return _value(self.root / name / _FILE)
-
-    def remove(self, name: str) -> bool:
-        """Delete a value; whether there was one."""
-        folder = self.root / name
-        live = self.read(name) is not None
-        (folder / _FILE).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # until one is not empty
-            while folder != self.root:
-                folder.rmdir()
-                folder = folder.parent
-        return live
-
-    def under(self, root: str) -> list[str]:
-        """Names of live values that are ``root`` or begin with its words."""
-        files = (self.root / root).rglob(_FILE)
-        return [file.parent.relative_to(self.root).as_posix() for file in files if _value(file) is not None]
-
-    def touch(self, name: str, ttl: float) -> bool:
-        """Let the time to live begin anew; whether the value is still there."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self.root / name / _FILE)
-            return True
-        return False
-
-
-def _value(file: Path) -> str | None:
-    try:
-        age = time.time() - file.stat().st_mtime
-        entry = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    value: str = entry["value"]
-    return None if entry["ttl"] is not None and age >= entry["ttl"] else value
-
-
 class Repository:
     """Names and their values in a store.
 
@@ -111,7 +28,7 @@ class Repository:
     after that process, whatever ends it.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: NameStore) -> None:
         self.store = store
         self._own: set[str] = set()
         self._alive: dict[str, threading.Event] = {}  # set where a value is no longer to be kept alive
@@ -227,9 +144,13 @@ class Repository:
             ended.set()
 
 
-def _keep_alive(store: Store, name: str, ttl: float, ended: threading.Event) -> None:
-    while not ended.wait(min(ttl / 4, 1.0)) and store.touch(name, ttl):
-        pass
+def _keep_alive(store: NameStore, name: str, ttl: float, ended: threading.Event) -> None:
+    while not ended.wait(min(ttl / 4, 1.0)):
+        try:
+            if not store.touch(name, ttl):
+                return
+        except ArenoError as error:  # the server may be back before the value is gone
+            logger.warning("the name %s could not be kept alive, trying again: %s", name, error)
 
 
 def _normal(name: str) -> str:
@@ -238,29 +159,3 @@ def _normal(name: str) -> str:
     if any(word in ("", ".", "..") or "\0" in word for word in words):
         raise UsageError(f"{name!r} is no name: give words with one slash between them, such as experiment/trial/key")
     return "/".join(words)
-
-
-def make_store(kind: str, nfs_record_root: str | Path = "") -> Store:
-    """The store ``memory``, or ``nfs`` with its folder; raises UsageError for another one, or without a folder."""
-    if kind == "memory":
-        return Store("")
-    if kind in _LATER:
-        raise UsageError(f"name_resolve.type={kind} is not there yet; use nfs, or memory for a single process")
-    if kind != "nfs":
-        raise UsageError(f"name_resolve.type={kind}: use memory or nfs")
-    if not str(nfs_record_root):
-        raise UsageError("name_resolve.type=nfs needs a folder: set name_resolve.nfs_record_root")
-    return Store(nfs_record_root)
-
-
-_names = Repository(make_store("memory"))
-add, add_subentry, delete, reset = _names.add, _names.add_subentry, _names.delete, _names.reset
-get, get_subtree, find_subtree = _names.get, _names.get_subtree, _names.find_subtree
-wait, watch_names, clear_subtree = _names.wait, _names.watch_names, _names.clear_subtree
-
-
-def reconfigure(kind: str, nfs_record_root: str | Path = "") -> None:
-    """Use another store from now on; what this process has added to the one before is deleted there."""
-    store = make_store(kind, nfs_record_root)
-    _names.reset()
-    _names.store = store

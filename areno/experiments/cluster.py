@@ -1,0 +1,115 @@
+"""The workers of an experiment on a Ray cluster or in a Slurm job: what each role needs, and who starts them."""
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areno.config.experiment.allocation import ModelAllocation
+from areno.config.experiment.checks import CLUSTERS, server_of, takes_turns
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.machine import CPU_PER_GPU, Machine
+from areno.config.experiment.worker_sections import DEFAULT_RECORD_ROOT, SchedulingSpec
+from areno.errors import UsageError
+from areno.experiments.folders import ExperimentFolders
+from areno.launch import ray_cluster, slurm
+from areno.launch.launcher import Launcher, Names, RoleNeed
+from areno.name_resolve import NameOptions
+from areno.name_resolve.ray_store import connect
+
+_DOCUMENTED_ROOT = "/tmp/areal/name_resolve"
+_NODES_MEMORY_GB = SchedulingSpec().mem
+
+
+def cluster_machine(config: BaseExperimentConfig) -> Machine | None:
+    """What the cluster of ``scheduler.type`` has; None where the experiment runs on one machine.
+
+    Raises UsageError: there is no such cluster, or it has fewer nodes than ``cluster.n_nodes``.
+    """
+    kind, cluster = config.scheduler.type, config.cluster
+    if kind not in CLUSTERS:
+        return None
+    nodes: int
+    if kind == "ray":
+        connect("scheduler.type=ray")
+        found = ray_cluster.nodes()
+        nodes, cores = len(found), int(sum(node.get("CPU", 0) for node in found.values()))
+        gpus = int(sum(node.get("GPU", 0) for node in found.values()))
+        if cluster.n_gpus_per_node == 0:
+            gpus = 0
+    else:
+        nodes, cores = slurm.size()
+        gpus = nodes * (cluster.n_gpus_per_node or 0)
+    if nodes < cluster.n_nodes:
+        raise UsageError(
+            f"cluster.n_nodes={cluster.n_nodes}: the {kind} cluster has {nodes} node{'s' * (nodes > 1)}; add nodes, or lower it"
+        )
+    return Machine(gpus=gpus, cores=cores, flash_attention=False, threads=None, nodes=nodes)
+
+
+def open_launcher(config: BaseExperimentConfig, machine: Machine) -> Launcher | None:
+    """Who starts the workers of an experiment whose settings are settled; None on one machine. To be closed.
+
+    Raises UsageError: the cluster has not what the roles need.
+    """
+    if not machine.nodes:
+        return None
+    needs = needs_of(config, gpus=machine.gpus > 0)
+    names = Names(name_options(config), f"areno/{_trial(config)}/{uuid.uuid4().hex}")
+    if config.scheduler.type == "ray":
+        return ray_cluster.RayLauncher(needs, names)
+    return slurm.SlurmLauncher(needs, names, config.cluster.n_gpus_per_node or 0)
+
+
+def needs_of(config: Any, *, gpus: bool) -> dict[str, RoleNeed]:
+    """What the workers of the actor need, and those of rollout where it has processes of its own."""
+    actor = ModelAllocation.from_str(config.actor.backend, "actor").parallel
+    needs = {"actor": _need(config.actor.scheduling_spec[0], actor.world_size, actor.tensor, gpus)}
+    if isinstance(config, PPOConfig) and not takes_turns(config) and not config.rollout.api_url:
+        parallel = ModelAllocation.from_str(config.rollout.backend, "rollout").parallel
+        together = parallel.tensor * parallel.pipeline
+        shares = "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type)
+        beside = "actor" if shares and parallel.data * together <= needs["actor"].workers else ""
+        spec = config.rollout.scheduling_spec[0]
+        if server_of(config):  # one process, with the devices of all its ranks
+            need = _need(spec, parallel.data, 1, gpus, beside)
+            needs["rollout"] = replace(need, cpu=need.cpu * together, gpu=need.gpu * together)
+        else:
+            needs["rollout"] = _need(spec, parallel.data * together, together, gpus, beside)
+    return needs
+
+
+def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside: str = "") -> RoleNeed:
+    gpu = (spec.gpu or 1) if gpus else 0
+    return RoleNeed(
+        workers=workers,
+        together=together,
+        cpu=(spec.cpu or (CPU_PER_GPU if gpu else 1)) * max(gpu, 1),
+        gpu=gpu,
+        mem=None if spec.mem == _NODES_MEMORY_GB else spec.mem,
+        env_vars=spec.environment(),
+        cmd=spec.cmd,
+        additional_bash_cmds=tuple(spec.additional_bash_cmds or ()),
+        image=spec.image,
+        container_type=spec.container_type,
+        mount=spec.mount,
+        nodelist=spec.nodelist,
+        exclude=spec.exclude,
+        srun_additional_args=spec.srun_additional_args,
+        ray_placement_strategy=spec.ray_placement_strategy,
+        beside=beside,
+    )
+
+
+def name_options(config: BaseExperimentConfig) -> NameOptions:
+    """Where names are kept; files lie below ``cluster.fileroot`` unless another folder is given."""
+    section = config.cluster.name_resolve
+    root = section.nfs_record_root
+    if root in (DEFAULT_RECORD_ROOT, _DOCUMENTED_ROOT):  # of one machine alone
+        root = str(Path(config.cluster.fileroot).expanduser().resolve() / "name_resolve")
+    return NameOptions(section.type, root, section.etcd3_addr, section.ray_actor_name)
+
+
+def _trial(config: BaseExperimentConfig) -> str:
+    folders = ExperimentFolders.of(config)
+    return "/".join(part.replace("/", "-") for part in (folders.user, folders.experiment, folders.trial))

@@ -1,0 +1,113 @@
+"""Submit an experiment to Slurm: one job, in which ``areno run`` starts the workers as steps."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from areno.config.experiment.experiments import BaseExperimentConfig
+from areno.experiments.cluster import needs_of
+from areno.experiments.folders import ExperimentFolders
+from areno.launch import slurm
+from areno.launch.spread import most_on_a_node, spread
+
+SCRIPT, OUTPUT = "slurm.sh", "slurm.out"
+# Before the end of the time limit: long enough for a step and a checkpoint.
+_WARNING_S = 120
+_LOOK_S = 1.0
+
+
+def batch_script(config: BaseExperimentConfig, command: Sequence[str]) -> str:
+    """The script of the job, which runs ``command`` on its first node."""
+    cluster, folder = config.cluster, ExperimentFolders.of(config).logs
+    nodes = [f"node {number}" for number in range(cluster.n_nodes)]  # the real names are known in the job only
+    gpus = cluster.n_gpus_per_node or 0
+    needs = needs_of(config, gpus=gpus > 0)
+    anywhere = {role: replace(need, nodelist=None, exclude=None) for role, need in needs.items()}
+    cores, taken = most_on_a_node(needs, spread(anywhere, nodes, gpus))
+    listed = {need.nodelist for need in needs.values()}
+    memory = [need.mem * max(need.gpu, 1) * need.workers for need in needs.values() if need.mem is not None]
+    options = {
+        "job-name": f"{config.experiment_name}_{config.trial_name}",
+        "nodes": str(cluster.n_nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(cores),
+        "gres": f"gpu:{taken}" if taken else "",
+        # Each role's nodes must be among the job's, and only what no role may use is excluded.
+        "nodelist": "" if None in listed else ",".join(sorted(filter(None, listed))),
+        "exclude": _common({need.exclude or "" for need in needs.values()}),
+        "mem": f"{-(-sum(memory) // cluster.n_nodes)}G" if len(memory) == len(needs) else "",
+        "output": str(folder.resolve() / OUTPUT),
+        "open-mode": "append",
+        "signal": f"B:TERM@{_WARNING_S}",
+    }
+    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value]
+    lines.append("#SBATCH --requeue" if config.recover.enabled else "#SBATCH --no-requeue")
+    driver = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            f"cd {shlex.quote(os.getcwd())}",
+            "# A step of its own, so that scancel and a requeue send it SIGTERM, at which it saves.",
+            f'{shlex.join(driver)} --nodelist="$SLURMD_NODENAME" {shlex.join(command)} &',
+            "step=$!",
+            "# SIGTERM to srun itself would kill the step.",
+            """trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"; wait $step' TERM""",
+            "wait $step",
+            "",
+        ]
+    )
+
+
+def _common(values: set[str]) -> str:
+    """The value that all have; nothing where they differ."""
+    return next(iter(values)) if len(values) == 1 else ""
+
+
+def driver_command(words: Sequence[str]) -> list[str]:
+    """The command that runs an experiment with these arguments of ``areno run``."""
+    return [sys.executable, "-m", "areno", "run", *words]
+
+
+def submit(config: BaseExperimentConfig, words: Sequence[str]) -> int:
+    """Submit the experiment, show what it prints until it ends, and return its exit code. Ctrl-C cancels it.
+
+    Raises EngineError: Slurm has refused it, or does not answer for long; UsageError: Slurm is not there.
+    """
+    folder = ExperimentFolders.of(config).create().path
+    script, output = folder / SCRIPT, folder / OUTPUT
+    script.write_text(batch_script(config, driver_command(words)), encoding="utf-8")
+    shown = output.stat().st_size if output.exists() else 0
+    job = slurm.run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+    sys.stderr.write(f"job {job} was submitted ({script}); its output is {output}\n")
+    try:
+        code = None
+        while code is None:
+            time.sleep(_LOOK_S)
+            code = slurm.exit_code_of(job)
+            shown = _show(output, shown)
+        return code
+    except KeyboardInterrupt:
+        slurm.run(["scancel", job])
+        sys.stderr.write(f"job {job} was cancelled; it saves what it has, as far as it was told to\n")
+        while slurm.exit_code_of(job) is None:
+            time.sleep(_LOOK_S)
+        _show(output, shown)
+        return 128 + signal.SIGINT
+
+
+def _show(output: Path, shown: int) -> int:
+    """Print what a file has got since its first bytes; returns how many it has now."""
+    if not output.exists():
+        return shown
+    with open(output, "rb") as file:
+        file.seek(shown)
+        text = file.read()
+    sys.stdout.write(text.decode(errors="replace"))
+    sys.stdout.flush()
+    return shown + len(text)

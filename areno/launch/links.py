@@ -1,0 +1,190 @@
+"""Connections from worker processes on other machines to the process that has started them.
+
+A worker dials. Before either side says anything, each proves that it knows the run's key, which a worker gets in its
+environment; from then on every message is signed (:class:`areno.frames.SignedFormat`). Nothing is encrypted. Whoever has
+started a worker learns within 45 s that its machine no longer answers, and a worker the same within three minutes.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+from areno.errors import EngineError
+from areno.frames import Frames, SignedFormat
+
+LINK, KEY = "ARENO_LINK", "ARENO_LINK_KEY"
+"""Variables of a worker: ``HOST:PORT/NAME`` that it dials, and the key of the run in hex digits; on the same machine the
+number of an inherited socket, and no key."""
+
+NODE_ADDRESS = "ARENO_NODE_ADDRESS"
+"""Variable that a worker sets for itself: its machine's address, as other machines reach it."""
+
+_NONCE_BYTES, _MAC_BYTES = 32, 32
+_HANDSHAKE_S, _PAUSE_S, _DIALS = 10.0, 0.5, 3
+_UNPROVEN = 64  # connections that have proven nothing yet; further ones are closed
+_IDLE_S, _PROBE_S, _PROBES = 10, 5, 4
+# How long what was sent may stay unconfirmed. A starter may be stopped for a while, by Ctrl-Z or a debugger.
+_STARTER_PATIENCE_S, _WORKER_PATIENCE_S = 45, 180
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A socket between a worker, which has dialled, and whoever has started it; ``key`` signs messages between machines."""
+
+    socket: socket.socket
+    key: bytes | None
+    dials: bool
+
+    @property
+    def far(self) -> bool:
+        """Whether the two ends may be on different machines."""
+        return self.key is not None
+
+    def frames(self, limit: int = sys.maxsize) -> Frames:
+        """Messages over it; both ends must ask for them."""
+        if self.key is not None:
+            return Frames(self.socket, SignedFormat(self.key, self.dials), limit)
+        return Frames.follow(self.socket) if self.dials else Frames.lead(self.socket, limit)
+
+
+class Listener:
+    """Where workers dial; to be closed.
+
+    Attributes:
+        address: ``HOST:PORT``.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._key = secrets.token_bytes(32)
+        self._socket = socket.create_server((host, 0), backlog=256)
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._expected: dict[str, Future[Connection]] = {}
+        self._closed = False
+        self._places = threading.BoundedSemaphore(_UNPROVEN)
+        threading.Thread(target=self._accept, name="areno-links", daemon=True).start()
+
+    def expect(self, name: str) -> Future[Connection]:
+        """The connection of a worker that is about to be started; a name is used once."""
+        future: Future[Connection] = Future()
+        self._expected[name] = future
+        return future
+
+    def forget(self, name: str) -> None:
+        """Expect a worker no longer."""
+        self._expected.pop(name, None)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Variables with which a worker dials under a name."""
+        return {LINK: f"{self.address}/{name}", KEY: self._key.hex()}
+
+    def close(self) -> None:
+        """Take no more connections; those that are there go on."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # such as too many open files
+                continue
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._prove, args=[sock], name="areno-link", daemon=True).start()
+            else:
+                sock.close()
+
+    def _prove(self, sock: socket.socket) -> None:
+        deadline = time.monotonic() + _HANDSHAKE_S
+        try:
+            sock.settimeout(_HANDSHAKE_S)
+            own = secrets.token_bytes(_NONCE_BYTES)
+            sock.sendall(own)
+            name = _receive(sock, _receive(sock, 1, deadline)[0], deadline)
+            theirs, mac = _receive(sock, _NONCE_BYTES, deadline), _receive(sock, _MAC_BYTES, deadline)
+            said = own + theirs + name
+            future = self._expected.get(name.decode("utf-8", errors="replace"))
+            if future is None or not hmac.compare_digest(mac, _mac(self._key, b"worker", said)):
+                sock.close()
+                return
+            sock.sendall(_mac(self._key, b"starter", said))
+            _watch(sock, _STARTER_PATIENCE_S)
+            del self._expected[name.decode()]
+            future.set_result(Connection(sock, _mac(self._key, b"session", said), dials=False))
+        except (OSError, KeyError):  # KeyError: somebody with the same name was quicker
+            sock.close()
+        finally:
+            self._places.release()
+
+
+def dial() -> Connection:
+    """Connect this worker with whoever has started it; the variables are taken out of its environment.
+
+    Raises EngineError: nobody is there, or it does not know the key.
+    """
+    link, digits = os.environ.pop(LINK), os.environ.pop(KEY, "")
+    if not digits:
+        return Connection(socket.socket(fileno=int(link)), None, dials=True)
+    connection = _dial(link, bytes.fromhex(digits), _DIALS)
+    os.environ.setdefault(NODE_ADDRESS, connection.socket.getsockname()[0])
+    return connection
+
+
+def _dial(link: str, key: bytes, attempts: int) -> Connection:
+    address, _, name = link.partition("/")
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + 2 * _HANDSHAKE_S
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+        theirs, own = _receive(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+        said = theirs + own + name.encode()
+        sock.sendall(bytes([len(name.encode())]) + name.encode() + own + _mac(key, b"worker", said))
+        if not hmac.compare_digest(_receive(sock, _MAC_BYTES, deadline), _mac(key, b"starter", said)):
+            raise EngineError(f"{address} does not know the key of this run")
+    except OSError as error:
+        if attempts > 1:
+            time.sleep(_PAUSE_S)
+            return _dial(link, key, attempts - 1)
+        raise EngineError(f"{address}, where this worker was started from, cannot be reached: {error}") from error
+    _watch(sock, _WORKER_PATIENCE_S)
+    return Connection(sock, _mac(key, b"session", said), dials=True)
+
+
+def _mac(key: bytes, purpose: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(purpose + content, key=key, digest_size=_MAC_BYTES).digest()
+
+
+def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+    found = b""
+    while len(found) < size:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other side is too slow")
+        chunk = sock.recv(size - len(found))
+        if not chunk:
+            raise ConnectionError("the other side has closed the connection")
+        found += chunk
+    return found
+
+
+def _watch(sock: socket.socket, patience_s: int) -> None:
+    """Have the system probe a silent peer, and end the connection when it does not answer, or takes nothing for so long."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": _IDLE_S, "TCP_KEEPINTVL": _PROBE_S, "TCP_KEEPCNT": _PROBES}
+    options["TCP_USER_TIMEOUT"] = patience_s * 1000
+    for option, value in options.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,66 @@
+"""Processes of this machine, each with one end of a socket pair that nobody else can reach."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import areno
+from areno.launch.launcher import LinkedTask, Names, RoleNeed, Task
+from areno.launch.links import LINK, Connection
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """See :class:`areno.launch.launcher.RunningTask`."""
+
+    node = ""
+
+
+class LocalLauncher:
+    """See :class:`areno.launch.launcher.Launcher`. Of what a role needs, it heeds variables and commands."""
+
+    names: Names | None = None
+
+    def __init__(self, needs: Mapping[str, RoleNeed] | None = None) -> None:
+        self.needs = dict(needs or {})
+
+    def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
+        """Start tasks; they are connected at once. For the rest see :class:`areno.launch.launcher.Launcher`."""
+        started: list[LinkedTask] = []
+        try:
+            for task in tasks:
+                started.append(self._start(task))
+        except BaseException:
+            for linked in started:
+                linked.process.kill()
+                linked.process.wait()
+                linked.connection.socket.close()
+            raise
+        return started
+
+    def close(self) -> None:
+        """Nothing was reserved; the tasks end with whoever has asked for them."""
+
+    def _start(self, task: Task) -> LinkedTask:
+        need = self.needs.get(task.role, RoleNeed())
+        ours, theirs = socket.socketpair()
+        here = str(Path(areno.__file__).parents[1])
+        environment = {"GLOO_SOCKET_IFNAME": _LOOPBACK, **os.environ, **need.env_vars, **task.environment}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+        environment[LINK] = str(theirs.fileno())
+        with theirs, open(task.log_file, "ab") if task.log_file else contextlib.nullcontext() as log:
+            process = start_process(need.command(task), theirs.fileno(), environment, log)
+        return LinkedTask(process, Connection(ours, None, dials=False))
+
+
+def start_process(
+    command: Sequence[str], file: int, environment: Mapping[str, str], log: IO[bytes] | None
+) -> LocalProcess:
+    """Start a command that inherits its end of the socket pair, and writes to a log."""
+    return LocalProcess(command, pass_fds=[file], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -1,0 +1,295 @@
+"""Tasks on a Ray cluster: each is a process that an actor starts on the node where Ray has placed it.
+
+Actors of a role lie in placement groups of that role. The task is a process of its own rather than the actor itself, so that
+Ray's threads and its pickles stay out of it, and so that a task that hangs can be ended. It ends when its connection ends,
+whatever becomes of Ray; its output goes to Ray's logs, and to its log file where the folder of that is on its node.
+"""
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areno.errors import EngineError, UsageError
+from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, RunningTask, Task
+
+logger = logging.getLogger(__name__)
+
+_PLACE_S = 60.0
+_CALL_S, _REST_S = 30.0, 5.0
+_GIB = 1 << 30
+
+
+class TaskHost:
+    """The actor of a task."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, need: RoleNeed, task: Task, environment: Mapping[str, str]) -> int:
+        """Start the task with these variables beside those of the node; returns its process id."""
+        self._process = subprocess.Popen(
+            need.command(task),
+            env={**os.environ, "RAY_ADDRESS": _address(), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._copier = threading.Thread(target=self._copy, args=[self._process, task.log_file], daemon=True)
+        self._copier.start()
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for the end of the task; returns its exit code."""
+        assert self._process is not None
+        code = self._process.wait()
+        self._copier.join(_REST_S)  # what it has said last
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Send the task a signal; SIGKILL ends what it has started as well."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            if sig == signal.SIGKILL:
+                os.killpg(self._process.pid, sig)
+            else:
+                self._process.send_signal(sig)
+
+    def node(self) -> str:
+        """Address of this node."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def devices(self) -> str:
+        """The GPUs that Ray has given this actor, as ``CUDA_VISIBLE_DEVICES`` names them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    @staticmethod
+    def _copy(process: subprocess.Popen[bytes], log_file: Path | None) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+            if log_file is not None and log_file.parent.is_dir():
+                with open(log_file, "ab") as log:
+                    log.write(line)
+
+
+def _address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+class RayTask:
+    """See :class:`areno.launch.launcher.RunningTask`."""
+
+    def __init__(self, ray: Any, actor: Any, name: str, pid: int, node: str) -> None:
+        self.pid, self.node, self.returncode = pid, node, None
+        self.actor, self._ray, self._name = actor, ray, name
+        self._end = actor.wait.remote()
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See :class:`areno.launch.launcher.RunningTask`. A task whose actor or node is gone has ended with -9."""
+        if self.returncode is None:
+            try:
+                self.returncode = int(self._ray.get(self._end, timeout=timeout))
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise subprocess.TimeoutExpired(self._name, timeout or 0.0) from error
+            except self._ray.exceptions.RayError as error:
+                logger.warning("%s on %s: its Ray actor is gone: %s", self._name, self.node, _first_line(error))
+                self.returncode = -signal.SIGKILL
+            with suppress(Exception):
+                self._ray.kill(self.actor)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        if self.returncode is None:
+            with suppress(self._ray.exceptions.RayError):
+                self.actor.send_signal.remote(sig)
+
+    def kill(self) -> None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        self.send_signal(signal.SIGKILL)
+
+
+class RayLauncher(RemoteLauncher):
+    """See :class:`areno.launch.launcher.Launcher`; this process must be connected with the cluster. Images are Slurm's matter.
+
+    Raises UsageError: the cluster has not enough of something that the roles need.
+    """
+
+    def __init__(self, needs: Mapping[str, RoleNeed], names: Names) -> None:
+        import ray
+
+        self._ray: Any = ray
+        needs = {role: replace(need, image="") for role, need in needs.items()}
+        super().__init__(needs, names, ray.util.get_node_ip_address())
+        self._groups: dict[str, list[Any]] = {}  # placement groups of each role
+        self._tasks: dict[str, RayTask] = {}  # the newest under each name
+        self._lock = threading.Lock()
+        refuse_impossible(self.needs, nodes())
+
+    def launch(self, task: Task) -> RunningTask:
+        """See :class:`RemoteLauncher`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray, need = self._ray, self.needs[task.role]
+        holder = need.beside or task.role
+        own = not need.beside
+        group, bundle = self._place(holder, task.number if own else task.number * max(need.gpu, 1))
+        strategy = PlacementGroupSchedulingStrategy(group, bundle)
+        made: Any = ray.remote(TaskHost)
+        # Neighbours in a bundle take shares of its cores; the GPUs are those of the role that has reserved it.
+        actor = made.options(
+            num_cpus=need.cpu, num_gpus=need.gpu if own else 0, scheduling_strategy=strategy, max_concurrency=4
+        ).remote()
+        environment = dict(task.environment)
+        if not own and need.gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices(holder, task.number * need.gpu, need.gpu)
+        node = self._node_of(actor)
+        try:
+            pid = ray.get(actor.start.remote(need, task, {**environment, NODE: node}), timeout=_CALL_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            ray.kill(actor)
+            raise EngineError(f"{task.name} could not be started by Ray: {_first_line(error)}") from error
+        self._tasks[task.name] = started = RayTask(ray, actor, task.name, pid, node)
+        return started
+
+    def close(self) -> None:
+        """See :class:`areno.launch.launcher.Launcher`."""
+        super().close()
+        with self._lock:
+            groups, self._groups = self._groups, {}
+        for group in (group for found in groups.values() for group in found):
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(group)
+
+    def _devices(self, holder: str, first: int, count: int) -> str:
+        """The GPUs of some neighbouring workers."""
+        asked = [self._tasks[f"{holder}/{number}"].actor.devices.remote() for number in range(first, first + count)]
+        try:
+            return ",".join(self._ray.get(asked, timeout=_CALL_S))
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            raise EngineError(f"the GPUs of {holder} are not known: {_first_line(error)}") from error
+
+    def _node_of(self, actor: Any) -> str:
+        ray = self._ray
+        try:
+            node: str = ray.get(actor.node.remote(), timeout=_PLACE_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            ray.kill(actor)
+            raise EngineError(f"Ray has not started an actor within {_PLACE_S:g} s: {_first_line(error)}") from error
+        return node
+
+    def _place(self, role: str, number: int) -> tuple[Any, int]:
+        """The placement group of a worker, and its bundle in it."""
+        need = self.needs[role]
+        with self._lock:
+            if role not in self._groups:
+                self._groups[role] = self._reserve(role, need)
+            groups = self._groups[role]
+        if len(groups) == 1:
+            return groups[0], number
+        return groups[number // need.together], number % need.together
+
+    def _reserve(self, role: str, need: RoleNeed) -> list[Any]:
+        """Placement groups: one of the role, or with ``separate`` and ``deferred`` one of each set of neighbours."""
+        guests = [other for other in self.needs.values() if other.beside == role]
+        bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
+        if need.gpu:
+            bundle["GPU"] = need.gpu
+        if need.mem is not None:
+            bundle["memory"] = need.mem * max(need.gpu, 1) * _GIB
+        bundles = [dict(bundle) for _ in range(need.workers)]
+        for index, node in enumerate(_listed(need.nodelist, need.workers, need.together)):
+            bundles[index][f"node:{node}"] = 0.001
+        one = need.ray_placement_strategy == "shared" and need.together == 1
+        size = need.workers if one else need.together
+        parts = [bundles[at : at + size] for at in range(0, need.workers, size)]
+        strategy = "STRICT_PACK" if need.together > 1 else "PACK"
+        groups = [self._ray.util.placement_group(part, strategy=strategy) for part in parts]
+        deadline = time.monotonic() + _PLACE_S
+        for group in groups:
+            if not group.wait(max(deadline - time.monotonic(), 0.1)):
+                for made in groups:
+                    self._ray.util.remove_placement_group(made)
+                raise EngineError(
+                    f"Ray has found no place for {need.workers} workers of {role} with {_text(bundle)} each within "
+                    f"{_PLACE_S:g} s; free in all are {_text(self._ray.available_resources())}"
+                )
+        return groups
+
+
+def refuse_impossible(needs: Mapping[str, RoleNeed], nodes: Mapping[str, Mapping[str, float]]) -> None:
+    """Raise a UsageError where all nodes together lack something, or no node is large enough for one worker.
+
+    Ray itself would wait for ever.
+    """
+    for role, need in needs.items():
+        if need.beside:
+            continue
+        guests = sum(guest.cpu for guest in needs.values() if guest.beside == role)
+        memory = float((need.mem or 0) * max(need.gpu, 1) * _GIB)
+        one = {"CPU": float(need.cpu + guests), "GPU": float(need.gpu), "memory": memory}
+        if not any(all(node.get(name, 0.0) >= amount for name, amount in one.items()) for node in nodes.values()):
+            raise UsageError(
+                f"scheduler.type=ray: no node of the cluster has {_text(one)} for a worker of {role} "
+                f"({role}.scheduling_spec); there are {_listing(nodes)}"
+            )
+    for name in ("CPU", "GPU"):
+        own = [need for need in needs.values() if name == "CPU" or not need.beside]
+        wanted = sum(need.workers * (need.cpu if name == "CPU" else need.gpu) for need in own)
+        found = sum(node.get(name, 0.0) for node in nodes.values())
+        if wanted > found:
+            raise UsageError(
+                f"scheduler.type=ray: the roles need {wanted} {name}s, the cluster has {found:g}: {_listing(nodes)}; give "
+                "smaller sizes in backend and scheduling_spec, or add nodes"
+            )
+
+
+def nodes() -> dict[str, dict[str, float]]:
+    """What each living node of the cluster has, by its address."""
+    import ray
+
+    return {node["NodeManagerAddress"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+
+
+def _listing(nodes: Mapping[str, Mapping[str, float]]) -> str:
+    return "; ".join(f"{name} with {_text(found)}" for name, found in nodes.items()) or "no nodes"
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    memory = [f"{math.floor(resources['memory'] / _GIB)} GB of memory"] if resources.get("memory") else []
+    return ", ".join([*named, *memory]) or "nothing"
+
+
+def _listed(nodelist: str | None, workers: int, together: int) -> Sequence[str]:
+    """The node of each worker, where nodes are listed: in turn."""
+    found = [name for name in (nodelist or "").split(",") if name]
+    return [found[worker // together % len(found)] for worker in range(workers)] if found else []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]

@@ -1,0 +1,215 @@
+"""Tasks on the nodes of a Slurm job: each is a job step of its own, which can be ended alone."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+
+from areno.errors import EngineError, UsageError
+from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, RunningTask, Task
+from areno.launch.spread import spread
+
+_COMMAND_S, _AWAY_S = 60.0, 60.0
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+)
+# How long srun may take to notice that its step has been ended.
+_NOTICE_S = 10.0
+# What the job was given as a whole, which a step's own options would contradict.
+_OF_THE_JOB = (
+    "SLURM_MEM_",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_NTASKS",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+)
+
+
+class SlurmTask:
+    """See :class:`areno.launch.launcher.RunningTask`; ``pid`` is that of srun on this machine."""
+
+    def __init__(self, srun: subprocess.Popen[bytes], job: str, step: str, node: str) -> None:
+        self.pid, self.node, self.returncode = srun.pid, node, None
+        self._srun, self._job, self._step = srun, job, step
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        self.returncode = self._srun.poll()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        self.returncode = self._srun.wait(timeout)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        with suppress(EngineError):  # the step has just ended, or Slurm does not answer
+            self._signal(sig)
+
+    def _signal(self, sig: int) -> None:
+        steps = run(["squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i|%j"]).splitlines()
+        for number, _, name in (line.strip().partition("|") for line in steps):
+            if name == self._step:
+                run(["scancel", f"--signal={signal.Signals(sig).name.removeprefix('SIG')}", number])
+
+    def kill(self) -> None:
+        """See :class:`areno.launch.launcher.RunningTask`."""
+        if self.poll() is None:
+            threading.Thread(target=self._end, name="areno-slurm", daemon=True).start()
+
+    def _end(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._srun.wait(_NOTICE_S)
+            return
+        self._srun.kill()
+
+
+class SlurmLauncher(RemoteLauncher):
+    """See :class:`areno.launch.launcher.Launcher`; this process must be in the job, on one of its nodes.
+
+    Raises UsageError: the nodes of the job are not enough for the roles.
+    """
+
+    def __init__(self, needs: Mapping[str, RoleNeed], names: Names, gpus_per_node: int) -> None:
+        self._job = os.environ["SLURM_JOB_ID"]
+        nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
+        own = os.environ.get("SLURMD_NODENAME", "")
+        # The trainer's first worker beside this process, if it is on a node: both see one file system at least.
+        nodes.sort(key=lambda node: node != own)
+        listed = {
+            role: replace(need, nodelist=_expanded(need.nodelist), exclude=_expanded(need.exclude))
+            for role, need in needs.items()
+        }
+        self._placed = spread(listed, nodes, gpus_per_node)
+        super().__init__(needs, names, address_of(own) if own else _own_address(address_of(nodes[0])))
+
+    def launch(self, task: Task) -> RunningTask:
+        """See :class:`RemoteLauncher`."""
+        need, node = self.needs[task.role], self._placed[task.role][task.number]
+        step = f"{task.role}-{task.number}-{uuid.uuid4().hex[:8]}"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
+        with open(task.log_file, "ab") if task.log_file else nullcontext() as log:
+            srun = subprocess.Popen(
+                [*step_command(need, step, node), *need.command(task)],
+                env={**inherited, **task.environment, NODE: node},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is this process's matter
+            )
+        return SlurmTask(srun, self._job, step, node)
+
+
+def step_command(need: RoleNeed, step: str, node: str) -> list[str]:
+    """The srun command of one worker, up to what it runs."""
+    words = ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={step}"]
+    words.append(f"--cpus-per-task={need.cpu}")
+    if need.mem is not None:
+        words.append(f"--mem={need.mem * 1024 * max(need.gpu, 1)}")
+    if need.beside:
+        words.append("--overlap")
+    else:
+        words.append("--exact")
+    if need.gpu:
+        words.append(f"--gres=gpu:{need.gpu}")
+    return [*words, *shlex.split(os.path.expandvars(need.srun_additional_args))]
+
+
+def hostnames(nodelist: str) -> list[str]:
+    """The nodes of an expression such as ``n[1-4]``."""
+    return run(["scontrol", "show", "hostnames", nodelist]).split()
+
+
+def _expanded(nodelist: str | None) -> str | None:
+    return ",".join(hostnames(nodelist)) if nodelist else None
+
+
+def _own_address(other: str) -> str:
+    """Address of this machine on the way to another one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))
+        return str(probe.getsockname()[0])
+
+
+def address_of(node: str) -> str:
+    """Address of a node as Slurm knows it, which the other nodes reach."""
+    shown = dict(word.partition("=")[::2] for word in run(["scontrol", "show", "node", node]).split() if "=" in word)
+    return socket.gethostbyname(shown.get("NodeAddr", node))
+
+
+def size() -> tuple[int, int]:
+    """Nodes of this process's job, and their cores. Raises UsageError: it is in no job."""
+    if not in_job():
+        raise UsageError(
+            "scheduler.type=slurm: this process is in no Slurm job; submit the experiment with 'areno run FILE.yaml', or start "
+            "your program in a job (sbatch, salloc)"
+        )
+    cores = 0
+    for part in os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1").split(","):
+        each, _, times = part.partition("(x")
+        cores += int(each) * int(times.rstrip(")") or 1)
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), cores
+
+
+def exit_code_of(job: str) -> int | None:
+    """Exit code of a job that has ended, and None of one that waits or runs; 128 + signal for one that a signal has ended.
+
+    A controller that is being restarted may not know a job for a while, so it is asked again. Raises EngineError: it
+    does not answer, or does not know the job.
+    """
+    deadline = time.monotonic() + _AWAY_S
+    while True:
+        try:
+            shown = run(["scontrol", "show", "job", job, "--oneliner"])
+            break
+        except EngineError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+    fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
+    if fields["JobState"] not in _ENDED:
+        return None
+    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    if int(number):
+        return 128 + int(number)
+    return int(code) or int(fields["JobState"] != "COMPLETED")
+
+
+def in_job() -> bool:
+    """Whether this process belongs to a Slurm job."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def run(command: Sequence[str]) -> str:
+    """What a command of Slurm prints. Raises UsageError: it is not installed; EngineError: it has failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"scheduler.type=slurm: {command[0]} is not there; run this on a machine of the Slurm cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(f"{' '.join(command)} has not ended within {_COMMAND_S:g} s; is slurmctld up?") from error
+    if done.returncode:
+        raise EngineError(f"{' '.join(command)} has failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,123 @@
+"""Names in etcd, by its HTTP gateway: a value with a time to live hangs on a lease of its own.
+
+etcd counts leases in whole seconds, at least 2, and a value outlives its lease by up to half a second. An etcd server that
+is started anew has its values still, and lets every lease begin anew.
+"""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from areno.errors import ArenoError, UsageError
+from areno.name_resolve.stores import is_under
+
+T = TypeVar("T")
+
+_PREFIX = "/areno/names/"
+_CALL_S = 5.0
+# How long a server may be away before a call fails.
+_RETRY_S, _PAUSE_S = 30.0, 0.2
+
+
+class EtcdStore:
+    """See :class:`NameStore`.
+
+    Raises UsageError: ``address`` is no ``HOST:PORT``, nobody answers there, or the package ``etcd3gw`` is missing.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import etcd3gw
+            from etcd3gw import exceptions
+        except ImportError as error:
+            raise UsageError("name_resolve.type=etcd3 needs etcd3gw: pip install 'areno[etcd]'") from error
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(f"name_resolve.etcd3_addr={address}: write HOST:PORT, such as localhost:2379")
+        self.address = address
+        self._away: tuple[type[Exception], ...] = (
+            exceptions.ConnectionFailedError,
+            exceptions.ConnectionTimeoutError,
+        )
+        self._refused: type[Exception] = exceptions.Etcd3Exception
+        self._client: Any = etcd3gw.client(host=host, port=int(port), timeout=_CALL_S, api_path="/v3/")
+        self._leases: dict[str, tuple[Any, str]] = {}  # lease and text of what was written here
+        try:
+            self._client.status()
+        except (*self._away, self._refused) as error:
+            raise UsageError(
+                f"name_resolve.etcd3_addr={address}: no etcd server answers there ({error}); start one, or correct the address"
+            ) from error
+
+    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
+        """See :class:`NameStore`."""
+        # The mark tells an own value, whose confirmation was lost, from another's.
+        text = json.dumps({"value": value, "mark": uuid.uuid4().hex})
+        return self._write(name, text, ttl, replace)
+
+    def read(self, name: str) -> str | None:
+        """See :class:`NameStore`."""
+        text = self._text(name)
+        return None if text is None else str(json.loads(text)["value"])
+
+    def remove(self, name: str) -> bool:
+        """See :class:`NameStore`."""
+        self._leases.pop(name, None)
+        return bool(self._call(lambda: self._client.delete(_PREFIX + name)))
+
+    def under(self, root: str) -> list[str]:
+        """See :class:`NameStore`."""
+        found = self._call(lambda: self._client.get_prefix(_PREFIX + root))
+        names = [_plain(metadata["key"]).removeprefix(_PREFIX) for _, metadata in found]
+        return [name for name in names if is_under(name, root)]
+
+    def touch(self, name: str, ttl: float) -> bool:
+        """See :class:`NameStore`; a value whose lease has run out, as while nobody could reach the server, is written again."""
+        lease, text = self._leases.get(name, (None, ""))
+        if lease is None:
+            return False
+        runs, found = self._call(lease.refresh) > 0, self._text(name)
+        if runs or found not in (None, text):  # deleted, or another's
+            return found == text
+        return self._write(name, text, ttl, replace=True)
+
+    def _write(self, name: str, text: str, ttl: float | None, replace: bool) -> bool:
+        lease = None if ttl is None else self._call(lambda: self._client.lease(max(math.ceil(ttl), 1)))
+
+        def attempt() -> bool:
+            if replace:
+                return bool(self._client.put(_PREFIX + name, text, lease=lease))
+            return bool(self._client.create(_PREFIX + name, text, lease=lease)) or self._text(name) == text
+
+        written = self._call(attempt)
+        if lease is not None and not written:
+            self._call(lease.revoke)
+        elif lease is not None:
+            self._leases[name] = (lease, text)
+        return written
+
+    def _text(self, name: str) -> str | None:
+        found = self._call(lambda: self._client.get(_PREFIX + name))
+        return _plain(found[0]) if found else None
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """What a call returns, as soon as the server is there. ArenoError: it was away too long, or refused."""
+        deadline = time.monotonic() + _RETRY_S
+        while True:
+            try:
+                return call()
+            except self._away as error:
+                if time.monotonic() > deadline:
+                    raise ArenoError(
+                        f"the etcd server at {self.address} has not answered for {_RETRY_S:g} s: {error}"
+                    ) from error
+                time.sleep(_PAUSE_S)
+            except self._refused as error:
+                raise ArenoError(f"the etcd server at {self.address} refuses: {error}") from error
+
+
+def _plain(text: Any) -> str:
+    return text.decode() if isinstance(text, bytes) else str(text)

@@ -1,0 +1,104 @@
+"""Names in an actor of a Ray cluster."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from areno.errors import ArenoError, UsageError
+from areno.name_resolve.stores import MemoryStore
+
+NAMESPACE = "areno"
+_CALL_S, _PAUSE_S, _DIAL_S = 30.0, 0.2, 10.0
+
+
+def connect(setting: str) -> Any:
+    """Connect this process with the cluster of ``RAY_ADDRESS``, or with that of this machine.
+
+    Returns the module ``ray``. Raises UsageError: there is none, which ``setting`` asks for.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(f"{setting} needs Ray: pip install 'areno[ray]'") from error
+    if ray.is_initialized():
+        return ray
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"{setting}: no Ray cluster at {address} ({reason}); start one with 'ray start --head' and "
+            "'ray start --address=HOST:PORT' on further machines, or set RAY_ADDRESS=HOST:PORT"
+        ) from error
+    return ray
+
+
+class RayStore:
+    """See :class:`NameStore`. The actor outlives those who use it, and Ray restarts it, then empty.
+
+    What this process has written is written again then, at its next :meth:`touch`. UsageError: there is no Ray cluster.
+    """
+
+    def __init__(self, actor_name: str) -> None:
+        ray = connect("name_resolve.type=ray")
+        self._ray: Any = ray
+        options = {"name": actor_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+        made: Any = ray.remote(MemoryStore)
+        self._actor = made.options(num_cpus=0, max_restarts=-1, **options).remote()
+        self._own: dict[str, tuple[str, float | None]] = {}
+        self._identity, self._renewing = self._call("identity"), threading.Lock()
+
+    def write(self, name: str, value: str, ttl: float | None, replace: bool) -> bool:
+        """See :class:`NameStore`."""
+        written = bool(self._call("write", name, value, ttl, replace))
+        if written:
+            self._own[name] = (value, ttl)
+        return written
+
+    def read(self, name: str) -> str | None:
+        """See :class:`NameStore`."""
+        value: str | None = self._call("read", name)
+        return value
+
+    def remove(self, name: str) -> bool:
+        """See :class:`NameStore`."""
+        self._own.pop(name, None)
+        return bool(self._call("remove", name))
+
+    def under(self, root: str) -> list[str]:
+        """See :class:`NameStore`."""
+        return list(self._call("under", root))
+
+    def touch(self, name: str, ttl: float) -> bool:
+        """See :class:`NameStore`."""
+        if self._call("touch", name, ttl):
+            return True
+        with self._renewing:
+            identity = self._call("identity")
+            if identity != self._identity:
+                for own, (value, kept) in list(self._own.items()):
+                    self._call("write", own, value, kept, False)
+                self._identity = identity
+        return bool(self._call("touch", name, ttl))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """All of them may be repeated: after a restart of the actor its names are gone anyway."""
+        deadline = time.monotonic() + _CALL_S
+        while True:
+            if not self._ray.is_initialized():  # Ray would start a cluster of its own
+                raise ArenoError("this process is no longer connected with the Ray cluster that holds the names")
+            try:
+                return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=_CALL_S)
+            except self._ray.exceptions.ActorUnavailableError as error:  # it is being restarted
+                if time.monotonic() > deadline:
+                    raise ArenoError(f"the Ray actor of names is not there: {error}") from error
+                time.sleep(_PAUSE_S)
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                raise ArenoError(f"the Ray actor of names does not answer: {type(error).__name__}: {error}") from error

@@ -1,0 +1,174 @@
+"""From settings to what a scheduler is asked for: needs of roles, commands of Slurm, checks before Ray is asked."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from areno.cli.main import main
+from areno.config.experiment.notices import notice
+from areno.errors import UsageError
+from areno.experiments.cluster import name_options, needs_of
+from areno.experiments.submit import batch_script
+from areno.launch.launcher import RoleNeed, Task
+from areno.launch.ray_cluster import refuse_impossible
+from areno.launch.slurm import step_command
+from areno.launch.spread import most_on_a_node, spread
+from tests.config.experiment.samples import rl
+
+TASK = Task(role="actor", number=0, module="some.module")
+SLURM = {"scheduler__type": "slurm", "cluster__n_nodes": 2, "cluster__n_gpus_per_node": 8}
+
+
+def spec(**values):
+    return [{"cpu": None, **values}]
+
+
+def test_what_workers_need_is_what_their_specs_say():
+    given = {
+        "gpu": 2,
+        "mem": 16,
+        "cpu": 3,
+        "env_vars": {"A": 1},
+        "cmd": "numactl -N0 python3 -m other.worker",
+        "additional_bash_cmds": ["module load cuda"],
+        "image": "/images/own.sif",
+        "mount": "/data:/data",
+        "nodelist": "n[1-2]",
+        "exclude": "n3",
+        "srun_additional_args": "-K --chdir $PWD",
+        "ray_placement_strategy": "separate",
+    }
+    config = rl(**SLURM, actor__scheduling_spec=spec(**given), rollout__backend="areno:d2t2", actor__backend="fsdp:d4")
+    actor, rollout = needs_of(config, gpus=True).values()
+    assert (actor.workers, actor.together, rollout.workers, rollout.together) == (4, 1, 4, 2)
+    assert (actor.cpu, actor.gpu, actor.mem, actor.env_vars) == (6, 2, 16, {"A": "1"})
+    assert (rollout.cpu, rollout.gpu, rollout.mem) == (8, 1, None)  # 8 cores for each GPU; memory is the node's matter
+    assert (actor.nodelist, actor.exclude, actor.ray_placement_strategy) == ("n[1-2]", "n3", "separate")
+    command = actor.command(TASK)
+    assert command[:2] == ["bash", "-c"]
+    assert command[2].splitlines() == ["set -e", "module load cuda", 'exec "$@"']
+    container = ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/images/own.sif"]
+    assert command[4:] == [*container, "numactl", "-N0", "python3", "-m", "some.module"]
+    on_cpus = needs_of(rl(scheduler__type="ray"), gpus=False)
+    assert {(need.cpu, need.gpu) for need in on_cpus.values()} == {(1, 0)}
+    assert on_cpus["actor"].command(TASK) == [sys.executable, "-m", "some.module"]
+
+
+@pytest.mark.parametrize("cmd", ["python3 -m another.rpc_server", "python -m x", None])
+def test_the_worker_of_another_program_is_replaced_by_our_own(cmd):
+    """As most published files name it."""
+    assert RoleNeed(cmd=cmd).command(TASK) == [sys.executable, "-m", "some.module"]
+
+
+def test_servers_take_the_devices_of_all_their_ranks():
+    config = rl(**SLURM, rollout__backend="vllm:d2t4", vllm__command="vllm serve")
+    need = needs_of(config, gpus=True)["rollout"]
+    assert (need.workers, need.together, need.gpu, need.cpu) == (2, 1, 4, 32)
+
+
+def test_colocated_roles_share_places():
+    strategy = {"type": "colocation", "target": "actor"}
+    config = rl(**SLURM, rollout__scheduling_strategy=strategy, rollout__backend="areno:d2", actor__backend="fsdp:d2")
+    needs = needs_of(config, gpus=True)
+    assert needs["rollout"].beside == "actor"
+    placed = spread(needs, ["a", "b"], 1)
+    assert placed == {"actor": ["a", "b"], "rollout": ["a", "b"]}
+    assert most_on_a_node(needs, placed) == (16, 1)
+    assert "--overlap" in step_command(needs["rollout"], "s", "a")
+    config.rollout.scheduling_strategy.fork = False  # one engine in turn
+    assert list(needs_of(config, gpus=True)) == ["actor"]
+
+
+def test_workers_are_spread_over_nodes():
+    needs = {"actor": RoleNeed(workers=4, gpu=1, cpu=8), "rollout": RoleNeed(workers=4, together=2, gpu=1, cpu=8)}
+    assert spread(needs, ["a", "b"], 4) == {"actor": ["a"] * 4, "rollout": ["b"] * 4}
+    with pytest.raises(UsageError, match="2 nodes with 3 GPUs each are too few for 4 workers of rollout"):
+        spread(needs, ["a", "b"], 3)
+    cpus = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2, exclude="a")}
+    assert spread(cpus, ["a", "b"], 0) == {"actor": ["a", "b"], "rollout": ["b", "b"]}
+    with pytest.raises(UsageError, match=r"rollout\.scheduling_spec leaves no node of a"):
+        spread(cpus, ["a"], 0)
+
+
+def test_a_step_of_slurm(monkeypatch):
+    monkeypatch.setenv("PWD", "/some where")
+    need = RoleNeed(cpu=4, gpu=2, mem=16, srun_additional_args="--unbuffered --mpi=pmi2 -K --chdir '$PWD'")
+    words = step_command(need, "rollout-0-x", "n1")
+    assert words[0] == "srun"
+    expected = {"--export=ALL", "--nodes=1", "--ntasks=1", "--nodelist=n1", "--job-name=rollout-0-x", "--exact"}
+    expected |= {"--cpus-per-task=4", "--mem=32768", "--gres=gpu:2", "--unbuffered", "--mpi=pmi2", "-K"}
+    assert expected | {"--chdir", "/some where"} == set(words[1:])
+
+
+def test_the_script_of_a_job():
+    more = {
+        "actor__backend": "fsdp:d8",
+        "rollout__backend": "areno:d8",
+        "recover__mode": "auto",
+        "recover__freq_steps": 1,
+    }
+    script = batch_script(rl(**SLURM, **more), ["areno", "run", "a file.yaml"])
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in script.splitlines() if "#SBATCH" in line
+    )
+    assert (options["nodes"], options["cpus-per-task"], options["gres"]) == ("2", "64", "gpu:8")
+    assert "requeue" in options
+    assert "mem" not in options
+    assert shlex.join(["areno", "run", "a file.yaml"]) in script
+    assert 'scancel --signal=TERM "$SLURM_JOB_ID.0"' in script
+    script = batch_script(rl(**SLURM), ["areno"])
+    assert "#SBATCH --no-requeue" in script
+
+
+def test_ray_is_not_asked_for_what_it_cannot_give():
+    nodes = {"10.0.0.1": {"CPU": 8.0, "memory": 2.0**33}, "10.0.0.2": {"CPU": 4.0}}
+    refuse_impossible({"actor": RoleNeed(workers=3, cpu=4)}, nodes)
+    for need, words in (
+        (RoleNeed(cpu=9), "no node of the cluster has 9 CPU for a worker of actor"),
+        (
+            RoleNeed(gpu=1),
+            r"no node of the cluster has 1 CPU, 1 GPU .* 10\.0\.0\.1 with 8 CPU, 8 GB of memory; 10\.0\.0\.2",
+        ),
+        (RoleNeed(mem=9), "1 CPU, 9 GB of memory"),
+        (RoleNeed(workers=13), "the roles need 13 CPUs, the cluster has 12"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            refuse_impossible({"actor": need}, nodes)
+    shared = {"actor": RoleNeed(workers=2, gpu=1), "rollout": RoleNeed(workers=2, gpu=1, beside="actor")}
+    refuse_impossible(shared, {"10.0.0.1": {"CPU": 8.0, "GPU": 2.0}})
+
+
+def test_names_lie_below_the_shared_folder_unless_another_is_given(tmp_path):
+    config = rl(scheduler__type="ray", cluster__fileroot=str(tmp_path))
+    assert Path(name_options(config).nfs_record_root) == tmp_path / "name_resolve"
+    config = rl(scheduler__type="ray", cluster__name_resolve={"nfs_record_root": "/shared/names"})
+    assert name_options(config).nfs_record_root == "/shared/names"
+    given = {"type": "etcd3", "etcd3_addr": "h:1", "ray_actor_name": "kv"}
+    options = name_options(rl(scheduler__type="ray", cluster__name_resolve=given))
+    assert (options.type, options.etcd3_addr, options.ray_actor_name) == ("etcd3", "h:1", "kv")
+
+
+def test_settings_of_clusters_are_listed_as_idle_elsewhere():
+    given = {"actor__scheduling_spec": spec(nodelist="n1", exclude="n2", ray_placement_strategy="separate")}
+    here, ray, slurm = (notice(rl(**given, **kind)) for kind in ({}, {"scheduler__type": "ray"}, SLURM))
+    assert all(name in here for name in ("nodelist", "exclude", "ray_placement_strategy"))
+    assert "nodelist" not in ray
+    assert "exclude" in ray
+    assert "ray_placement_strategy" in slurm
+    assert "nodelist" not in slurm
+
+
+def test_launch_shows_and_starts_nothing(tmp_path, capsys):
+    example = str(Path(__file__).parents[2] / "examples/experiments/grpo.yaml")
+    words = ["launch", example, f"cluster.fileroot={tmp_path}"]
+    assert main([*words, "scheduler.type=slurm", "cluster.n_nodes=2", "cluster.n_gpus_per_node=0"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+    assert main([*words, "scheduler.type=ray", "rollout.backend=areno:d3"]) == 0
+    assert "rollout: 3 workers (shared), each with 8 CPUs, 1 GPUs" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "set it to ray or slurm" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
