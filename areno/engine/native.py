@@ -7,9 +7,10 @@ its workers go; the next parallel region starts them again, which takes well und
 
 *Freed memory is kept.* By default the C library gives large pieces back to the system as they are freed, and takes them again
 page by page: training on 64 rows with a 135 M model took 22 s on two cores where it takes 14.6, and 10 million page faults a
-step. So memory comes from one heap that is not trimmed by itself, but for threads that have one of their own by then. Its
-peak was 6.0 GB, though, and 4.0 with pieces that are given back, as free memory lies in pieces: where little is available
-elsewhere, it goes back before each pass.
+step. So large tensors come from an allocator of ours that keeps what they free
+(:mod:`areno.engine.kernels.cpu_memory`). Where it cannot be built, the C library keeps it, in one heap that is not trimmed by
+itself; freed blocks fit new ones badly there, and the peak is about half as high again. Where little memory is available
+elsewhere, what is kept goes back before each pass.
 """
 
 import ctypes
@@ -23,9 +24,12 @@ from typing import Any
 
 import torch
 
+from areno.engine.kernels.cpu_memory import OwnMemory, own_memory
+
 # Options of glibc's mallopt: no pieces apart from the heap, no trimming, and what one thread frees another may use.
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
+_KEPT: list[OwnMemory] = []  # our allocator, once it is used
 _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: what the program has set stays
 
 
@@ -52,24 +56,32 @@ def _pause_call() -> Callable[[int], int] | None:
 
 def give_freed_memory_back() -> None:
     """Return to the system what the process has freed and still keeps; does nothing but with glibc."""
+    if _KEPT:
+        _KEPT[0].give_back()
     trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what the process frees; does nothing but with glibc, or where the user has set its limits."""
-    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if _of_libc("mallinfo2") and not own:  # what is kept must be known, or it looks used
+    """Keep what the process frees; does nothing but with glibc, or where the user has chosen an allocator or its limits."""
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    chosen |= any("malloc" in os.environ.get(name, "") for name in ("GLIBC_TUNABLES", "LD_PRELOAD"))
+    if _KEPT or chosen or not _of_libc("mallinfo2"):  # what is kept must be known, or it looks used
+        return
+    if memory := own_memory():
+        _KEPT.append(memory)
+        give_freed_memory_back()  # of what there was before
+    else:
         for option, value in _KEEPING:
             _of_libc("mallopt")(option, value)
 
 
 def freed_and_kept() -> int:
-    """Bytes of the heap that the process has freed and still keeps, and may use again; 0 where that cannot be known."""
+    """Bytes that the process has freed and still keeps, and may use again; 0 where that cannot be known."""
     count = _of_libc("mallinfo2")
-    if count is None:
-        return 0
+    if _KEPT or count is None:
+        return _KEPT[0].kept() if _KEPT else 0
     count.restype = _HeapFigures
     heap = count()
     return max(min(heap.fordblks, _resident_heap() - heap.uordblks), 0)

@@ -68,8 +68,14 @@ keep_freed_memory()
 """
 
 
+@pytest.fixture(params=["our allocator", "no compiler"])
+def keeper(request, tmp_path):
+    """Environments of processes that keep freed memory in either way."""
+    return {} if request.param == "our allocator" else {"CXX": "/no/compiler", "ARENO_CACHE_DIR": str(tmp_path)}
+
+
 @linux
-def test_freed_memory_is_used_again_without_asking_the_system_unless_the_user_has_set_the_limits():
+def test_freed_memory_is_used_again_without_asking_the_system_unless_the_user_has_set_the_limits(keeper):
     program = """
 for _ in range(3):
     step()
@@ -79,14 +85,14 @@ for _ in range(5):
 print(faults() - before)
 """
     pages = 5 * 72e6 / 4096
-    [kept] = run(_KEEPING + program)
+    [kept] = run(_KEEPING + program, **keeper)
     assert kept < 0.05 * pages
-    [own] = run(_KEEPING + program, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    [own] = run(_KEEPING + program, **keeper, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
     assert own > 0.9 * pages
 
 
 @linux
-def test_what_is_freed_and_kept_counts_as_free_until_it_goes_back():
+def test_what_is_freed_and_kept_counts_as_free_until_it_goes_back(keeper):
     program = """
 held = torch.ones(100_000, 1000)  # 381 MiB
 in_use = kept()
@@ -95,10 +101,63 @@ freed = kept()
 give_freed_memory_back()
 print(in_use, freed, kept())
 """
-    in_use, freed, after = run(_KEEPING + program)
+    in_use, freed, after = run(_KEEPING + program, **keeper)
     assert in_use <= 20
     assert 380 <= freed - in_use <= 400
     assert after <= 20
+
+
+@linux
+def test_our_allocator_wastes_little_where_blocks_of_many_sizes_come_and_go():
+    program = """
+import random
+random.seed(0)
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+before, live, used, most = held(), [], 0, 0
+for step in range(2_000):
+    if live and (used > 600 or random.random() < 0.45):
+        used -= live.pop(random.randrange(len(live)))[0]
+    else:
+        size = random.choice((1, 3, 3, 3, 11, 30, random.randrange(1, 40)))
+        live.append((size, torch.ones(size * 2**18)))
+        used += size
+        most = max(most, used)
+print(held() - before, most, int(all(float(x[0] + x[-1]) == 2 for _, x in live)))
+"""
+    held, most, sound = run(_KEEPING + program)
+    assert sound
+    assert held < 1.3 * most
+
+
+@linux
+def test_our_allocator_serves_many_threads_and_forked_processes():
+    program = """
+import os, random, threading
+from areno.engine.native import _KEPT
+torch.set_num_threads(1)
+wrong = []
+def work(seed):
+    draw, live = random.Random(seed), {}
+    for step in range(400):
+        key = draw.randrange(8)
+        if key in live and not bool((live.pop(key) == 10 * seed + key).all()):
+            wrong.append(seed)
+        live[key] = torch.full((draw.randrange(70_000, 500_000),), float(10 * seed + key))
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if float(torch.ones(1_000_000).sum()) == 1e6 else 1)
+    codes.append(os.waitpid(child, 0)[1])
+for thread in threads:
+    thread.join()
+print(len(_KEPT), len(wrong), sum(codes))
+"""
+    assert run(_KEEPING + program) == [1, 0, 0]
 
 
 @linux

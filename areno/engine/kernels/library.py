@@ -40,10 +40,12 @@ class KernelLibrary:
     Args:
         name: of the source, without its ending.
         schemas: of the operators.
+        stable_abi: build against PyTorch's stable ABI; False is against its own, which each version has anew.
     """
 
-    def __init__(self, name: str, *schemas: str) -> None:
+    def __init__(self, name: str, *schemas: str, stable_abi: bool = True) -> None:
         self.name = name
+        self._flags = (*_FAST, _TARGET) if stable_abi else _FAST
         self._source = Path(__file__).with_name(f"{name}.cpp")
         self._loaded: set[str] = set()
         self.declared = torch.library.Library("areno", "FRAGMENT")
@@ -53,7 +55,12 @@ class KernelLibrary:
     def path(self) -> Path:
         """Where the built kernel lies, or will lie."""
         sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
-        parts = [*(source.read_text(encoding="utf-8") for source in sources), *_FAST, torch.__version__, processor()]
+        parts = [
+            *(source.read_text(encoding="utf-8") for source in sources),
+            *self._flags,
+            torch.__version__,
+            processor(),
+        ]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         return cache_folder("kernels") / f"{self.name}-{digest[:32]}.so"
 
@@ -62,13 +69,16 @@ class KernelLibrary:
         target = self.path()
         if target.exists():
             return planted_problem(target)
+        try:
+            return self._build(target)
+        except OSError as error:  # no compiler, or no folder to keep it in
+            return str(error)
+
+    def _build(self, target: Path) -> str:
         with building_folder(target) as folder:
             compiled, linked = folder / "kernel.o", folder / "kernel.so"
-            for command in _commands(self._source, compiled, linked):
-                try:
-                    done = subprocess.run(command, capture_output=True, text=True, check=False)
-                except OSError as error:
-                    return str(error)
+            for command in _commands(self._source, self._flags, compiled, linked):
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     return (done.stderr.strip().splitlines() or ["the compiler failed"])[0]
             os.replace(linked, target)
@@ -120,12 +130,12 @@ def _compiler() -> str:
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
-def _commands(source: Path, compiled: Path, linked: Path) -> list[list[str]]:
+def _commands(source: Path, flags: Sequence[str], compiled: Path, linked: Path) -> list[list[str]]:
     """Compile, and link."""
     root = Path(torch.__file__).parent
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
     return [
-        [_compiler(), *_FAST, _TARGET, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
+        [_compiler(), *flags, f"-I{root / 'include'}", str(source), "-o", str(compiled)],
         [_compiler(), "-shared", str(compiled), "-o", str(linked), *libraries, *undefined],
     ]

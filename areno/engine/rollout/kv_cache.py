@@ -82,6 +82,7 @@ class SlotCache(KVCache):
         columns = max(columns, self.columns)
         if (slots, columns) == (self.slots, self.columns):
             return
+        self._leading = None  # its views would keep every layer's old memory until all layers have grown
         for table in (self.keys, self.values):
             for layer, old in table.items():
                 new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
@@ -91,7 +92,6 @@ class SlotCache(KVCache):
         if slots > self.states.slots:
             self.states.grow(slots)
         self.slots, self.columns = slots, columns
-        self._leading = None
 
     def leading(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of all layers, in order of their index, cut to the first ``rows`` slots; views."""

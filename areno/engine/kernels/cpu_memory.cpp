@@ -1,0 +1,202 @@
+// PyTorch's large tensors on a CPU, from one range of addresses: best fit, free neighbours joined, nothing returned unasked.
+//
+// glibc finds room for aligned blocks by asking for more than they need, so a block that was freed rarely fits the next one of
+// its size, and training grew to three times what it used. Blocks that go back to the system at once cost a page fault for
+// each 4 KiB of the next one. Built by library.py against c10: PyTorch's stable ABI has no allocators.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// Smaller tensors come from malloc.
+constexpr size_t LARGE = 256 << 10;
+// Blocks begin at a multiple of LINE. With GAP, blocks of a power of two do not all begin at the same place of a page,
+// where a processor takes a load for one of what was stored in another.
+constexpr size_t LINE = 64, GAP = 3 * LINE;
+// A smaller rest stays with its block.
+constexpr size_t REST = 16 << 10;
+
+class Range {
+ public:
+  // Takes addresses, and no memory yet; false where the system does not give them.
+  bool open() {
+    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t machine = page_ * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+    void* found = mmap(nullptr, 4 * machine, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED) return false;
+#ifdef MADV_HUGEPAGE
+    madvise(found, 4 * machine, MADV_HUGEPAGE);  // one page fault for 2 MiB, where the system allows it
+#endif
+    begin_ = top_ = static_cast<char*>(found);
+    end_ = begin_ + 4 * machine;
+    return true;
+  }
+
+  bool has(const void* address) const { return address >= begin_ && address < end_; }
+
+  // A block of at least so many bytes; nullptr where no addresses are left.
+  void* take(size_t bytes) {
+    const size_t size = (bytes + LINE - 1) / LINE * LINE + GAP;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto fit = by_size_.lower_bound({size, nullptr});
+    if (fit == by_size_.end()) {
+      if (!grow(size)) return nullptr;
+      fit = by_size_.lower_bound({size, nullptr});
+    }
+    const auto [available, address] = *fit;
+    remove(address, available);
+    const size_t rest = available - size;
+    if (rest >= REST) add(address + size, rest);
+    used_[address] = rest >= REST ? size : available;
+    return address;
+  }
+
+  void put_back(void* block) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = used_.find(static_cast<char*>(block));
+    char* address = known->first;
+    size_t size = known->second;
+    used_.erase(known);
+    const auto after = by_address_.lower_bound(address);
+    if (after != by_address_.begin()) {
+      const auto [neighbour, length] = *std::prev(after);
+      if (neighbour + length == address) {
+        remove(neighbour, length);
+        address = neighbour;
+        size += length;
+      }
+    }
+    const auto next = by_address_.find(address + size);
+    if (next != by_address_.end()) {
+      const size_t length = next->second;
+      remove(address + size, length);
+      size += length;
+    }
+    add(address, size);
+  }
+
+  // Lets the system have the whole pages of free blocks.
+  void give_back() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [address, size] : by_address_) {
+      const auto [first, length] = pages(address, size);
+      if (length) madvise(first, length, MADV_DONTNEED);
+    }
+  }
+
+  // Bytes of free blocks that are in memory.
+  size_t kept() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    size_t found = 0;
+    std::vector<unsigned char> present;
+    for (const auto& [address, size] : by_address_) {
+      const auto [first, length] = pages(address, size);
+      present.resize(length / page_);
+      if (length == 0 || mincore(first, length, present.data()) != 0) continue;
+      for (const unsigned char page : present) found += (page & 1) * page_;
+    }
+    return found;
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  // Makes the last free block large enough; what follows it has never been used.
+  bool grow(size_t size) {
+    char* address = top_;
+    size_t have = 0;
+    if (!by_address_.empty()) {
+      const auto [last, length] = *std::prev(by_address_.end());
+      if (last + length == top_) {
+        address = last;
+        have = length;
+      }
+    }
+    if (static_cast<size_t>(end_ - address) < size) return false;
+    if (have) remove(address, have);
+    top_ = address + size;
+    add(address, size);
+    return true;
+  }
+
+  std::pair<char*, size_t> pages(char* address, size_t size) const {
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(address) + page_ - 1) / page_ * page_;
+    const uintptr_t last = reinterpret_cast<uintptr_t>(address + size) / page_ * page_;
+    return {reinterpret_cast<char*>(first), last > first ? last - first : 0};
+  }
+
+  void add(char* address, size_t size) {
+    by_address_[address] = size;
+    by_size_.insert({size, address});
+  }
+
+  void remove(char* address, size_t size) {
+    by_address_.erase(address);
+    by_size_.erase({size, address});
+  }
+
+  size_t page_ = 4096;
+  char *begin_ = nullptr, *top_ = nullptr, *end_ = nullptr;
+  std::map<char*, size_t> by_address_;
+  std::set<std::pair<size_t, char*>> by_size_;
+  std::unordered_map<char*, size_t> used_;
+  std::mutex mutex_;
+};
+
+// Never destroyed: tensors may outlive everything else of the process.
+Range& range() {
+  static Range* const one = new Range;
+  return *one;
+}
+
+void release(void* block) {
+  if (range().has(block)) {
+    c10::profiledCPUMemoryReporter().Delete(block);
+    range().put_back(block);
+  } else {
+    c10::GetDefaultCPUAllocator()->raw_deleter()(block);
+  }
+}
+
+struct LargeBlocks final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* block = bytes >= LARGE ? range().take(bytes) : nullptr;
+    if (block == nullptr) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+    c10::profiledCPUMemoryReporter().New(block, bytes);
+    return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+}  // namespace
+
+extern "C" {
+
+// From here on tensors come from this allocator, and those that are there stay where they are; 0 if it cannot be.
+int areno_memory_open() {
+  if (!range().open()) return 0;
+  // A process that forks while another thread holds the lock would leave it locked in the child.
+  pthread_atfork([] { range().mutex().lock(); }, [] { range().mutex().unlock(); }, [] { range().mutex().unlock(); });
+  static LargeBlocks* const blocks = new LargeBlocks;
+  c10::SetCPUAllocator(blocks, 1);
+  return 1;
+}
+
+void areno_memory_give_back() { range().give_back(); }
+
+size_t areno_memory_kept() { return range().kept(); }
+}
