@@ -85,6 +85,11 @@ def load_training_dataset(
     return rows
 
 
+def first_rows(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    """At most so many rows, from the first on; None is all."""
+    return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
+
+
 def iter_prompt_batches(
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,

@@ -7,8 +7,9 @@ evaluations of different checkpoints can be compared sample by sample, and none 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from areno.api.datasets import iter_prompt_batches
@@ -31,6 +32,11 @@ class Answer:
     tokens: list[int]
     sequence: RolloutSequence
 
+    @property
+    def length(self) -> int:
+        """Tokens of the answer; where a server keeps them to itself, as it has counted them."""
+        return int(self.record.metadata.get("response_len", len(self.sequence.resp_tokens)))
+
 
 AnswerSource = Callable[[PromptBatch, Sequence[int]], list[Answer | None]]
 """Answers the prompts of one piece, with their numbers in the evaluation; prompt by prompt, None where there is none."""
@@ -42,7 +48,7 @@ OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 EVALUATION_STREAM = 0x6576616C
 # Samples generated in one piece, as a multiple of what runs at the same time: few slots idle at the end of a piece, and
 # thousands of prompts never lie in memory with all their tokens.
-_WAVES = 4
+WAVES = 4
 
 
 def rollout_sampling(options: TrainOptions) -> SamplingParams:
@@ -115,31 +121,43 @@ def evaluate_prompts(
             "an evaluation needs at least one row, one sample per prompt and one running answer, "
             f"got rows={len(rows)}, n_samples={n_samples}, max_running={max_running}"
         )
-    began = time.perf_counter()
-    tally = _Tally(n_samples)
     pieces = iter_prompt_batches(
         rows,
         trainer.get_tokenizer(),
-        batch_size=max(1, _WAVES * max_running // n_samples),
+        batch_size=max(1, WAVES * max_running // n_samples),
         max_prompt_tokens=max_prompt_tokens,
         # What an agent makes of a row is not known before it asks.
         context_limit=tightest(sampling.max_context_len, trainer.model_context_len()) if answers is None else None,
         disable_thinking=disable_thinking,
         source=source,
     )
+    if answers is None:
+        policy = partial(
+            _completions, trainer, sampling=sampling, n_samples=n_samples, max_running=max_running, seed=seed
+        )
+    metrics = measure(pieces, answers or policy, rewards, n_samples, on_scored)
+    trainer.clock.close_step()  # so that the next training step does not count this generation as its own
+    return metrics
+
+
+def measure(
+    pieces: Iterable[PromptBatch],
+    answers: AnswerSource,
+    rewards: RewardSource,
+    n_samples: int,
+    on_scored: OnScored | None,
+) -> dict[str, float]:
+    """Answer prompts piece by piece, reward the answers, and report; see :func:`evaluate_prompts`."""
+    began, tally = time.perf_counter(), _Tally(n_samples)
     for piece in pieces:
         prompts = range(tally.num_prompts, tally.num_prompts + len(piece.items))
-        if answers is not None:
-            drawn = answers(piece, prompts)
-        else:
-            drawn = _completions(trainer, piece, prompts, sampling, n_samples, max_running, seed)
+        drawn = answers(piece, prompts)
         given = [answer for answer in drawn if answer is not None]
         records = [answer.record for answer in given]
         scores = _checked(rewards(records, [answer.tokens for answer in given]), len(records)) if given else []
         tally.add(piece, drawn, scores)
         if on_scored is not None:
             on_scored(records, scores)
-    trainer.clock.close_step()  # so that the next training step does not count this generation as its own
     return tally.metrics() | {"eval_time_s": time.perf_counter() - began}
 
 
@@ -209,9 +227,9 @@ class _Tally:
         """Count one piece; answers lie prompt by prompt, and scores are those of the answers that there are."""
         self.num_prompts += len(piece.items)
         self.skipped_long += piece.skipped_long
-        given = [answer.sequence for answer in answers if answer is not None]
-        self.lengths += [len(sequence.resp_tokens) for sequence in given]
-        self.truncated += sum(sequence.finish_reason == "length" for sequence in given)
+        given = [answer for answer in answers if answer is not None]
+        self.lengths += [answer.length for answer in given]
+        self.truncated += sum(answer.sequence.finish_reason == "length" for answer in given)
         left = iter(scores)
         found = [None if answer is None else next(left) for answer in answers]
         for begin in range(0, len(found), self.n_samples):

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from areno.api.backend.base import ArenoConfig
-from areno.api.datasets import load_training_dataset
+from areno.api.datasets import first_rows, load_training_dataset
 from areno.api.evaluation import OnScored
 from areno.api.trainer import Trainer
 from areno.api.trainers.base import DataTrainer, optimizer_settings, spec_of
@@ -141,7 +141,7 @@ def load_held_out(options: TrainOptions, loader_fn: Callable[..., Any] | None) -
     if own is not None:
         loader_fn = load_hook(own, EVAL_LOADER_HOOK)
     rows = load_training_dataset(path, loader_fn, option="--eval-dataset-path", split=TEST)
-    rows = _first(rows, options.eval_max_rows)
+    rows = first_rows(rows, options.eval_max_rows)
     restore_rng(rng)
     return rows
 
@@ -151,10 +151,6 @@ def _trained_on(options: TrainOptions, held_out: str, has_loader: bool) -> bool:
     if has_loader:
         return held_out == trained
     return bool(rows_named(trained, TRAIN) & rows_named(held_out, TEST))
-
-
-def _first(rows: Sequence[Any], limit: int | None) -> Sequence[Any]:
-    return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
 
 
 def run_evaluation(
@@ -174,7 +170,7 @@ def run_evaluation(
         on_start: called with the number of rows, once the model is loaded.
         on_scored: see :func:`areno.api.evaluation.evaluate_prompts`.
     """
-    rows = _first(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
+    rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     options = replace(options, eval_dataset_path=options.dataset_path)
     with _trainer(options, trains="nothing") as trainer:
         trainer.init()

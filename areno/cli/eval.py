@@ -6,11 +6,13 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areno.config.eval_options import EvalOptions, parse_eval
+from areno.config.paths import is_address
 from areno.config.prepare import load_hooks
 from areno.errors import ArenoError
 from areno.observability.logs import route_console, setup_logging
@@ -24,11 +26,18 @@ def run(argv: Sequence[str]) -> int:
     options = parse_eval(argv)
     settings = options.as_train_options()
     loader_fn = load_hooks(settings)
-    from areno.api.run import run_evaluation
+    evaluate: Callable[..., dict[str, float]]
+    if is_address(options.ckpt):
+        from areno.api.server_evaluation import evaluate_server
 
+        evaluate = partial(evaluate_server, str(options.ckpt), options.model)
+    else:
+        from areno.api.run import run_evaluation
+
+        evaluate = run_evaluation
     answers = AnswerFile(options.output) if options.output else None
     with setup_logging(None), Watch(options.n_samples, answers) as watch:
-        metrics = run_evaluation(settings, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored)
+        metrics = evaluate(settings, loader_fn=loader_fn, on_start=watch.start, on_scored=watch.scored)
     print(_as_json(options, metrics) if options.json else _as_table(options, metrics))
     return 0
 
@@ -107,7 +116,7 @@ def _line(record: RewardRecord, reward: float | None) -> str:
         **record.metadata,
         "reward": reward,
         **({"reward_parts": dict(parts)} if (parts := parts_of(reward)) else {}),
-        "response_len": len(record.tokens),
+        "response_len": record.metadata.get("response_len", len(record.tokens)),
         "prompt": record.prompt,
         "completion": record.completion,
         "answer": record.answer,

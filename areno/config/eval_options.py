@@ -11,7 +11,7 @@ from typing import Any
 from areno.config.options import flag_of, option, options_of
 from areno.config.packages import missing_packages
 from areno.config.parser import CommandOptions, CommandText, parse_command
-from areno.config.paths import ckpt_problem, unwritable
+from areno.config.paths import ckpt_problem, is_address, unwritable
 from areno.config.rollout_options import RolloutOptions
 from areno.config.run_options import BasicOptions, EvaluationOptions
 from areno.config.splits import TEST
@@ -33,7 +33,12 @@ _EXPORT = CommandText(
 )
 
 _RENAMED = {"max_rows": "eval_max_rows", "n_samples": "eval_n_samples", "temperature": "eval_temperature"}
-_OWN = ("output", "json")
+_OWN = ("output", "json", "model")
+# What a server decides by itself, or what its protocol has no word for.
+_OF_MODEL = (
+    *("device", "dtype", "trust_remote_code", "max_prompt_tokens", "max_context_len", "top_k", "stop_token_ids"),
+    *("ignore_eos", "kv_cache_tokens", "attn_backend", "disable_thinking", "reward_ckpt"),
+)
 
 
 def as_in(declaration: type, name: str, **changes: Any) -> Any:
@@ -50,8 +55,11 @@ class EvalOptions(CommandOptions):
     ckpt: str | None = as_in(
         BasicOptions,
         "ckpt",
-        help="Model to measure: a folder in Hugging Face format, a .gguf file, a repo id, or a run directory, whose newest "
-        "checkpoint is taken. Required.",
+        help="Model to measure: a folder in Hugging Face format, a .gguf file, a repo id, a run directory, whose newest "
+        "checkpoint is taken, or the address of a server of the OpenAI protocol, such as http://HOST:8000/v1. Required.",
+    )
+    model: str | None = option(
+        None, group="Basic", metavar="NAME", unset="its first", help="Name of the model at the server of --ckpt."
     )
     dataset_path: str | None = as_in(
         BasicOptions,
@@ -122,7 +130,7 @@ class EvalOptions(CommandOptions):
         """The same settings as a run has them."""
         names = [entry.name for entry in options_of(EvalOptions) if entry.name not in _OWN]
         values = {_RENAMED.get(name, name): getattr(self, name) for name in names}
-        return TrainOptions(**values, run_dir="")
+        return TrainOptions(**values | ({"ckpt": None} if is_address(self.ckpt) else {}), run_dir="")
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
@@ -134,7 +142,7 @@ def _with_checkpoints(options: EvalOptions) -> EvalOptions:
     ckpt, reward_ckpt = options.ckpt, options.reward_ckpt
     return replace(
         options,
-        ckpt=ckpt and newest_model(ckpt, "--ckpt"),
+        ckpt=ckpt if not ckpt or is_address(ckpt) else newest_model(ckpt, "--ckpt"),
         reward_ckpt=reward_ckpt and newest_model(reward_ckpt, "--reward-ckpt"),
     )
 
@@ -163,6 +171,11 @@ def _problems(options: EvalOptions) -> Iterator[str]:
 
 def _useless(options: EvalOptions) -> Iterator[tuple[str, str]]:
     """Options that another one makes idle, and why."""
+    if is_address(options.ckpt):
+        for name in _OF_MODEL:
+            yield name, "on a model behind an address; leave it out"
+    else:
+        yield "model", "on a model of this machine; it names one of a server, whose address --ckpt takes"
     if options.greedy:
         for name in ("temperature", "top_k", "top_p"):
             yield name, "with --greedy; leave one of the two out"

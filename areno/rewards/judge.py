@@ -7,13 +7,11 @@
 in a file that ``--reward-fn-path`` or ``reward.fn`` names.
 """
 
-import os
 import re
 from typing import Any
 
-import httpx
-
 from areno.errors import RewardError
+from areno.openai_client import OpenAIClient, ServerError
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -37,9 +35,8 @@ class Judge:
     def __init__(
         self, url: str, question: str, *, most: float = 10.0, model: str | None = None, **options: Any
     ) -> None:
-        self.url, self.question, self.most = url.rstrip("/"), question, most
-        self._model, self._options = model, {"temperature": 0, **options}
-        self._http: httpx.Client | None = None
+        self.question, self.most = question, most
+        self._client, self._options = OpenAIClient(url, _TIMEOUT_S, model), {"temperature": 0, **options}
 
     def __call__(self, prompt: Any, completions: str = "", *_: Any, **data: Any) -> float:
         """The reward of one completion: of a record (``areno train``), or of texts (an experiment).
@@ -53,27 +50,14 @@ class Judge:
         said = self._ask(_FIELD.sub(lambda found: str(values.get(found[1], found[0])), self.question))
         numbers = _NUMBER.findall(said)
         if not numbers:
-            raise RewardError(f"the judge at {self.url} gave no number: {said[:300]!r}; ask for one in its question")
+            raise RewardError(
+                f"the judge at {self._client.url} gave no number: {said[:300]!r}; ask for one in its question"
+            )
         return min(max(float(numbers[-1]) / self.most, 0.0), 1.0)
 
     def _ask(self, text: str) -> str:
+        body = {"messages": [{"role": "user", "content": text}], **self._options}
         try:
-            http = self._connected()
-            body = {"model": self._model, "messages": [{"role": "user", "content": text}], **self._options}
-            answer = http.post(f"{self.url}/chat/completions", json=body)
-            answer.raise_for_status()
-            return str(answer.json()["choices"][0]["message"]["content"] or "")
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise RewardError(f"the judge at {self.url} does not answer: {type(error).__name__}: {error}") from error
-
-    def _connected(self) -> httpx.Client:
-        """In the process that asks: a client is made at its first request, which also finds the model's name."""
-        if self._http is None:
-            key = os.environ.get("OPENAI_API_KEY", "")
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._http = httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False)
-        if self._model is None:
-            found = self._http.get(f"{self.url}/models")
-            found.raise_for_status()
-            self._model = str(found.json()["data"][0]["id"])
-        return self._http
+            return str(self._client.post("chat/completions", body)["choices"][0]["message"]["content"] or "")
+        except (ServerError, LookupError, TypeError) as error:
+            raise RewardError(f"the judge at {self._client.url} does not answer: {error}") from error

@@ -214,7 +214,8 @@ class CheckpointFolder:
         free = shutil.disk_usage(self.root).free
         if free < needed + _DISK_SLACK:
             raise CheckpointError(
-                f"a checkpoint needs {needed / 2**20:.0f} MiB and {self.root} has {free / 2**20:.0f} MiB free; {self._remedy}"
+                f"a checkpoint needs {needed / 2**20:.1f} MiB beside the {_DISK_SLACK / 2**20:.0f} MiB that stay free, and "
+                f"{self.root} has {free / 2**20:.0f} MiB free; {self._remedy}"
             )
 
     def _replace(self, target: Path, new: Path) -> None:

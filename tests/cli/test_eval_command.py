@@ -93,8 +93,8 @@ def test_help_loads_no_torch(tmp_path):
 def test_options_that_training_has_too_keep_their_meaning():
     mine = {entry.name: entry for entry in options_of(EvalOptions)}
     theirs = {entry.name: entry for entry in options_of(TrainOptions)}
-    own = {"n_samples", "temperature", "max_rows", "output", "json", "max_running_prompts"}
-    assert mine.keys() - theirs.keys() == {"max_rows", "output", "json"}
+    own = {"n_samples", "temperature", "max_rows", "output", "json", "max_running_prompts", "model"}
+    assert mine.keys() - theirs.keys() == {"max_rows", "output", "json", "model"}
     for name in mine.keys() - own:
         assert (mine[name].kind, mine[name].many, mine[name].default) == (
             *(theirs[name].kind, theirs[name].many),

@@ -69,8 +69,10 @@ class FolderDelivery:
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
         """See :class:`UpdateReport`; the largest of all servers."""
-        expected = engine.score_logprobs(ACTOR, [self._probe])[0][1:]
-        gaps = {n: _distance(expected, replica.prompt_logprobs(self._probe)) for n, replica in replicas.items()}
+        gaps = {}
+        for number, replica in replicas.items():
+            tokens, found = replica.probe(self._probe, version)
+            gaps[number] = _distance(engine.score_logprobs(ACTOR, [tokens])[0][-len(found) :], found)
         if not gaps:
             return None
         worst = max(gaps, key=gaps.__getitem__)

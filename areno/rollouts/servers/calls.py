@@ -82,7 +82,7 @@ class ServerCalls(Protocol):
     async def load_adapter(self, http: httpx.AsyncClient, name: str, folder: Path, outdated: str) -> None:
         """Serve an adapter under a name, and forget the one that was called ``outdated``, if any."""
 
-    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int], adapter: str) -> list[float]:
+    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Log-prob of each token of a prompt but the first, at temperature 1."""
 
 

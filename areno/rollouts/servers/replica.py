@@ -25,7 +25,7 @@ from areno.rollouts.servers.calls import Answer, Sample, ServerCalls
 from areno.rollouts.servers.process import ServerProcess
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
-from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
+from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence, SamplingParams
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ _POLL_S = 0.5
 _ABORT_S = 0.1
 _HEALTH_S = 10.0
 _HEALTHY = 200
+_PROBE_ANSWER = 16
 
 
 class Joined:
@@ -88,7 +89,8 @@ class ServerReplica:
         vocab_size: int,
         api_key: str = "",
     ) -> None:
-        self.workers, self.calls, self.adapter = server, calls, ""
+        self.workers, self.calls = server, calls
+        self._adapter, self._version = "", 0  # of the adapter, which the server has no version for
         self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(tokenizer_of(path))
         check_tokenizer(self.tokenizer, path, option="--ckpt")
@@ -157,13 +159,15 @@ class ServerReplica:
         """The server's prefix cache is set when it is started."""
 
     async def _answer(self, entry: _Open) -> None:
-        request = entry.request
+        request, adapter, version = entry.request, self._adapter, self._version
         samples = [
-            Sample(rid=rid, prompt=request.prompt_tokens, sampling=request.sampling, seed=seed, adapter=self.adapter)
+            Sample(rid=rid, prompt=request.prompt_tokens, sampling=request.sampling, seed=seed, adapter=adapter)
             for rid, seed in zip(entry.rids, request.seeds, strict=True)
         ]
         try:
             answers = await asyncio.gather(*(self.calls.generate(self._http, sample) for sample in samples))
+            for answer in answers if adapter else ():  # a sample keeps the adapter that it began with
+                answer.versions = [version] * len(answer.tokens)
             sequences = [self._heard(entry, index, answer) for index, answer in enumerate(answers)]
         except Exception as error:
             known = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
@@ -213,15 +217,24 @@ class ServerReplica:
         began = time.perf_counter()
         if adapter:
             name = f"{adapter}-v{version}"
-            self.call(self.calls.load_adapter(self._http, name, folder, self.adapter))
-            self.adapter = name
+            self.call(self.calls.load_adapter(self._http, name, folder, self._adapter))
+            self._adapter, self._version = name, version
         else:
             self.call(self.calls.load_weights(self._http, folder, version))
         return time.perf_counter() - began
 
-    def prompt_logprobs(self, prompt: list[int]) -> list[float]:
-        """Log-prob of each token but the first."""
-        return self.call(self.calls.logprobs(self._http, prompt, self.adapter))
+    def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
+        """Token ids, and what the server gives as the log-probs of the last of them.
+
+        Those of the prompt; with an adapter those of an answer, since vLLM 0.32 on CPUs dies of prompt log-probs beside other
+        requests of an adapter.
+        """
+        if not self._adapter:
+            return prompt, self.call(self.calls.logprobs(self._http, prompt))
+        sampling = SamplingParams(max_new_tokens=_PROBE_ANSWER, ignore_eos=True)
+        sample = Sample(rid=f"probe-{version}", prompt=prompt, sampling=sampling, seed=version, adapter=self._adapter)
+        answer = self.call(self.calls.generate(self._http, sample))
+        return [*prompt, *answer.tokens], answer.logprobs
 
     # -- the server ------------------------------------------------------------------------------------------------
 

@@ -4,17 +4,14 @@ That is ``/v1/completions`` with a prompt of token ids, ``echo`` and ``logprobs`
 have the vocabulary of the policy, which is not checked.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-
 from areno.errors import EngineError, UsageError
+from areno.openai_client import OpenAIClient, ServerError
 
 _AT_ONCE = 32
-_ERRORS = 400
 
 
 class ServerScorer:
@@ -29,18 +26,13 @@ class ServerScorer:
     """
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:
-        self.url, self._option = url.rstrip("/"), option
-        key = os.environ.get("OPENAI_API_KEY", "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+        self._client, self._option = OpenAIClient(url, timeout_s), option
         try:
-            found = self._http.get(f"{self.url}/models")
-            found.raise_for_status()
-            self._model: str = found.json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            self._client.model()
+        except ServerError as error:
             raise UsageError(
-                f"{option}={url}: no server of the OpenAI protocol answers there ({type(error).__name__}: {error}); start it, "
-                "correct the address, or name a model folder"
+                f"{option}={url}: no server of the OpenAI protocol answers there ({error}); start it, correct the address, or "
+                "name a model folder"
             ) from error
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -52,27 +44,17 @@ class ServerScorer:
             return list(pool.map(self._row, rows))
 
     def _row(self, tokens: Sequence[int]) -> list[float]:
-        body = {
-            "model": self._model,
-            "prompt": list(tokens),
-            "max_tokens": 1,
-            "temperature": 1,
-            "echo": True,
-            "logprobs": 1,
-        }
+        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
+        where = f"{self._option}={self._client.url}"
         try:
-            answer = self._http.post(f"{self.url}/completions", json=body)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self._option}={self.url} does not answer: {type(error).__name__}: {error}") from error
-        if answer.status_code >= _ERRORS:
-            raise EngineError(f"{self._option}={self.url} refuses a row of {len(tokens)} tokens: {answer.text[:500]}")
+            answer = self._client.post("completions", body)
+        except ServerError as error:
+            raise EngineError(f"{where} does not score a row of {len(tokens)} tokens: {error}") from error
         try:
-            given: Any = (answer.json()["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
-        except (ValueError, LookupError, AttributeError, TypeError):
+            given: Any = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
+        except (LookupError, AttributeError, TypeError):
             given = []
         scores = given[: len(tokens)]
         if len(scores) < len(tokens) or any(score is None for score in scores[1:]):
-            raise EngineError(
-                f"{self._option}={self.url} gives prompts no log-probs (echo with logprobs); vLLM and SGLang do"
-            )
+            raise EngineError(f"{where} gives prompts no log-probs (echo with logprobs); vLLM and SGLang do")
         return [0.0, *(float(score) for score in scores[1:])]

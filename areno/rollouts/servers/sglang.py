@@ -77,7 +77,7 @@ class SglangCalls:
         if outdated:
             await ask(http, "/unload_lora_adapter", {"lora_name": outdated})
 
-    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int], adapter: str) -> list[float]:
+    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """See :class:`ServerCalls`."""
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -85,7 +85,5 @@ class SglangCalls:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        if adapter:
-            body["lora_path"] = adapter
         meta = (await ask(http, "/generate", body))["meta_info"]
         return [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]

@@ -80,9 +80,9 @@ class VllmCalls:
         if outdated:
             await ask(http, "/v1/unload_lora_adapter", {"lora_name": outdated})
 
-    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int], adapter: str) -> list[float]:
+    async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """See :class:`ServerCalls`."""
-        body = {"model": adapter or SERVED_NAME, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
         choice = (await ask(http, "/v1/completions", body))["choices"][0]
         return [
             found[str(token)]["logprob"] for token, found in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)

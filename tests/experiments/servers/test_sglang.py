@@ -129,7 +129,7 @@ def test_weights_come_between_two_tokens_and_a_failure_is_said(replica, server):
     assert ask(replica).result(10).sequences[0].versions == [0, 3, 3]
     with pytest.raises(EngineError, match="no such folder"):
         replica.take_over(Path("/weights/broken"), 4)
-    assert replica.prompt_logprobs(PROMPT) == [-0.5, -1.0]
+    assert replica.probe(PROMPT, 1) == (PROMPT, [-0.5, -1.0])
 
 
 def test_an_adapter_has_its_version_in_its_name(replica, server):

@@ -16,6 +16,7 @@ import transformers
 from areno.config.experiment.foreign_sections import vLLMConfig
 from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
+from areno.engine.model.adapter import AdapterOptions
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
 from areno.rollouts.servers.scorer import ServerScorer
@@ -168,6 +169,36 @@ def test_a_killed_server_is_started_again_with_the_current_weights_and_its_reque
     assert fleet.health().resubmitted == 1
 
 
+def test_adapters_arrive_with_their_version_and_running_samples_keep_theirs(policy, tmp_path):
+    adapted = config(adapter=AdapterOptions(rank=4, seed=3))
+    section = vLLMConfig(enforce_eager=True, max_num_seqs=16, enable_lora=True, max_lora_rank=8)
+    arguments = vllm_arguments(section, dtype="float32", context_length=512, gpu=False)
+    server = ServerOptions(product="vllm", arguments=tuple(arguments), command=(str(VLLM), "serve"), adapter="adapter")
+    options = FleetOptions(replicas=1, log_folder=tmp_path, server=server, backoff_s=0.1)
+    with (
+        closing(Engine(str(policy), adapted)) as trainer,
+        closing(RolloutFleet(str(policy), adapted, options)) as fleet,
+    ):
+        plain = ask(fleet, greedy=True).result(120).sequences[0]
+        for version in (1, 2):
+            with torch.no_grad():
+                for _, parameter in trainer.actor.model.parameters():
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+            running = ask(fleet, tokens=480, seeds=MANY) if version == 2 else None
+            time.sleep(0.3)
+            assert fleet.update_weights(trainer, version, verify=True).logprob_gap < 1e-4
+            answer = ask(fleet, greedy=True).result(120).sequences[0]
+            assert answer.versions == [version] * 12
+            assert answer.resp_tokens != plain.resp_tokens
+            torch.testing.assert_close(
+                torch.tensor(answer.resp_logprobs),
+                torch.tensor(scored(trainer, (5, 6, 7, 8), answer)),
+                atol=1e-4,
+                rtol=0,
+            )
+        assert {version for sample in running.result(200).sequences for version in sample.versions} == {1}
+
+
 def test_an_experiment_learns_with_vllm(tmp_path, monkeypatch):
     """The GRPO example, with one other setting and the command of vLLM; heads of a size that vLLM has on a CPU."""
     plain = transformers.LlamaConfig
@@ -201,7 +232,7 @@ def test_a_teacher_by_address_scores_rows_as_the_engine_does(fleet, trainer):
     fleet.update_weights(trainer, 100, verify=True)
     for found, expected in zip(scorer(rows), trainer.score_logprobs("actor", rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(EngineError, match="refuses a row of 2 tokens"):
+    with pytest.raises(EngineError, match="does not score a row of 2 tokens: status 4"):
         scorer([[5, 10**6]])
     with pytest.raises(UsageError, match=r"teacher\.path=http://127\.0\.0\.1:9/v1: no server"):
         ServerScorer("http://127.0.0.1:9/v1", "teacher.path", 5.0)

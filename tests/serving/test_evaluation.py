@@ -1,0 +1,87 @@
+"""``areno eval`` of a model behind an address: areno's own server is asked, and the folder that it serves is the truth."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areno.cli.main import main
+
+REWARD = """
+def reward_fn(record):
+    assert record.messages[-1]["content"] == record.completion
+    return {"length": len(record.completion), "question": float("?" in record.prompt)}
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("weather?", "count", "two calls?")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measured(capsys, ckpt, *more):
+    arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py", "--max-new-tokens", "40", "--json"]
+    assert main(["eval", "--ckpt", str(ckpt), *arguments, *more]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
+
+
+def test_a_server_is_measured_as_the_model_that_it_serves(task, taught, taught_checkpoint, tmp_path, capsys):
+    there = measured(capsys, taught.base_url, "--output", "there.jsonl")
+    here = measured(capsys, taught_checkpoint, "--output", "here.jsonl")
+    # Chat endpoints cut reasoning and tool calls out of the text: answers without them are the same.
+    texts = [
+        [json.loads(line)["completion"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("there.jsonl", "here.jsonl")
+    ]
+    assert texts[0][1] == texts[1][1] != ""
+    for name in ("num_prompts", "num_samples", "response_len_mean", "truncated_ratio", "reward_errors"):
+        assert there[name] == here[name]
+    assert there["reward_parts/question"] == pytest.approx(2 / 3)
+    assert set(there) == set(here)
+
+
+def test_samples_have_seeds_of_their_own_and_come_again(task, server, capsys, tmp_path):
+    more = (
+        "--n-samples",
+        "3",
+        "--temperature",
+        "1.0",
+        "--seed",
+        "4",
+        "--max-running-prompts",
+        "2",
+        "--output",
+        "out.jsonl",
+    )
+    first = measured(capsys, server.base_url, "--model", "tiny", *more)
+    texts = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(set(texts[:3])) == 3
+    assert first["num_samples"] == 9
+    assert first["pass@2"] == 1.0
+    again = measured(capsys, server.base_url, *more)
+    assert again["rewards_mean"] == first["rewards_mean"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--top-k", "5", "--temperature", "1"], "--top-k 5 has no effect on a model behind an address; leave it out"),
+        (["--model", "other"], "--ckpt http://127.0.0.1"),
+    ],
+)
+def test_what_a_server_does_not_do_is_said(task, server, capsys, more, message):
+    arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
+    assert main(["eval", "--ckpt", server.base_url, *arguments, *more]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_no_server_and_no_address_are_said_before_anything_is_asked(task, sharp_checkpoint, capsys):
+    arguments = ["--dataset-path", "data.jsonl", "--reward-fn-path", "reward.py"]
+    assert main(["eval", "--ckpt", "http://127.0.0.1:9/v1", *arguments]) != 0
+    assert "--ckpt http://127.0.0.1:9/v1: no server of the OpenAI protocol answers there" in capsys.readouterr().err
+    assert main(["eval", "--ckpt", str(sharp_checkpoint), "--model", "tiny", *arguments]) != 0
+    assert "--model tiny has no effect on a model of this machine" in capsys.readouterr().err
