@@ -15,7 +15,10 @@ from typing import Any
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    sys.path[:0] = [settings["task"], str(Path(__file__).parents[2])]  # the reward names areno's types, which need no more
+    sys.path[:0] = [
+        settings["task"],
+        str(Path(__file__).parents[2]),
+    ]  # the reward names areno's types, which need no more
     import torch
     import trl
 
