@@ -201,6 +201,7 @@ def test_an_etcd_server_that_was_away_and_a_lease_that_ran_out_meanwhile(etcd_se
 
 
 def test_etcd_says_what_is_wrong():
+    pytest.importorskip("etcd3gw")
     with pytest.raises(UsageError, match=r"etcd3_addr=nowhere: write HOST:PORT"):
         NameOptions("etcd3", etcd3_addr="nowhere").open()
     with pytest.raises(UsageError, match=r"etcd3_addr=127\.0\.0\.1:9: no etcd server answers there"):
