@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from areno.errors import ArenoError
+from areno.errors import ArenoError, UsageError
 
 # Busy, or restarting behind a proxy.
 _PASSING = (429, 502, 503, 504)
@@ -45,6 +45,16 @@ class OpenAIClient:
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise ServerError(f"{type(error).__name__}: {error}") from error
         return self._model
+
+    def check(self, named: str) -> None:
+        """Look whether a server is there, which ``named`` says to the user. Raises UsageError: it is not."""
+        try:
+            self.model()
+        except ServerError as error:
+            raise UsageError(
+                f"{named}: no server of the OpenAI protocol answers there ({error}); start it, correct the address, or name a "
+                "model folder"
+            ) from error
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer to a request of the model; one that fails for a passing reason is sent again for some seconds.

@@ -48,7 +48,7 @@ OnScored = Callable[[list[RewardRecord], list[float | None]], None]
 EVALUATION_STREAM = 0x6576616C
 # Samples generated in one piece, as a multiple of what runs at the same time: few slots idle at the end of a piece, and
 # thousands of prompts never lie in memory with all their tokens.
-WAVES = 4
+_WAVES = 4
 
 
 def rollout_sampling(options: TrainOptions) -> SamplingParams:
@@ -124,7 +124,7 @@ def evaluate_prompts(
     pieces = iter_prompt_batches(
         rows,
         trainer.get_tokenizer(),
-        batch_size=max(1, WAVES * max_running // n_samples),
+        batch_size=prompts_of_piece(max_running, n_samples),
         max_prompt_tokens=max_prompt_tokens,
         # What an agent makes of a row is not known before it asks.
         context_limit=tightest(sampling.max_context_len, trainer.model_context_len()) if answers is None else None,
@@ -138,6 +138,11 @@ def evaluate_prompts(
     metrics = measure(pieces, answers or policy, rewards, n_samples, on_scored)
     trainer.clock.close_step()  # so that the next training step does not count this generation as its own
     return metrics
+
+
+def prompts_of_piece(max_running: int, n_samples: int) -> int:
+    """Prompts that are answered before the next ones are looked at."""
+    return max(1, _WAVES * max_running // n_samples)
 
 
 def measure(

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 from areno.api.datasets import first_rows, load_training_dataset
-from areno.api.evaluation import EVALUATION_STREAM, WAVES, Answer, OnScored, evaluation_sampling, measure
+from areno.api.evaluation import EVALUATION_STREAM, Answer, OnScored, evaluation_sampling, measure, prompts_of_piece
 from areno.api.records import reward_record
+from areno.api.rewards import reward_runner
 from areno.config.splits import TEST
 from areno.config.train_options import TrainOptions
 from areno.engine.rollout.counter_rng import derive_seed
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError
 from areno.openai_client import OpenAIClient, ServerError
-from areno.rewards import RewardRunner
-from areno.rewards.runner import OnError
 from areno.text.data_rows import text_or_messages
 from areno.types import (
     FinishReason,
     PromptBatch,
     PromptItem,
-    RewardParts,
     RewardRecord,
     RolloutSequence,
     SamplingParams,
@@ -54,20 +52,10 @@ def evaluate_server(
     """
     rows = first_rows(load_training_dataset(str(options.dataset_path), loader_fn, split=TEST), options.eval_max_rows)
     client = OpenAIClient(url, _TIMEOUT_S, model)
-    try:
-        client.model()
-    except ServerError as error:
-        raise UsageError(f"--ckpt {url}: no server of the OpenAI protocol answers there ({error})") from error
+    client.check(f"--ckpt {url}")
     if on_start is not None:
         on_start(len(rows))
-    runner = RewardRunner(
-        path=options.reward_fn_path,
-        timeout_s=options.reward_timeout_s,
-        workers=options.reward_workers,
-        memory_gb=options.reward_memory_gb,
-        on_error=cast(OnError, options.on_reward_error),
-        parts=RewardParts(options.reward_weights),
-    )
+    runner = reward_runner(options)
 
     def rewards(records: list[RewardRecord], _: list[list[int]]) -> list[float | None]:
         return [outcome.value for outcome in runner.run(records)]
@@ -77,7 +65,7 @@ def evaluate_server(
     try:
         runner.start()
         with ThreadPoolExecutor(at_once, thread_name_prefix="areno-eval") as pool:
-            pieces = _pieces(rows, max(1, WAVES * at_once // n_samples), str(options.dataset_path))
+            pieces = _pieces(rows, prompts_of_piece(at_once, n_samples), str(options.dataset_path))
             return measure(pieces, lambda piece, prompts: ask.all(pool, piece, prompts), rewards, n_samples, on_scored)
     finally:
         runner.close()

@@ -5,8 +5,8 @@ from functools import partial
 
 from areno.config.options import option
 
-SERVER_PRODUCTS = ("vllm", "sglang")
-"""Products whose servers may generate."""
+SERVERS = ("vllm", "sglang")
+"""Products whose servers may generate; each has a section of its name in experiments."""
 
 _rollout = partial(option, group="Rollout", rollout_only=True)
 _rollout_free = partial(_rollout, changes_results=False)
@@ -76,7 +76,7 @@ class RolloutOptions:
     )
     rollout_backend: str = _rollout(
         "areno",
-        choices=("areno", *SERVER_PRODUCTS),
+        choices=("areno", *SERVERS),
         help="What generates: areno's own engine, or inference servers of vLLM or SGLang, one for each --rollout-replicas; "
         "without --rollout async in turn with training.",
     )

@@ -79,9 +79,11 @@ def keep_freed_memory() -> None:
 
 def freed_and_kept() -> int:
     """Bytes that the process has freed and still keeps, and may use again; 0 where that cannot be known."""
+    if _KEPT:
+        return _KEPT[0].kept()
     count = _of_libc("mallinfo2")
-    if _KEPT or count is None:
-        return _KEPT[0].kept() if _KEPT else 0
+    if count is None:
+        return 0
     count.restype = _HeapFigures
     heap = count()
     return max(min(heap.fordblks, _resident_heap() - heap.uordblks), 0)

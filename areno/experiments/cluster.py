@@ -9,7 +9,8 @@ from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.checks import CLUSTERS, server_of, takes_turns
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.machine import CPU_PER_GPU, Machine
-from areno.config.experiment.worker_sections import DEFAULT_RECORD_ROOT, SchedulingSpec
+from areno.config.experiment.settings import settings_of
+from areno.config.experiment.worker_sections import NameResolveConfig, SchedulingSpec
 from areno.errors import UsageError
 from areno.experiments.folders import ExperimentFolders
 from areno.launch import ray_cluster, slurm
@@ -17,7 +18,6 @@ from areno.launch.launcher import Launcher, Names, RoleNeed
 from areno.name_resolve import NameOptions
 from areno.name_resolve.ray_store import connect
 
-_DOCUMENTED_ROOT = "/tmp/areal/name_resolve"
 _NODES_MEMORY_GB = SchedulingSpec().mem
 
 
@@ -104,8 +104,8 @@ def _need(spec: SchedulingSpec, workers: int, together: int, gpus: bool, beside:
 def name_options(config: BaseExperimentConfig) -> NameOptions:
     """Where names are kept; files lie below ``cluster.fileroot`` unless another folder is given."""
     section = config.cluster.name_resolve
-    root = section.nfs_record_root
-    if root in (DEFAULT_RECORD_ROOT, _DOCUMENTED_ROOT):  # of one machine alone
+    root, entry = section.nfs_record_root, settings_of(NameResolveConfig)["nfs_record_root"]
+    if root in (entry.default, entry.info.documented):  # of one machine alone
         root = str(Path(config.cluster.fileroot).expanduser().resolve() / "name_resolve")
     return NameOptions(section.type, root, section.etcd3_addr, section.ray_actor_name)
 

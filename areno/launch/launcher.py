@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -144,7 +144,7 @@ class Launcher(Protocol):
         """End what still runs, and give back what was reserved; a second call does nothing."""
 
 
-class RemoteLauncher:
+class RemoteLauncher(ABC):
     """What launchers of tasks on other machines share: the tasks dial this process.
 
     Args:

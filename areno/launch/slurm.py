@@ -153,8 +153,7 @@ def _own_address(other: str) -> str:
 
 def address_of(node: str) -> str:
     """Address of a node as Slurm knows it, which the other nodes reach."""
-    shown = dict(word.partition("=")[::2] for word in run(["scontrol", "show", "node", node]).split() if "=" in word)
-    return socket.gethostbyname(shown.get("NodeAddr", node))
+    return socket.gethostbyname(_fields(run(["scontrol", "show", "node", node])).get("NodeAddr", node))
 
 
 def size() -> tuple[int, int]:
@@ -186,13 +185,18 @@ def exit_code_of(job: str) -> int | None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1.0)
-    fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
+    fields = _fields(shown)
     if fields["JobState"] not in _ENDED:
         return None
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     if int(number):
         return 128 + int(number)
     return int(code) or int(fields["JobState"] != "COMPLETED")
+
+
+def _fields(shown: str) -> dict[str, str]:
+    """What ``scontrol show`` says as ``Name=value``."""
+    return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
 
 
 def in_job() -> bool:

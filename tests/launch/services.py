@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def own_folder(service: str) -> Iterator[Path]:
+    """A folder with a short name: the paths of sockets have a short limit."""
+    folder = Path(f"/tmp/areno-{service}-{os.getpid()}")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -143,13 +155,8 @@ class RayNodes:
 @pytest.fixture(scope="session")
 def ray_nodes(tmp_path_factory):
     pytest.importorskip("ray")
-    # Ray's sockets have a short limit for the length of their paths.
-    folder = Path(f"/tmp/areno-ray-{os.getpid()}")
-    folder.mkdir()
-    nodes = RayNodes(folder)
-    yield nodes
-    nodes.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with own_folder("ray") as folder, contextlib.closing(RayNodes(folder)) as nodes:
+        yield nodes
 
 
 @pytest.fixture
@@ -259,9 +266,5 @@ def slurm_nodes(tmp_path_factory):
         pytest.skip(f"{', '.join(missing)}: not installed; bash tests/launch/install.sh")
     if os.geteuid():
         pytest.skip("slurmd runs as root only")
-    folder = Path(f"/tmp/areno-slurm-{os.getpid()}")
-    folder.mkdir()
-    nodes = SlurmNodes(folder)
-    yield nodes
-    nodes.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with own_folder("slurm") as folder, contextlib.closing(SlurmNodes(folder)) as nodes:
+        yield nodes

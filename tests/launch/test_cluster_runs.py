@@ -142,8 +142,8 @@ def test_ray_says_what_it_has_not(toys, ray_nodes, monkeypatch):
     assert "no Ray cluster at 127.0.0.1:9" in output
 
 
-def workers_of(process: subprocess.Popen, log: Path) -> list[int]:
-    """Processes of an experiment's workers, wherever the scheduler has started them: those that write to its logs."""
+def workers() -> list[int]:
+    """Processes of an experiment's workers, wherever the scheduler has started them."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -163,23 +163,22 @@ def first_step(folder: Path, trial: str):
 def test_a_killed_replica_on_ray_is_started_again(toys, ray_nodes):
     process = start(toys, "ray_kill", *ray_words(), environment=ray_nodes.environment)
     wait_for(first_step(toys, "ray_kill"), "the first step", 120)
-    replicas = [pid for pid in workers_of(process, toys) if b"" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    (log,) = [logs(toys, "ray_kill") / "main.log"]
-    os.kill(max(replicas), signal.SIGKILL)  # the replicas are started last
+    os.kill(max(workers()), signal.SIGKILL)  # the replicas are started last
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "was killed by signal 9" in log.read_text()
-    assert "runs again" in log.read_text()
+    log = (logs(toys, "ray_kill") / "main.log").read_text()
+    assert "was killed by signal 9" in log
+    assert "runs again" in log
     assert_same(toys, "ray_kill")
 
 
 def test_a_killed_driver_leaves_nothing_on_ray(toys, ray_nodes):
     process = start(toys, "ray_driver", *ray_words(), environment=ray_nodes.environment)
     wait_for(first_step(toys, "ray_driver"), "the first step", 120)
-    assert workers_of(process, toys)
+    assert workers()
     process.kill()
     process.wait()
-    wait_for(lambda: not workers_of(process, toys), "the end of all workers", 30)
+    wait_for(lambda: not workers(), "the end of all workers", 30)
 
 
 def test_a_lost_ray_node_ends_the_run_within_a_minute_or_it_goes_on(toys, ray_nodes):
@@ -206,32 +205,32 @@ SLURM = (
     "cluster.n_gpus_per_node=0",
     "actor.scheduling_spec.0.srun_additional_args=-K",
 )
-SLURM = (*SLURM, "rollout.scheduling_spec.0.srun_additional_args=-K")
+SLURM_ROLLOUT = (*SLURM, "rollout.scheduling_spec.0.srun_additional_args=-K")
 
 
 def test_as_a_slurm_job_of_two_nodes(toys, slurm_nodes):
-    output = run(toys, "slurm", *SLURM, environment=slurm_nodes.environment)
+    output = run(toys, "slurm", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     assert "was submitted" in output
     assert_same(toys, "slurm")
     assert slurm_nodes.run("squeue", "-h") == ""
-    run(toys, "sft_slurm", *SLURM[:3], SLURM[3], environment=slurm_nodes.environment)
+    run(toys, "sft_slurm", *SLURM, environment=slurm_nodes.environment)
     assert_same_bits(toys, "sft_slurm")
 
 
 def test_a_cancelled_job_leaves_nothing(toys, slurm_nodes):
-    process = start(toys, "slurm_cancel", *SLURM, environment=slurm_nodes.environment)
+    process = start(toys, "slurm_cancel", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     wait_for(first_step(toys, "slurm_cancel"), "the first step", 120)
     slurm_nodes.run("scancel", "--user=root")
     output, _ = process.communicate(timeout=90)
     assert process.returncode != 0, output
-    wait_for(lambda: not workers_of(process, toys), "the end of all workers", 30)
+    wait_for(lambda: not workers(), "the end of all workers", 30)
     wait_for(lambda: slurm_nodes.run("squeue", "-h") == "", "the end of the job", 60)
 
 
 def test_a_killed_replica_on_slurm_is_started_again(toys, slurm_nodes):
-    process = start(toys, "slurm_kill", *SLURM, environment=slurm_nodes.environment)
+    process = start(toys, "slurm_kill", *SLURM_ROLLOUT, environment=slurm_nodes.environment)
     wait_for(first_step(toys, "slurm_kill"), "the first step", 120)
-    os.kill(max(workers_of(process, toys)), signal.SIGKILL)
+    os.kill(max(workers()), signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "runs again" in (logs(toys, "slurm_kill") / "main.log").read_text()

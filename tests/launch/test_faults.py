@@ -25,7 +25,7 @@ from tests.experiments.fleet.conftest import config, open_fleet, policy  # noqa:
 from tests.experiments.fleet.support import answers, learn, requests, wait_until
 from tests.launch.loopback import LoopbackLauncher
 from tests.launch.services import wait_for
-from tests.launch.test_cluster_runs import SLURM, first_step, logs, rewards, run, start, workers_of
+from tests.launch.test_cluster_runs import SLURM_ROLLOUT, first_step, logs, rewards, run, start, workers
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 
@@ -79,10 +79,9 @@ def network():
 
 def far_launcher(network, folder, role):
     """Its workers of one role are on the second machine."""
-    enter = f"ip netns exec {network.name} python3"
     needs = {"actor": RoleNeed(workers=2), "rollout": RoleNeed(workers=2), "": RoleNeed()}
 
-    needs[role] = RoleNeed(workers=2, cmd=enter.replace("python3", sys.executable))
+    needs[role] = RoleNeed(workers=2, cmd=f"ip netns exec {network.name} {sys.executable}")
     return LoopbackLauncher(folder, needs, host=network.HERE)
 
 
@@ -188,7 +187,7 @@ def test_a_killed_slurmd_ends_the_job_within_a_minute_and_is_named(slurm_nodes, 
     process = start(
         tmp_path,
         "slurmd",
-        *SLURM,
+        *SLURM_ROLLOUT,
         "total_train_steps=2000",
         "total_train_epochs=999",
         environment=slurm_nodes.environment,
@@ -204,7 +203,7 @@ def test_a_killed_slurmd_ends_the_job_within_a_minute_and_is_named(slurm_nodes, 
     assert process.returncode != 0, output
     assert time.monotonic() - began < 60
     assert "n2" in output
-    wait_for(lambda: not workers_of(process, tmp_path), "the end of all workers", 60)
+    wait_for(lambda: not workers(), "the end of all workers", 60)
     assert logs(tmp_path, "slurmd").exists()
     slurm_nodes.start("slurmd n2", ["-D", "-f", str(slurm_nodes.conf), "-N", "n2"])
     wait_for(lambda: slurm_nodes.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", "both nodes", 90)

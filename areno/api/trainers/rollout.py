@@ -25,6 +25,7 @@ from areno.api.evaluation import (
     evaluation_sampling,
     rollout_sampling,
 )
+from areno.api.rewards import reward_runner
 from areno.api.trainers.agents import AgentRollouts
 from areno.api.trainers.base import DataTrainer
 from areno.api.trainers.samples import REWARD, Sample
@@ -44,7 +45,7 @@ from areno.observability.samples import (
     sample_records,
 )
 from areno.rewards import RewardOutcome, RewardRunner
-from areno.rewards.runner import OnError, place_of
+from areno.rewards.runner import place_of
 from areno.rollouts.conversation.rows import TrajectoryRow, known_roles
 from areno.serving.text import TokenTexts
 from areno.training.checkpoints import rollout_state
@@ -52,7 +53,7 @@ from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner
 from areno.training.objectives.policy import PolicyObjective, PolicySettings, Prepared, Stage
 from areno.training.report import StepOutcome
-from areno.types import ModelRole, PromptBatch, RewardParts, RewardRecord, TrainSequence
+from areno.types import ModelRole, PromptBatch, RewardRecord, TrainSequence
 
 
 class RolloutTrainer(DataTrainer):
@@ -139,15 +140,7 @@ class RolloutTrainer(DataTrainer):
         self._agents = AgentRollouts(config, self.instance, self.logger) if config.agent_fn else None
         self._runner: RewardRunner | None = None
         if not config.reward_ckpt and config.workflow is None:
-            self._runner = RewardRunner(
-                None if config.reward_fn_path else self.reward_fn,
-                path=config.reward_fn_path,
-                timeout_s=config.reward_timeout_s,
-                workers=config.reward_workers,
-                memory_gb=config.reward_memory_gb,
-                on_error=cast(OnError, config.on_reward_error),
-                parts=RewardParts(config.reward_weights),
-            )
+            self._runner = reward_runner(config, None if config.reward_fn_path else self.reward_fn)
             self._runner.start()
         self._source = SampleSource(config, self.instance, self.sampling, self.state.step, self.logger)
         self._source.load_state(self._unused_samples)

@@ -15,10 +15,8 @@ from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.settings import at, changed, idle, settings_of, shown, walk
 from areno.config.options import nearest
 from areno.config.paths import is_address
+from areno.config.rollout_options import SERVERS
 from areno.errors import UsageError
-
-SERVERS = ("sglang", "vllm")
-"""Products whose servers may generate; each has a section of its name."""
 
 CLUSTERS = ("ray", "slurm")
 """Schedulers that start processes on several machines."""

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from areno.config.experiment.checks import SERVERS, engine_of, server_of
+from areno.config.experiment.checks import engine_of, server_of
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.foreign_sections import UNUSED_BACKEND
 from areno.config.experiment.settings import changed, walk
 from areno.config.experiment.worker_sections import READ_BY
+from areno.config.rollout_options import SERVERS
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
 _NO_AGENT = ("rlvr", "multi_turn")

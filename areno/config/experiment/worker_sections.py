@@ -37,6 +37,7 @@ class NameResolveConfig:
     nfs_record_root: str = _cluster(
         DEFAULT_RECORD_ROOT,
         "Folder of the files of nfs, seen by all machines.",
+        documented="/tmp/areal/name_resolve",
         shown=f"{DEFAULT_RECORD_ROOT} (ray, slurm: name_resolve below cluster.fileroot)",
     )
     etcd3_addr: str = _cluster("localhost:2379", "Address of an etcd server, as every machine reaches it.")

@@ -1,6 +1,6 @@
-"""A C++ source of this folder as a PyTorch operator: built before the first decode step that calls it, and kept on disk.
+"""A C++ source of this folder, often of PyTorch operators: built when it is first needed, and kept on disk.
 
-Where it cannot be built, the step is made of PyTorch's own operators.
+Where it cannot be built, PyTorch's own operators and memory serve.
 """
 
 import hashlib

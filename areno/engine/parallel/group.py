@@ -89,7 +89,7 @@ class EngineGroup:
         self._folder = ScratchFolder("ranks")
         self._on_failure = on_failure
         processes = processes or Processes()
-        if processes.launcher is None or processes.launcher.names is None:
+        if processes.names is None:
             places = devices or rank_devices(config.device, layout.world_size, torch.cuda.device_count())
         else:  # it gives each rank a device of its own
             own = torch.device("cuda", 0) if config.device.type == "cuda" else config.device
@@ -331,7 +331,7 @@ class EngineGroup:
 
 def meeting_place(processes: Processes, folder: Path) -> Rendezvous:
     """Where ranks meet: in a folder of this machine, or by the names of whoever starts them elsewhere."""
-    names = None if processes.launcher is None else processes.launcher.names
+    names = processes.names
     if names is None:
         return FolderRendezvous(folder)
     return NamedRendezvous(names.options, f"{names.root}/groups/{uuid.uuid4().hex}")
@@ -346,7 +346,6 @@ def open_engine(
     processes: Processes | None = None,
 ) -> Backend:
     """Load the engine of a layout: of one rank, in this process. For the arguments see :class:`EngineGroup`."""
-    launcher = None if processes is None else processes.launcher
-    if layout.world_size == 1 and (launcher is None or launcher.names is None):
+    if layout.world_size == 1 and (processes is None or processes.names is None):
         return Engine(path, config)
     return EngineGroup(path, config, layout, devices, stall_s, processes)

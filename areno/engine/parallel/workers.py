@@ -24,7 +24,7 @@ from areno.engine import inference
 from areno.engine.parallel.messages import Answer, Beat, Call, Event, LogLine, Start, dumps, loads
 from areno.errors import EngineError, UsageError
 from areno.frames import FrameError, Frames
-from areno.launch.launcher import Launcher, RunningTask, Task
+from areno.launch.launcher import Launcher, Names, RunningTask, Task
 from areno.launch.local import LocalLauncher
 
 # A process sends a beat every second. One that is stopped is given so long to be continued; one that is not may be held up
@@ -72,6 +72,11 @@ class Processes:
     environment: Mapping[str, str] = field(default_factory=dict)  # variables beside those of the starter
     threads: int | None = None  # of PyTorch in each; None is OMP_NUM_THREADS, or else an equal share of the cores
     startup_s: float | None = None  # how long they may take to make their objects; None trusts that they get on
+
+    @property
+    def names(self) -> Names | None:
+        """Where they find each other; None where all are on this machine."""
+        return None if self.launcher is None else self.launcher.names
 
 
 class WorkerGroup:
@@ -384,7 +389,7 @@ class WorkerGroup:
 def _start_ranks(size: int, threads: int, processes: Processes) -> list[_Rank]:
     """Start processes that import nothing of the program that asks."""
     launcher = processes.launcher or LocalLauncher()
-    far = launcher.names is not None
+    far = processes.names is not None
     tasks = [
         Task(
             role=processes.role,

@@ -69,12 +69,14 @@ class FolderDelivery:
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
         """See :class:`UpdateReport`; the largest of all servers."""
-        gaps = {}
-        for number, replica in replicas.items():
-            tokens, found = replica.probe(self._probe, version)
-            gaps[number] = _distance(engine.score_logprobs(ACTOR, [tokens])[0][-len(found) :], found)
-        if not gaps:
+        if not replicas:
             return None
+        given = {number: replica.probe(self._probe, version) for number, replica in replicas.items()}
+        expected = engine.score_logprobs(ACTOR, [tokens for tokens, _ in given.values()])
+        gaps = {
+            number: _distance(scores[-len(found) :], found)
+            for (number, (_, found)), scores in zip(given.items(), expected, strict=True)
+        }
         worst = max(gaps, key=gaps.__getitem__)
         if not gaps[worst] <= self._most_gap:
             raise EngineError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from areno.errors import EngineError, UsageError
+from areno.errors import EngineError
 from areno.openai_client import OpenAIClient, ServerError
 
 _AT_ONCE = 32
@@ -27,13 +27,7 @@ class ServerScorer:
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:
         self._client, self._option = OpenAIClient(url, timeout_s), option
-        try:
-            self._client.model()
-        except ServerError as error:
-            raise UsageError(
-                f"{option}={url}: no server of the OpenAI protocol answers there ({error}); start it, correct the address, or "
-                "name a model folder"
-            ) from error
+        self._client.check(f"{option}={url}")
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token of each row given the tokens before it, at temperature 1; entry 0 is 0.0.

@@ -1,0 +1,22 @@
+"""The rewards of a run as its options have them; training and evaluation alike."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from areno.config.train_options import TrainOptions
+from areno.rewards import RewardRunner
+from areno.rewards.runner import OnError
+from areno.types import RewardParts
+
+
+def reward_runner(options: TrainOptions, reward_fn: Callable[..., Any] | None = None) -> RewardRunner:
+    """A runner that is not started, of the function or else of ``--reward-fn-path``."""
+    return RewardRunner(
+        reward_fn,
+        path=options.reward_fn_path,
+        timeout_s=options.reward_timeout_s,
+        workers=options.reward_workers,
+        memory_gb=options.reward_memory_gb,
+        on_error=cast(OnError, options.on_reward_error),
+        parts=RewardParts(options.reward_weights),
+    )
