@@ -340,6 +340,8 @@ class Engine:
             self._loop.wait_idle()
         if self.actor.model.adapter is not None:
             self.actor.model.adapter.unmerge()
+            if self._loop is not None:
+                self._loop.follow_weights()
 
     def _rest(self) -> None:
         """Wait for running generation, which then needs no weights."""

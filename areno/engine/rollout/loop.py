@@ -176,6 +176,12 @@ class RolloutLoop:
         with self._wake:
             self._wake.wait_for(lambda: self._failure is not None or self._thread is None or not self._pending())
 
+    def follow_weights(self) -> None:
+        """Let a compiled step refer to the model's weights as they are now, so that those it had can be freed."""
+        with self._wake:
+            if not self._pending():
+                self.decode.refresh()
+
     def drop_cache(self) -> None:
         """Give the memory of the cache back, kept prefixes included; nothing may be pending."""
         self.prefixes.clear()
@@ -413,7 +419,7 @@ class RolloutLoop:
         running = self.scheduler.running
         if self._rows is None:
             self._rows = Rows(running, self.model.device)
-        self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self._remaining))
+        self._take(list(running), self.decode.run(DecodeBatch(running, self._rows), self.scheduler.tokens_ahead))
 
     def _check(self, drafts: list[list[int]]) -> None:
         """Sample behind every token of the drafts, and keep what agrees with them."""
@@ -431,11 +437,6 @@ class RolloutLoop:
             kept = [row for row in rows if row is not None and check.members[row].finish is None]
             if kept:
                 self._take([check.members[row] for row in kept], draw.rows(kept))
-
-    def _remaining(self) -> int:
-        """Tokens that everything queued or running may still ask for."""
-        everyone = [*self.scheduler.waiting, *self.scheduler.live()]
-        return sum(s.group.sampling.max_new_tokens - len(s.output) for s in everyone)
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)

@@ -62,6 +62,10 @@ class Scheduler:
         """Slots in use."""
         return len(self.running) + (len(self.entering.members) if self.entering else 0)
 
+    def tokens_ahead(self) -> int:
+        """Tokens that everything waiting or running may still ask for."""
+        return sum(s.group.sampling.max_new_tokens - len(s.output) for s in (*self.waiting, *self.live()))
+
     def columns(self) -> int:
         """Columns that the live sequences need."""
         return round_up(max((s.length for s in self.live()), default=0), COLUMN_STEP)
