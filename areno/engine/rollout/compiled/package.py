@@ -50,8 +50,16 @@ class StepPackage:
 
     def refresh(self) -> None:
         """Follow weights that have been given other memory; to be called before the first step after they may have."""
-        if any(tensor.data_ptr() != address for tensor, address in self._bound):
-            self._bind()
+        moved = [name for name, own in self._own.items() if own.data_ptr() != self._lent[name].data_ptr()]
+        for name in moved:
+            self._lent[name].data = self._own[name].detach()
+        if moved:
+            self._load()
+
+    def close(self) -> None:
+        """Let go of the weights; no step may follow."""
+        for tensor in self._lent.values():
+            tensor.data = tensor.new_empty(0)
 
     def _bind(self) -> None:
         step = self._step
@@ -62,9 +70,17 @@ class StepPackage:
         lacking = [name for name in names if name not in mine]
         if lacking:
             raise RuntimeError(f"it needs the constants {', '.join(lacking[:3])}, which the model does not have")
-        weights = {name: mine[name].detach() for name in names}
-        self._loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
-        self._bound = [(mine[name], tensor.data_ptr()) for name, tensor in weights.items()]
+        self._own = {name: mine[name] for name in names}
+        self._lent = {name: own.detach() for name, own in self._own.items()}
+        self._load()
+
+    def _load(self) -> None:
+        """Tell the loader where the weights are.
+
+        PyTorch 2.13 never frees its references to tensors that it does not own. So it always gets the same tensor objects,
+        whose memory :meth:`refresh` and :meth:`close` exchange: what remains of each call is 8 KB, not the weights.
+        """
+        self._loader.load_constants(self._lent, use_inactive=False, check_full_update=True, user_managed=True)
 
     @torch.inference_mode()
     def _prove(self) -> None:

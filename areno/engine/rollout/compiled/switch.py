@@ -117,7 +117,12 @@ class DecodeSwitch:
             self.decoder.step.refresh()
 
     def close(self) -> None:
-        """End a build that is still running."""
+        """End a build that is still running, and let go of the weights; no step may follow."""
+        self._end_build()
+        if isinstance(self.decoder, StepDecode) and isinstance(self.decoder.step, StepPackage):
+            self.decoder.step.close()
+
+    def _end_build(self) -> None:
         if self._build is not None:
             self._build.stop()
             self._build = None
@@ -164,7 +169,7 @@ class DecodeSwitch:
                 logger.info("compiling the decode step beside the run, for %s", self._spec.path().name)
                 self._build = _Build(self._spec)
         except EngineError as error:
-            self.close()
+            self._end_build()
             self._undecided = False
             logger.info("decoding stays eager: %s", error)
 
@@ -172,7 +177,7 @@ class DecodeSwitch:
         failure = build.outcome()
         if failure is None:
             return
-        self.close()
+        self._end_build()
         if failure:
             raise EngineError(failure)
         self._take_over()
