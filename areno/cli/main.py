@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "Show the memory that a training run will take, and whether it fits.",
     "quickstart": "Teach a tiny model a small task from scratch, in minutes on a CPU.",
     "run": "Run an experiment from a YAML file: PPO and its family, SFT, DPO, reward models, asynchronously.",
+    "scale": "Change the number of rollout replicas of a running experiment.",
     "serve": "Serve a model over HTTP with the OpenAI protocol.",
     "train": "Run SFT, DPO, GSPO, GRPO, or PPO training.",
 }

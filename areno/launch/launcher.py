@@ -140,6 +140,9 @@ class Launcher(Protocol):
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
         """Start tasks, and wait until all have dialled. Raises EngineError: one cannot, or has not; all are ended then."""
 
+    def resize(self, role: str, workers: int) -> None:
+        """Have room for so many workers of a role. Raises EngineError, UsageError: there is none; all is as before then."""
+
     def close(self) -> None:
         """End what still runs, and give back what was reserved; a second call does nothing."""
 
@@ -164,6 +167,10 @@ class RemoteLauncher(ABC):
     @abstractmethod
     def launch(self, task: Task) -> RunningTask:
         """Start one task. Raises EngineError: the cluster has no place for it, or cannot start it."""
+
+    @abstractmethod
+    def resize(self, role: str, workers: int) -> None:
+        """See :class:`Launcher`."""
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
         """See :class:`Launcher`; they are launched at the same time."""

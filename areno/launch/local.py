@@ -44,6 +44,9 @@ class LocalLauncher:
             raise
         return started
 
+    def resize(self, role: str, workers: int) -> None:
+        """Nothing is reserved."""
+
     def close(self) -> None:
         """Nothing was reserved; the tasks end with whoever has asked for them."""
 

@@ -146,6 +146,7 @@ class RayLauncher(RemoteLauncher):
         needs = {role: replace(need, image="") for role, need in needs.items()}
         super().__init__(needs, names, ray.util.get_node_ip_address())
         self._groups: dict[str, list[Any]] = {}  # placement groups of each role
+        self._further: dict[str, list[Any]] = {}  # one for each set of neighbours that has joined later
         self._tasks: dict[str, RayTask] = {}  # the newest under each name
         self._lock = threading.Lock()
         refuse_impossible(self.needs, nodes())
@@ -176,12 +177,29 @@ class RayLauncher(RemoteLauncher):
         self._tasks[task.name] = started = RayTask(ray, actor, task.name, pid, node)
         return started
 
+    def resize(self, role: str, workers: int) -> None:
+        """See :class:`areno.launch.launcher.Launcher`; further workers get placement groups of their own."""
+        need = self.needs[role]
+        if need.beside and workers > need.workers:
+            raise UsageError(f"{workers} workers of {role}: they share the {need.workers} places of {need.beside}")
+        with self._lock:
+            groups = self._further.setdefault(role, [])
+        sets = max(workers - need.workers, 0) // need.together
+        while len(groups) < sets:
+            groups += self._reserve(role, replace(need, workers=need.together))
+        self._remove(groups[sets:])
+        del groups[sets:]
+
     def close(self) -> None:
         """See :class:`areno.launch.launcher.Launcher`."""
         super().close()
         with self._lock:
-            groups, self._groups = self._groups, {}
-        for group in (group for found in groups.values() for group in found):
+            found = [*self._groups.values(), *self._further.values()]
+            self._groups, self._further = {}, {}
+        self._remove([group for groups in found for group in groups])
+
+    def _remove(self, groups: Sequence[Any]) -> None:
+        for group in groups:
             with suppress(Exception):
                 self._ray.util.remove_placement_group(group)
 
@@ -208,7 +226,9 @@ class RayLauncher(RemoteLauncher):
         with self._lock:
             if role not in self._groups:
                 self._groups[role] = self._reserve(role, need)
-            groups = self._groups[role]
+            groups, further = self._groups[role], self._further.get(role, [])
+        if number >= need.workers:
+            return further[(number - need.workers) // need.together], number % need.together
         if len(groups) == 1:
             return groups[0], number
         return groups[number // need.together], number % need.together

@@ -100,6 +100,7 @@ class SlurmLauncher(RemoteLauncher):
             role: replace(need, nodelist=_expanded(need.nodelist), exclude=_expanded(need.exclude))
             for role, need in needs.items()
         }
+        self._nodes, self._gpus_per_node = nodes, gpus_per_node
         self._placed = spread(listed, nodes, gpus_per_node)
         super().__init__(needs, names, address_of(own) if own else _own_address(address_of(nodes[0])))
 
@@ -118,6 +119,18 @@ class SlurmLauncher(RemoteLauncher):
                 start_new_session=True,  # Ctrl-C is this process's matter
             )
         return SlurmTask(srun, self._job, step, node)
+
+    def resize(self, role: str, workers: int) -> None:
+        """See :class:`RemoteLauncher`; the job keeps its nodes, so that there may be no room."""
+        needs = self.needs | {role: replace(self.needs[role], workers=workers)}
+        placed = spread(needs, self._nodes, self._gpus_per_node)
+        common = min(workers, len(self._placed[role]))
+        moved = [name for name in placed if placed[name][:common] != self._placed[name][:common]]
+        if moved or len(placed[role]) < workers:
+            raise UsageError(
+                f"{workers} workers of {role}: the job has no place for them beside {', '.join(moved) or role}"
+            )
+        self.needs, self._placed = needs, placed
 
 
 def step_command(need: RoleNeed, step: str, node: str) -> list[str]:

@@ -106,6 +106,7 @@ def run_stage(name: str, stage: Callable[[argparse.Namespace, Checks, Report], N
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm", help="of the stage server")
     args = parser.parse_args()
     began = time.perf_counter()
     report = Report(args.out / f"{name}.json", stage=name, tiny=args.tiny, ok=False, finished=False)

@@ -20,6 +20,9 @@ class LoopbackLauncher(RemoteLauncher):
         options = options or NameOptions("nfs", str(folder / "names"))
         super().__init__(needs or {"": RoleNeed()}, Names(options, f"test/{uuid.uuid4().hex}"), host)
 
+    def resize(self, role, workers):
+        """There is always room."""
+
     def launch(self, task):
         node = f"node-{task.number}"
         with open(task.log_file, "ab") if task.log_file else nullcontext() as log:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from areno.rewards.supervisor import descendants
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples/experiments"
+VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 STEPS, RATE = 8, 0.004
 LAYOUT = (
     f"total_train_steps={STEPS}",
@@ -142,6 +144,61 @@ def test_ray_says_what_it_has_not(toys, ray_nodes, monkeypatch):
     assert "no Ray cluster at 127.0.0.1:9" in output
 
 
+def scale(folder: Path, trial: str, replicas: int) -> None:
+    command = [sys.executable, "-m", "areno", "scale", str(logs(folder, trial)), str(replicas), "--timeout", "120"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith(f"replicas: {replicas}\n"), done.stdout + done.stderr
+
+
+def grows_and_shrinks(folder: Path, trial: str, *words: str, environment: dict[str, str]) -> None:
+    """From one replica to two and back, while the run goes on."""
+    long = ("total_train_steps=400", "rollout.backend=areno:d1")
+    process = start(folder, trial, *words, *long, environment=environment)
+    wait_for(first_step(folder, trial), "the first step", 120)
+    before = set(workers())
+    scale(folder, trial, 2)
+    (joined,) = set(workers()) - before
+    seen = len(rewards(folder, trial))
+    wait_for(lambda: len(rewards(folder, trial)) > seen + 2, "further steps", 60)
+    scale(folder, trial, 1)
+    assert joined not in workers()
+    seen = len(rewards(folder, trial))
+    wait_for(lambda: len(rewards(folder, trial)) > seen + 2, "further steps", 60)
+    process.terminate()
+    output, _ = process.communicate(timeout=90)
+    assert "Traceback" not in output
+    assert rewards(folder, trial)[:STEPS] == rewards(folder, "here")
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm")
+def test_vllm_servers_on_ray(ray_nodes, tmp_path, monkeypatch):
+    """Ray starts the server; heads of a size that vLLM has on a CPU."""
+    plain = transformers.LlamaConfig
+    monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
+    toy.make_toy(tmp_path)
+    words = ["rollout.backend=vllm:d1", f"vllm.command={VLLM} serve", "vllm.enforce_eager=true", "total_train_steps=4"]
+    output = run(tmp_path, "ray_vllm", *ray_words(), *words, environment=ray_nodes.environment)
+    assert "weights 1 have arrived: log-probs differ by" in output
+    assert len(rewards(tmp_path, "ray_vllm")) == 4
+
+
+def test_replicas_join_and_leave_on_ray(toys, ray_nodes):
+    grows_and_shrinks(toys, "ray_scale", *ray_words(), environment=ray_nodes.environment)
+
+
+def test_ray_says_that_there_is_no_room_for_more(toys, ray_nodes):
+    process = start(toys, "ray_full", *ray_words(), "total_train_steps=400", environment=ray_nodes.environment)
+    wait_for(first_step(toys, "ray_full"), "the first step", 120)
+    command = [sys.executable, "-m", "areno", "scale", str(logs(toys, "ray_full")), "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Ray has found no place for 1 workers of rollout" in done.stderr
+    seen = len(rewards(toys, "ray_full"))
+    wait_for(lambda: len(rewards(toys, "ray_full")) > seen + 2, "further steps", 60)
+    process.terminate()
+    process.communicate(timeout=90)
+
+
 def workers() -> list[int]:
     """Processes of an experiment's workers, wherever the scheduler has started them."""
     found = []
@@ -235,3 +292,7 @@ def test_a_killed_replica_on_slurm_is_started_again(toys, slurm_nodes):
     assert process.returncode == 0, output
     assert "runs again" in (logs(toys, "slurm_kill") / "main.log").read_text()
     assert_same(toys, "slurm_kill")
+
+
+def test_replicas_join_and_leave_on_slurm(toys, slurm_nodes):
+    grows_and_shrinks(toys, "slurm_scale", *SLURM_ROLLOUT, environment=slurm_nodes.environment)

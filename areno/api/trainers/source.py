@@ -236,6 +236,7 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
         log_folder=config.run_path,
         stall_s=config.stall_timeout,
         server=_servers(config, engine),
+        scales=True,
     )
     mode: Mode = "xccl" if device.type == "cuda" else "shm"
     if options.server is not None and options.server.elsewhere:

@@ -195,6 +195,7 @@ class PPOTrainer(ExperimentTrainer):
             environment=spec.environment() or None,
             server=self._server,
             launcher=self.launcher,
+            scales=True,
         )
         if self._server is not None and (self.launcher is not None or self._server.elsewhere):
             mode = "disk"  # servers read a folder, and other machines see no memory of this one

@@ -26,6 +26,7 @@ from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import Launcher
+from areno.rollouts.fleet.control import ReplicaControl
 from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
 from areno.rollouts.fleet.folder_delivery import FolderDelivery
 from areno.rollouts.fleet.router import RequestRouter
@@ -56,6 +57,7 @@ class FleetOptions:
     environment: dict[str, str] | None = None
     server: ServerOptions | None = None  # replicas are inference servers of others
     launcher: Launcher | None = None  # starts the processes, on other machines as well; None on this one
+    scales: bool = False  # ``areno scale`` may change the number of replicas, by files in ``log_folder``
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tp_size"):
@@ -113,10 +115,15 @@ class RolloutFleet:
         self.version = 0
         self._devices = devices
         self._router = RequestRouter()
-        self._updating = threading.Lock()
+        self._updating, self._resizing = threading.Lock(), threading.Lock()
+        self._server = options.server
+        self._ranks = (
+            1 if options.server is not None else options.tp_size
+        )  # processes of a replica that a launcher starts
         # All of one kind, as the delivery is: EngineGroup, or ServerReplica.
         self._replicas: dict[int, Any] = {}
         self._delivery: Delivery | FolderDelivery | None = None
+        self._control: ReplicaControl | None = None
         self._closed = self._keeps = False
         self._scheduler = LocalScheduler(self._job())
         first = self._replicas[min(self._replicas)]
@@ -131,6 +138,7 @@ class RolloutFleet:
                 where = first.meets if far else None
                 specs = first.each_rank(wanted)[0]
                 self._delivery = Delivery(specs, self.weights, keeps=options.restart, where=where)
+            self._control = ReplicaControl(self, options.log_folder) if options.scales else None
         except BaseException:
             self.close()
             raise
@@ -198,6 +206,54 @@ class RolloutFleet:
             CPU_THREADS.share(self.options.replicas * self.options.tp_size + 1)
             CPU_THREADS.begin()
 
+    # -- size ------------------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Replicas, those that are being restarted included."""
+        return len(self._scheduler.workers())
+
+    def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
+        """Let further replicas join, or the last ones leave once their requests are answered; returns when that is done.
+
+        ``addresses`` are those of servers to join, behind those that were joined at the start. A new replica has the newest
+        weights before it gets a request. Raises UsageError: there is no place for so many; EngineError,
+        WorkerCreationError: a further one could not be started; there are as many as before.
+        """
+        with self._resizing:
+            if addresses and (self._server is None or not self._server.addresses):
+                raise UsageError("the replicas are started by the run; only one that has joined servers can join more")
+            if self._server is not None and self._server.addresses:
+                self._server = replace(self._server, addresses=(*self._server.addresses, *addresses))
+            ranks = self._ranks
+            before = self.size()
+            self._refuse_size(replicas)
+            launcher = self.options.launcher
+            try:
+                if launcher is not None and replicas > before:
+                    launcher.resize(self.options.role, replicas * ranks)
+                self._scheduler.resize(replicas)
+            finally:
+                after = self.size()
+                with self._updating:  # one that was restarted while it left
+                    for number in [n for n in self._replicas if n >= after]:
+                        self._router.leave(number)
+                        del self._replicas[number]
+                if launcher is not None and not self._closed:
+                    launcher.resize(self.options.role, after * ranks)
+                if self._server is not None and self._server.addresses:
+                    self._server = replace(self._server, addresses=self._server.addresses[:after])
+
+    def _refuse_size(self, replicas: int) -> None:
+        if replicas < 1:
+            raise UsageError(f"{replicas} replicas: use at least 1")
+        most = None
+        if self._server is not None and self._server.addresses:
+            most, what = len(self._server.addresses), "servers are known by address"
+        elif self._devices is not None and self.options.launcher is None:
+            most, what = len(self._devices) // self.options.tp_size, "replicas have devices on this machine"
+        if most is not None and replicas > most:
+            raise UsageError(f"{replicas} replicas: {most} {what}")
+
     # -- supervision -----------------------------------------------------------------------------------------------
 
     def health(self) -> FleetHealth:
@@ -218,6 +274,8 @@ class RolloutFleet:
         self._closed = True
         self._router.end(EngineError("the rollout fleet is closed"))
         self._scheduler.close()
+        if self._control is not None:
+            self._control.close()
         with self._updating:
             if self._delivery is not None:
                 self._delivery.close()
@@ -235,20 +293,21 @@ class RolloutFleet:
             log_folder=options.log_folder,
             on_start=self._started,
             on_lost=self._router.leave,
+            on_leaving=self._leaving,
             on_given_up=self._given_up,
             startup_timeout_s=options.startup_timeout_s,
             restarts=options.max_restarts if options.restart else 0,
             backoff_s=options.backoff_s,
             threads=self.threads,
             launcher=options.launcher,
-            ranks=1 if options.server is not None else options.tp_size,
+            ranks=self._ranks,
             environment=environment | (options.environment or {}),
         )
 
     def _make(
         self, number: int, processes: Processes, on_failure: Callable[[EngineError], None]
     ) -> EngineGroup | ServerReplica:
-        ranks, server = self.options.tp_size, self.options.server
+        ranks, server = self.options.tp_size, self._server
         devices = None if self._devices is None else self._devices[number * ranks : (number + 1) * ranks]
         if server is not None:
             return open_server(self.path, number, server, devices, processes, on_failure)
@@ -264,6 +323,13 @@ class RolloutFleet:
                 made.keep_contexts(True)
             self._replicas[number] = made
         self._router.enter(number, made)
+
+    def _leaving(self, number: int) -> None:
+        with self._updating:  # no update counts on it any more
+            replica = self._replicas.pop(number, None)
+        self._router.leave(number)
+        if replica is not None:
+            self._router.drain(replica)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
         """Without restarts the others go on while there are any; with them, the cause must be found."""

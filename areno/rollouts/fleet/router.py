@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,6 +15,7 @@ from areno.types import GeneratedToken, Request, RolloutResult, RolloutSequence
 
 # A request that was with so many replicas when they died is not given to another: it may be what kills them.
 _MOST_TRIES = 3
+_DRAIN_POLL_S = 0.1
 
 
 class RolloutReplica(Replica, Protocol):
@@ -65,6 +67,14 @@ class RequestRouter:
         """A replica takes none any more."""
         with self._lock:
             self._replicas.pop(number, None)
+
+    def drain(self, replica: RolloutReplica) -> None:
+        """Wait until a replica that has left works on nothing."""
+        while True:
+            with self._lock:
+                if not any(routed.replica is replica for routed in self._open.values()):
+                    return
+            time.sleep(_DRAIN_POLL_S)
 
     def end(self, error: ArenoError) -> None:
         """Nobody takes requests any more: those that wait for a replica fail, and so does every later one."""

@@ -1,4 +1,4 @@
-"""Replicas in worker processes of this machine: started, watched, and restarted when they fail.
+"""Replicas in worker processes: started, watched, restarted when they fail, and made more or fewer while others work.
 
 Each replica is a group of processes with a log file of its own, and its failure is nobody else's. A replica that dies, is
 stopped or makes no progress is restarted, after a pause that doubles each time, until its restarts are used up.
@@ -81,6 +81,7 @@ class Job:
     make: Callable[[int, Processes, Callable[[EngineError], None]], Replica]
     on_start: Callable[[int, Any], None] = lambda _number, _replica: None
     on_lost: Callable[[int], None] = lambda _number: None  # called with the number of a replica that has failed
+    on_leaving: Callable[[int], None] = lambda _number: None  # returns when nobody needs the replica any more
     on_given_up: Callable[[int, WorkerFailedError], None] = lambda _number, _error: None
     startup_timeout_s: float = 300.0
     restarts: int = 3  # how often each replica is restarted, first after ``backoff_s``
@@ -129,15 +130,39 @@ class LocalScheduler:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._changed = threading.Condition()
-        folder = Path(job.log_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._slots = [_Slot(n, f"{job.role}/{n}", folder / f"{job.role}-{n}.log") for n in range(job.replicas)]
-        with ThreadPoolExecutor(job.replicas, thread_name_prefix="areno-start") as pool:
-            errors = list(pool.map(self._start, self._slots))
-        for slot, error in zip(self._slots, errors, strict=True):
+        self._closed = False
+        self._slots: list[_Slot] = []
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        self.resize(job.replicas)
+
+    def resize(self, replicas: int) -> None:
+        """Start further replicas, or end the last ones once they are not needed; one call at a time.
+
+        Raises UsageError, WorkerCreationError: as the constructor; those that this call has started are ended.
+        """
+        with self._changed:
+            if self._closed:
+                raise EngineError(f"the {self._job.role} replicas are closed")
+            leaving, joining = self._slots[replicas:], range(len(self._slots), replicas)
+            added = [self._slot(number) for number in joining]
+            self._slots += added
+        for slot in reversed(leaving):
+            self._job.on_leaving(slot.number)
+            self._end([slot])
+        if added:
+            self._start_all(added)
+
+    def _slot(self, number: int) -> _Slot:
+        role = self._job.role
+        return _Slot(number, f"{role}/{number}", Path(self._job.log_folder) / f"{role}-{number}.log")
+
+    def _start_all(self, slots: list[_Slot]) -> None:
+        with ThreadPoolExecutor(len(slots), thread_name_prefix="areno-start") as pool:
+            errors = list(pool.map(self._start, slots))
+        for slot, error in zip(slots, errors, strict=True):
             if error is None:
                 continue
-            self.close()
+            self._end(slots)
             if isinstance(error, UsageError):
                 raise error
             text = f"{slot.name} could not be started: {_text(error)}\n{tail(slot.log_file)}"
@@ -150,8 +175,12 @@ class LocalScheduler:
 
     def close(self) -> None:
         """End all replicas; a second call does nothing."""
+        self._closed = True
+        self._end(self._slots)
+
+    def _end(self, slots: Sequence[_Slot]) -> None:
         with self._changed:
-            slots, self._slots = self._slots, []
+            self._slots, slots = [slot for slot in self._slots if slot not in slots], list(slots)
             for slot in slots:
                 slot.state = "closed"
             self._changed.notify_all()

@@ -143,6 +143,12 @@ def test_a_running_server_is_joined_and_left_running(fleet, policy, tmp_path):
     with closing(RolloutFleet(str(policy), config(), FleetOptions(log_folder=tmp_path, server=joined))) as other:
         assert len(ask(other).result(60).sequences[0].resp_tokens) == 12
         assert other.health().replicas[0].worker.pids == ()
+        with pytest.raises(UsageError, match="2 replicas: 1 servers are known by address"):
+            other.resize(2)
+        other.resize(2, [url])  # the same one, for want of another
+        assert [len(future.result(60).sequences[0].resp_tokens) for future in (ask(other), ask(other))] == [12, 12]
+        other.resize(1)
+        assert other.size() == 1
     assert len(ask(fleet).result(60).sequences[0].resp_tokens) == 12
 
 
@@ -199,11 +205,43 @@ def test_adapters_arrive_with_their_version_and_running_samples_keep_theirs(poli
         assert {version for sample in running.result(200).sequences for version in sample.versions} == {1}
 
 
-def test_an_experiment_learns_with_vllm(tmp_path, monkeypatch):
-    """The GRPO example, with one other setting and the command of vLLM; heads of a size that vLLM has on a CPU."""
+@pytest.fixture
+def wide_toy(tmp_path, monkeypatch):
+    """The toy of the examples, with heads of a size that vLLM has on a CPU."""
     plain = transformers.LlamaConfig
     monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
     toy.make_toy(tmp_path)
+    return tmp_path
+
+
+def test_training_by_options_generates_with_vllm(wide_toy):
+    """``areno train`` with one other option; the same samples would come from areno's own replicas."""
+    (checkpoint,) = {path.parent for path in wide_toy.rglob("config.json")}
+    (wide_toy / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + {i} ="}) + "\n" for i in range(8)))
+    (wide_toy / "reward.py").write_text("def reward_fn(record):\n    return len(record.completion) / 100\n")
+    words = ["--algo", "grpo", "--ckpt", checkpoint, "--dataset-path", wide_toy / "data.jsonl"]
+    words += [
+        "--reward-fn-path",
+        wide_toy / "reward.py",
+        "--batch-size",
+        "4",
+        "--n-samples",
+        "4",
+        "--max-new-tokens",
+        "8",
+    ]
+    words += ["--max-steps", "3", "--run-dir", wide_toy / "run", "--rollout", "async", "--rollout-replicas", "1"]
+    words += ["--rollout-backend", "vllm", "--rollout-server-command", f"{VLLM} serve"]
+    done = areno("train", *words, "--rollout-server-args", "--enforce-eager", timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (wide_toy / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert "weights 1 have arrived: log-probs differ by" in done.stdout + done.stderr
+
+
+def test_an_experiment_learns_with_vllm(wide_toy):
+    """The GRPO example, with one other setting and the command of vLLM."""
+    tmp_path = wide_toy
     changes = [
         "rollout.backend=vllm:d1",
         f"vllm.command={VLLM} serve",

@@ -1,0 +1,39 @@
+"""``areno scale``: more or fewer rollout replicas for a run that is going on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from areno.config.parser import TypedParser
+from areno.errors import UsageError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command."""
+    parser = TypedParser(
+        prog="areno scale",
+        description="Change the number of rollout replicas while a run goes on. Without a number, print how many there are.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="The run directory, on a machine that sees the trainer's files.")
+    parser.add_argument("replicas", metavar="REPLICAS", nargs="?", type=int, help="How many there are to be.")
+    parser.add_argument(
+        "--add", metavar="URL", action="append", default=[], help="Join a further inference server; may be repeated."
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=900.0, help="How long to wait (default: %(default)g)."
+    )
+    arguments = parser.parse_args(argv)
+    from areno.rollouts.fleet.control import replicas_of, request
+
+    folder = Path(arguments.run)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a run directory; give the folder that holds config.yaml (runs/<name>)")
+    if arguments.replicas is not None and arguments.add:
+        raise UsageError("--add URL: leave the number out; every URL is one more replica")
+    if arguments.replicas is not None and arguments.replicas < 1:
+        raise UsageError(f"{arguments.replicas} replicas: use at least 1")
+    if arguments.replicas is None and not arguments.add:
+        print(f"replicas: {replicas_of(folder)}")
+        return 0
+    print(f"replicas: {request(folder, arguments.replicas, arguments.add, arguments.timeout, print)}")
+    return 0

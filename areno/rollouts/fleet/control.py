@@ -1,0 +1,129 @@
+"""How many replicas a run has, changed from outside while it goes on: the two ends of ``areno scale``.
+
+A running fleet keeps ``replicas.json`` in its run directory, which says how many there are and what it is doing about a
+request. A request is ``replicas.wanted.json``, one at a time.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from areno.errors import ArenoError, EngineError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_STATE, _WANTED = "replicas.json", "replicas.wanted.json"
+_POLL_S, _ANSWER_S, _JOIN_S = 0.5, 15.0, 10.0
+
+
+class Resizable(Protocol):
+    """A fleet as it is seen here."""
+
+    def resize(self, replicas: int, addresses: Sequence[str] = ()) -> None:
+        """See :meth:`RolloutFleet.resize`."""
+
+    def size(self) -> int:
+        """Replicas that it has."""
+
+
+class ReplicaControl:
+    """Follows the requests that are made in a run directory, until it is closed."""
+
+    def __init__(self, fleet: Resizable, folder: Path) -> None:
+        self._fleet, self._folder = fleet, folder
+        self._ended = threading.Event()
+        (folder / _WANTED).unlink(missing_ok=True)  # of a run that was killed
+        self._say()
+        self._thread = threading.Thread(target=self._watch, name="areno-scale", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Follow no more requests."""
+        self._ended.set()
+        self._thread.join(_JOIN_S)
+        for name in (_STATE, _WANTED):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _say(self, **more: str) -> None:
+        _write(self._folder / _STATE, {"replicas": self._fleet.size(), **more})
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            wanted = _read(self._folder / _WANTED)
+            if wanted is None:
+                continue
+            with suppress(OSError):  # a full disk; whoever has asked sees that nobody answers
+                self._follow(wanted)
+
+    def _follow(self, wanted: dict[str, Any]) -> None:
+        (self._folder / _WANTED).unlink()
+        self._say(begun=wanted["id"])
+        before, problem = self._fleet.size(), ""
+        try:
+            added = wanted["addresses"]
+            self._fleet.resize(before + len(added) if wanted["replicas"] is None else wanted["replicas"], added)
+            logger.info("rollout replicas: %d, before %d", self._fleet.size(), before)
+        except ArenoError as error:
+            problem = str(error)
+            logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
+        self._say(begun=wanted["id"], done=wanted["id"], problem=problem)
+
+
+def replicas_of(folder: Path) -> int:
+    """Replicas of a running experiment. Raises UsageError: none is running there that could have another number."""
+    state = _read(folder / _STATE)
+    if state is None:
+        raise UsageError(
+            f"{folder} has no rollout replicas: the run has ended, or its trainer generates as well "
+            "(rollout.backend of an experiment, --rollout-replicas)"
+        )
+    return int(state["replicas"])
+
+
+def request(
+    folder: Path, replicas: int | None, addresses: Sequence[str], timeout_s: float, say: Callable[[str], None]
+) -> int:
+    """Ask a running experiment for another number of replicas, and wait for it; returns how many it has then.
+
+    Raises EngineError: the run does not answer, cannot have so many, or has not within the time (it goes on trying).
+    """
+    before = replicas_of(folder)
+    wanted = {"id": uuid.uuid4().hex, "replicas": replicas, "addresses": list(addresses)}
+    _write(folder / _WANTED, wanted)
+    began, begun = time.monotonic(), False
+    while True:
+        state = _read(folder / _STATE) or {}
+        if state.get("done") == wanted["id"]:
+            if state["problem"]:
+                raise EngineError(state["problem"])
+            return int(state["replicas"])
+        if not begun and state.get("begun") == wanted["id"]:
+            begun = True
+            say(f"the run has {before} and follows; a new replica loads the model, a leaving one finishes its samples")
+        waited = time.monotonic() - began
+        if not begun and waited > _ANSWER_S:
+            (folder / _WANTED).unlink(missing_ok=True)
+            raise EngineError(f"the run in {folder} does not answer within {_ANSWER_S:g} s; is it still going?")
+        if waited > timeout_s:
+            raise EngineError(f"not done within {timeout_s:g} s; the run goes on with it, and its log says how it ends")
+        time.sleep(_POLL_S)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(values), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return None

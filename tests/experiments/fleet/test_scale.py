@@ -1,0 +1,95 @@
+"""Replicas that join and leave while others generate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import pytest
+
+from areno.cli.main import main
+from areno.errors import EngineError, UsageError
+from areno.rollouts.fleet import control
+from areno.rollouts.fleet.delivery import WeightOptions
+from areno.rollouts.fleet.scheduler import WorkerCreationError
+from tests.experiments.fleet.support import answers, learn, parameters_of, requests, same, wait_until
+
+
+def asked(fleet):
+    return [replica.unfinished for replica in fleet.health().replicas]
+
+
+@pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
+def test_a_joining_replica_has_the_newest_weights_and_a_leaving_one_answers_first(trainer, open_fleet, mode):
+    fleet = open_fleet(weights=WeightOptions(mode=mode))
+    learn(trainer)
+    fleet.update_weights(trainer, 1)
+    fleet.resize(2)
+    assert all(same(group.each_rank(parameters_of)[0], parameters_of(trainer)) for group in fleet._up().values())
+
+    wanted = requests(6, tokens=300)
+    futures = fleet.submit(wanted)
+    wait_until(lambda: asked(fleet) == [3, 3])
+    fleet.resize(1)
+    assert len(fleet.health().replicas) == 1
+    found = [future.result(60).sequences[0] for future in futures]
+    assert [sequence.resp_tokens for sequence in found] == answers(trainer, wanted)
+    assert {version for sequence in found for version in sequence.versions} == {1}
+    assert fleet.health().resubmitted == 0
+
+    learn(trainer, seed=2)
+    assert set(fleet.update_weights(trainer, 2, verify=True).pauses_s) == {0}
+    fleet.resize(2)  # under a number that has been there before
+    assert set(fleet.update_weights(trainer, 3, verify=True).pauses_s) == {0, 1}
+    assert answers(fleet, requests(4)) == answers(trainer, requests(4))
+
+
+def test_a_replica_that_cannot_join_changes_nothing(policy, tmp_path, open_fleet):
+    copy = shutil.copytree(policy, tmp_path / "copy")
+    fleet = open_fleet(path=copy)
+    said = answers(fleet, requests(2))
+    shutil.rmtree(copy)
+    with pytest.raises((WorkerCreationError, UsageError), match="copy"):
+        fleet.resize(3)
+    assert [worker.worker.state for worker in fleet.health().replicas] == ["ready"]
+    assert answers(fleet, requests(2)) == said
+
+
+def test_closing_does_not_wait_for_one_that_leaves(open_fleet):
+    fleet = open_fleet(replicas=2)
+    futures = fleet.submit(requests(2, tokens=8000))
+    wait_until(lambda: asked(fleet) == [1, 1])
+    leaving = threading.Thread(target=fleet.resize, args=[1], daemon=True)
+    leaving.start()
+    fleet.close()
+    leaving.join(30)
+    assert not leaving.is_alive()
+    assert all(future.done() for future in futures)
+
+
+def test_the_command_changes_the_number_of_a_running_fleet(open_fleet, tmp_path, capsys):
+    folder = tmp_path / "logs"
+    fleet = open_fleet(scales=True)
+    assert main(["scale", str(folder)]) == 0
+    assert main(["scale", str(folder), "2"]) == 0
+    assert fleet.size() == 2
+    assert main(["scale", str(folder), "1"]) == 0
+    assert fleet.size() == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in out if line.startswith("replicas")] == ["replicas: 1", "replicas: 2", "replicas: 1"]
+    assert main(["scale", str(folder), "--add", "http://127.0.0.1:1"]) == 1
+    assert "only one that has joined servers can join more" in capsys.readouterr().err
+    assert main(["scale", str(folder), "0"]) == 2
+    fleet.close()
+    assert main(["scale", str(folder)]) == 2
+    assert "has no rollout replicas" in capsys.readouterr().err
+    assert not list(folder.glob("replicas*"))
+
+
+def test_a_run_that_has_been_killed_does_not_answer(tmp_path, monkeypatch):
+    (tmp_path / "replicas.json").write_text(json.dumps({"replicas": 2}))
+    monkeypatch.setattr(control, "_ANSWER_S", 1.0)
+    with pytest.raises(EngineError, match="does not answer within 1 s"):
+        control.request(tmp_path, 3, [], 60, print)
+    assert [path.name for path in tmp_path.iterdir()] == ["replicas.json"]
