@@ -133,9 +133,11 @@ class Launcher(Protocol):
 
     Attributes:
         names: None where all tasks are on this machine.
+        host: address of this machine that the tasks reach.
     """
 
     names: Names | None
+    host: str
 
     def start(self, tasks: Sequence[Task], timeout_s: float) -> list[LinkedTask]:
         """Start tasks, and wait until all have dialled. Raises EngineError: one cannot, or has not; all are ended then."""
@@ -153,13 +155,13 @@ class RemoteLauncher(ABC):
     Args:
         needs: of each role.
         names: see :class:`Launcher`.
-        host: address of this machine that the others reach.
+        host: see :class:`Launcher`.
     """
 
     names: Names | None
 
     def __init__(self, needs: Mapping[str, RoleNeed], names: Names, host: str) -> None:
-        self.needs, self.names = dict(needs), names
+        self.needs, self.names, self.host = dict(needs), names, host
         self.listener = Listener(host)
         self._started: list[RunningTask] = []
         self._changing = threading.Lock()

@@ -26,6 +26,7 @@ class LocalLauncher:
     """See :class:`areno.launch.launcher.Launcher`. Of what a role needs, it heeds variables and commands."""
 
     names: Names | None = None
+    host = "127.0.0.1"
 
     def __init__(self, needs: Mapping[str, RoleNeed] | None = None) -> None:
         self.needs = dict(needs or {})

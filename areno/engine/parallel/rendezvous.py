@@ -57,6 +57,15 @@ def node_id() -> str:
         return platform.node()
 
 
+def serve_store(host: str, size: int, patience: timedelta) -> tuple[dist.Store, int]:
+    """A store of this process for ``size`` members, and its port at an address of this machine."""
+    # A socket of our own, because the store's would listen on every interface of the machine.
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
 @dataclass(frozen=True, slots=True)
 class FolderRendezvous:
     """A private folder of this machine."""
@@ -103,22 +112,18 @@ class NamedRendezvous:
         """See :class:`Rendezvous`."""
         key, host = f"{self.root}/{name}/store", own_address()
         if rank == 0:
-            # A socket of our own, because the store's would listen on every interface of the machine.
-            listener = socket.create_server((host, 0))
-            port = listener.getsockname()[1]
-            served = dist.TCPStore(
-                host, port, size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            served, port = serve_store(host, size, patience)
             self._names.add(key, f"{host}:{port}", keepalive_ttl=_PORT_TTL_S)
             return served
         try:
-            host, _, port = self._names.wait(key, _MEET_S).rpartition(":")
+            address = self._names.wait(key, _MEET_S)
         except TimeoutError as error:
             raise EngineError(
                 f"rank {rank} on {node_id()} has not found rank 0 of {name} within {_MEET_S:g} s; do all machines use the same "
                 f"names (cluster.name_resolve.type={self.options.type})? With nfs, all must see nfs_record_root"
             ) from error
-        return dist.TCPStore(host, int(port), size, False, patience)
+        host, _, dialled = address.rpartition(":")
+        return dist.TCPStore(host, int(dialled), size, False, patience)
 
     def open(self, name: str) -> None:
         """See :class:`Rendezvous`."""

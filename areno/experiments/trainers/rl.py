@@ -197,9 +197,11 @@ class PPOTrainer(ExperimentTrainer):
             launcher=self.launcher,
             scales=True,
         )
-        if self._server is not None and (self.launcher is not None or self._server.elsewhere):
-            mode = "disk"  # servers read a folder, and other machines see no memory of this one
-        weights = WeightOptions(mode=mode, folder=self.folders.checkpoints / ACTOR_MODELS if mode == "disk" else None)
+        far = self._server is not None and (self.launcher is not None or self._server.elsewhere)
+        if far and mode == "shm":
+            mode = "disk"  # other machines see no memory of this one
+        folder = self.folders.checkpoints / ACTOR_MODELS if far or mode == "disk" else None
+        weights = WeightOptions(mode=mode, folder=folder)
         devices = None if self.launcher else engines.rollout_devices(self.config, self.machine.gpus)
         fleet = RolloutFleet(path, engine, options, weights, devices)
         if self.launcher is None:

@@ -22,16 +22,18 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import fitted
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.rendezvous import LOOPBACK
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
 from areno.launch.launcher import Launcher
 from areno.rollouts.fleet.control import ReplicaControl
 from areno.rollouts.fleet.delivery import Delivery, Mode, UpdateReport, WeightOptions, refuse_unknown
-from areno.rollouts.fleet.folder_delivery import FolderDelivery
 from areno.rollouts.fleet.router import RequestRouter
 from areno.rollouts.fleet.scheduler import Job, LocalScheduler, Worker, WorkerFailedError
+from areno.rollouts.fleet.server_delivery import ServerDelivery
 from areno.rollouts.fleet.tensors import wanted
+from areno.rollouts.servers.channel import ServerChannel
 from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import ServerOptions, open_server
 from areno.types import Request, RolloutResult
@@ -122,7 +124,7 @@ class RolloutFleet:
         )  # processes of a replica that a launcher starts
         # All of one kind, as the delivery is: EngineGroup, or ServerReplica.
         self._replicas: dict[int, Any] = {}
-        self._delivery: Delivery | FolderDelivery | None = None
+        self._delivery: Delivery | ServerDelivery | None = None
         self._control: ReplicaControl | None = None
         self._closed = self._keeps = False
         self._scheduler = LocalScheduler(self._job())
@@ -132,7 +134,7 @@ class RolloutFleet:
         try:
             if isinstance(first, ServerReplica):
                 assert options.server is not None
-                self._delivery = FolderDelivery(self.weights, options.server, first.vocab_size)
+                self._delivery = ServerDelivery(self.weights, options.server, first.vocab_size, self._channel(first))
             else:
                 far = options.launcher is not None and options.launcher.names is not None
                 where = first.meets if far else None
@@ -330,6 +332,14 @@ class RolloutFleet:
         self._router.leave(number)
         if replica is not None:
             self._router.drain(replica)
+
+    def _channel(self, first: ServerReplica) -> ServerChannel | None:
+        """For servers that this fleet starts, which all weights go to."""
+        server, launcher = self.options.server, self.options.launcher
+        if server is None or server.addresses or server.adapter or not first.transfers:
+            return None
+        host = launcher.host if launcher is not None else LOOPBACK
+        return ServerChannel(self.path, host, self.weights.weight_chunked_mem_mb << 20)
 
     def _given_up(self, _number: int, error: WorkerFailedError) -> None:
         """Without restarts the others go on while there are any; with them, the cause must be found."""

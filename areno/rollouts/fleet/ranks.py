@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -253,6 +254,37 @@ def _wait_for_members(where: Rendezvous, channel: str, rank: int, size: int) -> 
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all of {size} members have come within {PATIENCE_S:g} s")
         time.sleep(0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class DialledStore:
+    """Members, those of other programs among them, dial a store that is there already; see :class:`Rendezvous`."""
+
+    host: str
+    port: int
+
+    def store(self, name: str, rank: int, size: int, patience: timedelta) -> dist.Store:
+        """See :class:`Rendezvous`."""
+        return dist.TCPStore(self.host, self.port, size, False, patience)
+
+    def open(self, name: str) -> None:
+        """Nothing is announced."""
+
+    def come(self, name: str, member: int) -> None:
+        """Nobody is told."""
+
+    def members(self, name: str) -> int:
+        """As many as one waits for: the group itself waits for them."""
+        return 2**31
+
+    def call_off(self, name: str) -> None:
+        """Whoever waits does so for :data:`PATIENCE_S`."""
+
+
+def own_specs(engine: Engine) -> list[TensorSpec]:
+    """The trainer's own tensors in the types that its model computes with."""
+    named = engine.actor.model.module.named_parameters()
+    return [TensorSpec(name, engine.actor.model.dtype, tuple(p.shape)) for name, p in named]
 
 
 def leave(_engine: Engine, channel: str) -> None:

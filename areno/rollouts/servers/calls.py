@@ -1,13 +1,14 @@
 """What a rollout replica asks of an inference server, whichever product it is."""
 
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import httpx
 
 from areno.errors import EngineError
+from areno.rollouts.fleet.tensors import TensorSpec
 from areno.types import RolloutSequence, SamplingParams
 
 SERVED_NAME = "policy"
@@ -84,6 +85,26 @@ class ServerCalls(Protocol):
 
     async def logprobs(self, http: httpx.AsyncClient, prompt: list[int]) -> list[float]:
         """Log-prob of each token of a prompt but the first, at temperature 1."""
+
+
+@runtime_checkable
+class TransferCalls(Protocol):
+    """The calls of a product that can take weights from a broadcast; ``transfers`` says whether this server does."""
+
+    transfers: bool
+
+    async def world_size(self, http: httpx.AsyncClient) -> int:
+        """Workers of the server."""
+
+    async def join_group(
+        self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
+    ) -> None:
+        """Have them join a group of ``size`` at a store, as its members from ``first`` on."""
+
+    async def receive(
+        self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
+    ) -> None:
+        """As :meth:`ServerCalls.load_weights`, with what the group's first member sends."""
 
 
 def versions_of(spans: Iterable[Mapping[str, Any]]) -> list[int]:

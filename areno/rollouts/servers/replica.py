@@ -21,7 +21,8 @@ from areno.config.paths import base_of, tokenizer_of
 from areno.engine.limits import check_tokenizer, fitted
 from areno.engine.rollout.load import EngineLoad
 from areno.errors import EngineError, UsageError
-from areno.rollouts.servers.calls import Answer, Sample, ServerCalls
+from areno.rollouts.fleet.ranks import PATIENCE_S, DialledStore, Update
+from areno.rollouts.servers.calls import Answer, Sample, ServerCalls, TransferCalls
 from areno.rollouts.servers.process import ServerProcess
 from areno.text.chat import eos_token_ids, load_tokenizer
 from areno.text.stop import StopChecker
@@ -222,6 +223,30 @@ class ServerReplica:
         else:
             self.call(self.calls.load_weights(self._http, folder, version))
         return time.perf_counter() - began
+
+    @property
+    def transfers(self) -> bool:
+        """Whether its server takes weights from a broadcast."""
+        return isinstance(self.calls, TransferCalls) and self.calls.transfers
+
+    def world_size(self) -> int:
+        """Workers of its server. Raises EngineError."""
+        return self.call(self._transfer.world_size(self._http))
+
+    def join_group(self, where: DialledStore, first: int, size: int) -> None:
+        """Have the server's workers join a group of ``size``, as its members from ``first`` on. Raises EngineError."""
+        self.call(self._transfer.join_group(self._http, (where.host, where.port), first, size, PATIENCE_S))
+
+    def receive(self, update: Update) -> float:
+        """Take over what is broadcast; returns the seconds that took. Raises EngineError: the server needs a reload then."""
+        began = time.perf_counter()
+        self.call(self._transfer.receive(self._http, update.specs, update.bucket_bytes, update.version))
+        return time.perf_counter() - began
+
+    @property
+    def _transfer(self) -> TransferCalls:
+        assert isinstance(self.calls, TransferCalls)
+        return self.calls
 
     def probe(self, prompt: list[int], version: int) -> tuple[list[int], list[float]]:
         """Token ids, and what the server gives as the log-probs of the last of them.

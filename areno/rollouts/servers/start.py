@@ -71,7 +71,7 @@ def open_server(
     Raises UsageError: the product is not installed; EngineError: the server ended, or was not healthy in time.
     """
     own_worker = _OWN_WORKER in options.arguments
-    calls: ServerCalls = VllmCalls(repacks=not own_worker) if options.product == "vllm" else SglangCalls()
+    calls: ServerCalls = VllmCalls(extended=not own_worker) if options.product == "vllm" else SglangCalls()
     server: ServerProcess | Joined
     if options.addresses:
         url, server = options.addresses[number], Joined(on_failure)
@@ -125,7 +125,8 @@ def _arguments(path: str, options: ServerOptions) -> list[str]:
         weights = ["--model-path", path, "--weight-version", "0"]
         return [*weights, *where, *options.arguments]
     needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    worker = [] if _OWN_WORKER in options.arguments else [_OWN_WORKER, _WORKER]
+    extension = [_OWN_WORKER, _WORKER, "--weight-transfer-config", '{"backend": "areno"}']
+    worker = [] if _OWN_WORKER in options.arguments else extension
     return [path, *where, *needed, *worker, *options.arguments]
 
 

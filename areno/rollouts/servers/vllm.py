@@ -1,15 +1,17 @@
 """The calls of a vLLM server (0.32 and later), started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
 
 Log-probs are those of ``--logprobs-mode processed_logprobs``: of the temperature-scaled distribution, over what top-k and top-p
-leave. Weights travel as checkpoint folders.
+leave. Weights travel as checkpoint folders, or by a broadcast.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from areno.errors import EngineError
+from areno.rollouts.fleet.tensors import TensorSpec
 from areno.rollouts.servers.calls import SERVED_NAME, Answer, Sample, Served, ask, look, sampling_of, versions_of
 
 # The server puts this before the name of a request.
@@ -17,12 +19,12 @@ _PREFIX = "generate-tokens-"
 
 
 class VllmCalls:
-    """See the module's text; ``repacks`` says that the server has areno's worker extension."""
+    """See the module's text; ``extended`` says that the server has areno's worker extension and transfer engine."""
 
     product = "vLLM"
 
-    def __init__(self, *, repacks: bool = True) -> None:
-        self._repacks = repacks
+    def __init__(self, *, extended: bool = True) -> None:
+        self.transfers = extended
 
     async def describe(self, http: httpx.AsyncClient) -> Served:
         """Limits of the model; its weights become version 0."""
@@ -63,9 +65,39 @@ class VllmCalls:
         """Paused meanwhile; running requests go on with the next token, their caches computed anew with the new weights."""
         await ask(http, "/pause", mode="keep")
         await self._rpc(http, "reload_weights", weights_path=str(folder))
-        if self._repacks:
-            await self._rpc(http, "areno_repack")
         await ask(http, "/update_weight_version", {"new_version": str(version)})
+        await self._go_on(http)
+
+    async def world_size(self, http: httpx.AsyncClient) -> int:
+        """See :class:`TransferCalls`."""
+        return int((await look(http, "/get_world_size"))["world_size"])
+
+    async def join_group(
+        self, http: httpx.AsyncClient, store: tuple[str, int], first: int, size: int, patience_s: float
+    ) -> None:
+        """See :class:`TransferCalls`."""
+        group = {"host": store[0], "port": store[1], "first": first, "size": size, "patience_s": patience_s}
+        await ask(http, "/init_weight_transfer_engine", {"init_info": group})
+
+    async def receive(
+        self, http: httpx.AsyncClient, specs: Sequence[TensorSpec], bucket_bytes: int, version: int
+    ) -> None:
+        """See :class:`TransferCalls`. Between start and finish the model cannot compute, so a failure ends in a reload."""
+        await ask(http, "/pause", mode="keep")
+        await ask(http, "/start_weight_update")
+        weights = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "bucket_bytes": bucket_bytes,
+        }
+        await ask(http, "/update_weights", {"update_info": weights})
+        await ask(http, "/finish_weight_update", {"weight_version": str(version)})
+        await self._go_on(http)
+
+    async def _go_on(self, http: httpx.AsyncClient) -> None:
+        if self.transfers:
+            await self._rpc(http, "areno_repack")
         dropped = await ask(http, "/reset_prefix_cache", reset_running_requests=True)
         if not (dropped or {}).get("success", True):
             raise EngineError(f"{http.base_url}: the cache of the old weights could not be dropped")

@@ -18,12 +18,15 @@ from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
 from areno.errors import EngineError, UsageError
+from areno.rollouts.fleet import ranks
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.servers import channel, replica
 from areno.rollouts.servers.scorer import ServerScorer
 from areno.rollouts.servers.start import ServerOptions
 from areno.types import Request, SamplingParams
 from examples.experiments import toy
 from tests.experiments.fleet.conftest import config
+from tests.experiments.fleet.support import wait_until
 from tests.support.cli import areno
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -127,13 +130,59 @@ def test_new_weights_arrive_in_mid_answer_and_in_the_tied_output_layer(fleet, tr
     assert after.versions == [1] * 12
 
 
+def test_weights_arrive_by_broadcast_also_at_a_server_that_starts_later(fleet, trainer):
+    """vLLM's own calls for RL, with areno's transfer engine; no folder is written."""
+    moved(trainer, seed=5)
+    fleet.update_weights(trainer, 50)
+    for version in (51, 52):
+        moved(trainer, seed=version)
+        future = ask(fleet, tokens=480, seeds=MANY)
+        time.sleep(0.3)
+        report = fleet.update_weights(trainer, version, "xccl", verify=True)
+        assert report.logprob_gap < 1e-4
+        assert fleet._delivery.newest is None
+        assert report.nbytes == sum(p.numel() * 4 for _, p in trainer.actor.model.parameters())
+        long = future.result(120).sequences[0]
+        assert set(long.versions) == {version - 1, version}
+        cut = long.versions.index(version)
+        torch.testing.assert_close(
+            torch.tensor(long.resp_logprobs[cut:]),
+            torch.tensor(scored(trainer, (5, 6, 7, 8), long)[cut:]),
+            atol=1e-3,
+            rtol=0,
+        )
+    restarts = fleet.health().restarts
+    for pid in fleet.health().replicas[0].worker.pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: fleet.health().restarts > restarts and fleet.health().replicas[0].worker.state == "ready", 300)
+    answer = ask(fleet).result(60).sequences[0]
+    assert answer.versions == [52] * 12
+    torch.testing.assert_close(
+        torch.tensor(answer.resp_logprobs), torch.tensor(scored(trainer, (5, 6, 7, 8), answer)), atol=1e-4, rtol=0
+    )
+
+
+def test_a_broadcast_that_breaks_is_followed_by_a_folder(fleet, trainer, monkeypatch):
+    """In its midst the server can answer nothing; a reload makes it whole."""
+    moved(trainer, seed=6)
+    monkeypatch.setattr(ranks, "send", lambda _engine, _update: "broken for the test")
+    monkeypatch.setattr(ranks, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(channel, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(replica, "PATIENCE_S", 5.0)
+    fleet._delivery._channel.leave()
+    report = fleet.update_weights(trainer, 60, "xccl", verify=True)
+    assert report.logprob_gap < 1e-4
+    assert fleet._delivery.newest is not None
+    assert fleet.health().replicas[0].worker.state == "ready"
+
+
 def test_weights_that_have_not_arrived_end_the_run(fleet, trainer, monkeypatch):
     moved(trainer, seed=2)
-    kept = fleet._replicas[0].calls._repacks
-    monkeypatch.setattr(fleet._replicas[0].calls, "_repacks", False)  # as a server without areno's extension
+    kept = fleet._replicas[0].calls.transfers
+    monkeypatch.setattr(fleet._replicas[0].calls, "transfers", False)  # as a server without areno's extension
     with pytest.raises(EngineError, match="does not have the weights of version 2"):
         fleet.update_weights(trainer, 2, verify=True)
-    monkeypatch.setattr(fleet._replicas[0].calls, "_repacks", kept)
+    monkeypatch.setattr(fleet._replicas[0].calls, "transfers", kept)
     assert fleet.update_weights(trainer, 3, verify=True).logprob_gap < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""How new weights get from a trainer to inference servers: as a checkpoint folder, on disk or in shared memory.
+"""How new weights get from a trainer to inference servers: by a broadcast, or as a folder on disk or in shared memory.
 
 Whether they have arrived is seen from outside: a server must give the tokens of a fixed prompt the log-probs that the trainer
 gives them. An answer of "success" proves nothing, nor does output that has changed.
@@ -16,6 +16,7 @@ from areno.cache_folder import ScratchFolder
 from areno.engine.backend import ACTOR, Backend
 from areno.errors import EngineError
 from areno.rollouts.fleet.delivery import Mode, UpdateReport, WeightOptions, save_weights
+from areno.rollouts.servers.channel import ServerChannel
 from areno.rollouts.servers.replica import ServerReplica
 from areno.rollouts.servers.start import ServerOptions
 
@@ -27,12 +28,18 @@ _PROBE_TOKENS = 32
 _MOST_GAP = {True: 0.01, False: 0.3}
 
 
-class FolderDelivery:
-    """Carries weights to servers; one update at a time. The newest folder is kept for a server that starts later."""
+class ServerDelivery:
+    """Carries weights to servers; one update at a time. The newest are kept for a server that starts later.
 
-    def __init__(self, options: WeightOptions, server: ServerOptions, vocab_size: int) -> None:
+    ``channel`` is for the servers that take weights from a broadcast; None sends folders only.
+    """
+
+    def __init__(
+        self, options: WeightOptions, server: ServerOptions, vocab_size: int, channel: ServerChannel | None = None
+    ) -> None:
         self.options, self.server = options, server
         self.newest: tuple[Path, int] | None = None
+        self._channel, self._broadcast = channel, False
         self._probe = [(7 * place + 3) % vocab_size for place in range(_PROBE_TOKENS)]
         self._most_gap = _MOST_GAP["float32" in server.arguments]
         self._scratch: dict[Path | None, ScratchFolder] = {}
@@ -47,25 +54,42 @@ class FolderDelivery:
         """
         began = time.perf_counter()
         previous, self.newest = self.newest, None
-        folder = save_weights(engine, self._root(engine, mode), version)
-        self.newest = (folder, version)
-        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
-            asked = {n: pool.submit(self.catch_up, replica) for n, replica in replicas.items()}
-        pauses = {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
-        for number, answer in asked.items():
-            if (error := answer.exception()) is not None and not replicas[number].workers.failed:
-                replicas[number].workers.abandon(f"its weights could not be updated: {error}")
+        pauses = self._send(engine, replicas, version) if mode == "xccl" else {}
+        left = {n: replica for n, replica in replicas.items() if n not in pauses and not replica.workers.failed}
+        self._broadcast = bool(pauses) and not left
+        size = sum(spec.nbytes for spec in self._channel.specs) if self._channel is not None else 0
+        if not self._broadcast:
+            folder = save_weights(engine, self._root(engine, mode), version)
+            self.newest = (folder, version)
+            size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            pauses |= self._load(left)
         gap = None
         if verify or not self._checked:
             gap = self._gap(engine, {n: replicas[n] for n in pauses}, version)
-        if previous is not None and previous[0] != folder:
+        if previous is not None and (self.newest is None or previous[0] != self.newest[0]):
             shutil.rmtree(previous[0], ignore_errors=True)
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return UpdateReport(version, mode, size, time.perf_counter() - began, pauses, gap)
 
     def catch_up(self, replica: ServerReplica) -> float:
         """Bring the newest weights to a server; returns the seconds that took. Raises EngineError."""
+        if self._broadcast and self._channel is not None:
+            return self._channel.catch_up(replica)
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
+
+    def _send(self, engine: Backend, replicas: Mapping[int, Any], version: int) -> dict[int, float]:
+        """Broadcast, where that can be; returns who has got the weights, and how long that took."""
+        if self._channel is None or not replicas or not self._channel.fits(engine):
+            return {}
+        return self._channel.send(engine, replicas, version)
+
+    def _load(self, replicas: Mapping[int, Any]) -> dict[int, float]:
+        """Have servers load the newest folder; one that cannot is given up."""
+        with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
+            asked = {n: pool.submit(self.catch_up, replica) for n, replica in replicas.items()}
+        for number, answer in asked.items():
+            if (error := answer.exception()) is not None and not replicas[number].workers.failed:
+                replicas[number].workers.abandon(f"its weights could not be updated: {error}")
+        return {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
 
     def _gap(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> float | None:
         """See :class:`UpdateReport`; the largest of all servers."""
@@ -89,14 +113,16 @@ class FolderDelivery:
         return gaps[worst]
 
     def close(self) -> None:
-        """Delete what lies in folders."""
+        """Delete what lies in folders, and end the broadcast."""
+        if self._channel is not None:
+            self._channel.leave()
         if self.newest is not None:
             shutil.rmtree(self.newest[0], ignore_errors=True)
         for folder in self._scratch.values():
             folder.cleanup()
 
     def _root(self, engine: Backend, mode: Mode) -> Path:
-        if mode == "disk" and self.options.folder is not None:
+        if self.options.folder is not None:
             return self.options.folder
         # Two versions lie there for a while; a checkpoint with its optimizer is larger than both.
         fits = mode != "disk" and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > engine.checkpoint_bytes()

@@ -1,0 +1,128 @@
+"""Weight transfer engine of vLLM servers: the trainer broadcasts, by gloo between CPUs and by NCCL between GPUs.
+
+Imported by vLLM's workers, whose environment need not have areno. vLLM's calls drive it: ``/init_weight_transfer_engine`` joins
+the trainer's group, ``/start_weight_update``, ``/update_weights`` and ``/finish_weight_update`` take new weights over.
+"""
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+_ALIGN = 64  # as areno.rollouts.fleet.tensors lays tensors out
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """The trainer's store, the number of this server's first worker in the group, and how many are in it."""
+
+    host: str
+    port: int
+    first: int
+    size: int
+    patience_s: float
+
+
+@dataclass
+class Weights(WeightTransferUpdateInfo):
+    """What is broadcast: tensors in this order, in pieces of so many bytes at most unless one is larger."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bucket_bytes: int
+
+
+class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
+    """See the module's text."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = Weights
+    _group: Any = None
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join the group of the trainer."""
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.first + config.data_parallel_index * config.world_size + config.rank
+        patience = timedelta(seconds=init_info.patience_s)
+        store = dist.TCPStore(init_info.host, init_info.port, init_info.size, False, patience)
+        if self.device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = patience
+            self._group = nccl(store, rank, init_info.size, options)
+            return
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = patience
+        options._devices = [gloo.create_device(hostname=_own_address(init_info.host))]
+        self._group = gloo(store, rank, init_info.size, options)
+
+    def start_weight_update(self) -> None:
+        """From here to the end of the update the model cannot compute."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive all weights; the base class would synchronize an accelerator that a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def receive_weights(self, update_info: Weights) -> None:
+        """The same."""
+        if self._group is None:
+            raise RuntimeError("this worker is in no group: call init_weight_transfer_engine first")
+        for bucket in _buckets(update_info):
+            ends = [0]
+            for _, dtype, shape in bucket:
+                ends.append(ends[-1] + -(-prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN)
+            memory = torch.empty(max(ends[-1], _ALIGN), dtype=torch.uint8, device=self.device)
+            self._group.broadcast([memory], dist.BroadcastOptions()).wait()
+            self.model.load_weights(
+                [
+                    (name, memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
+                    for at, (name, dtype, shape) in zip(ends, bucket, strict=False)
+                ]
+            )
+
+    def finish_weight_update(self) -> None:
+        """The model computes again, with the new weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+def _buckets(info: Weights) -> Iterator[list[tuple[str, torch.dtype, list[int]]]]:
+    bucket: list[tuple[str, torch.dtype, list[int]]] = []
+    held = 0
+    for name, dtype_name, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        nbytes = prod(shape) * dtype.itemsize
+        if bucket and held + nbytes > info.bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, dtype, shape))
+        held += nbytes
+    if bucket:
+        yield bucket
+
+
+def _own_address(other: str) -> str:
+    """Address of this machine on the way to another one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))
+        return str(probe.getsockname()[0])
