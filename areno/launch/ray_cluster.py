@@ -186,7 +186,8 @@ class RayLauncher(RemoteLauncher):
             groups = self._further.setdefault(role, [])
         sets = max(workers - need.workers, 0) // need.together
         while len(groups) < sets:
-            groups += self._reserve(role, replace(need, workers=need.together))
+            first = need.workers + len(groups) * need.together
+            groups += self._reserve(role, replace(need, workers=need.together), first)
         self._remove(groups[sets:])
         del groups[sets:]
 
@@ -233,8 +234,11 @@ class RayLauncher(RemoteLauncher):
             return groups[0], number
         return groups[number // need.together], number % need.together
 
-    def _reserve(self, role: str, need: RoleNeed) -> list[Any]:
-        """Placement groups: one of the role, or with ``separate`` and ``deferred`` one of each set of neighbours."""
+    def _reserve(self, role: str, need: RoleNeed, first: int = 0) -> list[Any]:
+        """Placement groups for workers from number ``first`` on.
+
+        One of the role, or with ``separate`` and ``deferred`` one of each set of neighbours.
+        """
         guests = [other for other in self.needs.values() if other.beside == role]
         bundle: dict[str, float] = {"CPU": need.cpu + sum(guest.cpu for guest in guests)}
         if need.gpu:
@@ -242,7 +246,7 @@ class RayLauncher(RemoteLauncher):
         if need.mem is not None:
             bundle["memory"] = need.mem * max(need.gpu, 1) * _GIB
         bundles = [dict(bundle) for _ in range(need.workers)]
-        for index, node in enumerate(_listed(need.nodelist, need.workers, need.together)):
+        for index, node in enumerate(_listed(need.nodelist, first, need.workers, need.together)):
             bundles[index][f"node:{node}"] = 0.001
         one = need.ray_placement_strategy == "shared" and need.together == 1
         size = need.workers if one else need.together
@@ -305,10 +309,10 @@ def _text(resources: Mapping[str, float]) -> str:
     return ", ".join([*named, *memory]) or "nothing"
 
 
-def _listed(nodelist: str | None, workers: int, together: int) -> Sequence[str]:
-    """The node of each worker, where nodes are listed: in turn."""
+def _listed(nodelist: str | None, first: int, workers: int, together: int) -> Sequence[str]:
+    """The node of each worker from number ``first`` on, where nodes are listed: in turn."""
     found = [name for name in (nodelist or "").split(",") if name]
-    return [found[worker // together % len(found)] for worker in range(workers)] if found else []
+    return [found[worker // together % len(found)] for worker in range(first, first + workers)] if found else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -101,7 +101,7 @@ class SlurmLauncher(RemoteLauncher):
             for role, need in needs.items()
         }
         self._nodes, self._gpus_per_node = nodes, gpus_per_node
-        self._placed = spread(listed, nodes, gpus_per_node)
+        self._listed, self._placed = listed, spread(listed, nodes, gpus_per_node)
         super().__init__(needs, names, address_of(own) if own else _own_address(address_of(nodes[0])))
 
     def launch(self, task: Task) -> RunningTask:
@@ -122,15 +122,13 @@ class SlurmLauncher(RemoteLauncher):
 
     def resize(self, role: str, workers: int) -> None:
         """See :class:`RemoteLauncher`; the job keeps its nodes, so that there may be no room."""
-        needs = self.needs | {role: replace(self.needs[role], workers=workers)}
-        placed = spread(needs, self._nodes, self._gpus_per_node)
-        common = min(workers, len(self._placed[role]))
-        moved = [name for name in placed if placed[name][:common] != self._placed[name][:common]]
-        if moved or len(placed[role]) < workers:
-            raise UsageError(
-                f"{workers} workers of {role}: the job has no place for them beside {', '.join(moved) or role}"
-            )
-        self.needs, self._placed = needs, placed
+        if workers <= len(self._placed[role]):
+            return
+        listed = self._listed | {role: replace(self._listed[role], workers=workers)}
+        placed = spread(listed, self._nodes, self._gpus_per_node)
+        if len(placed[role]) < workers:
+            raise UsageError(f"{workers} workers of {role}: they share the {len(placed[role])} places of another role")
+        self._placed = placed
 
 
 def step_command(need: RoleNeed, step: str, node: str) -> list[str]:

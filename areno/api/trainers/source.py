@@ -238,7 +238,7 @@ def _fleet(config: TrainOptions, engine: Backend) -> RolloutFleet:
         server=_servers(config, engine),
         scales=True,
     )
-    mode: Mode = "xccl" if device.type == "cuda" else "shm"
+    mode: Mode = "xccl" if device.type == "cuda" and options.server is None else "shm"
     if options.server is not None and options.server.elsewhere:
         mode = "disk"
     weights = WeightOptions(mode=mode, folder=config.run_path / "weights" if mode == "disk" else None)

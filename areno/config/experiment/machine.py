@@ -162,5 +162,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
         mode = config.actor.weight_update_mode
         if mode == AUTO or (mode == "xccl" and not apart and (machine.gpus or not machine.nodes)):
             broadcast = apart if machine.gpus else machine.nodes
+            if mode == AUTO and machine.gpus and server_of(config):
+                broadcast = False  # a broadcast to GPUs of servers has not been tried: not without being asked for
             otherwise = "disk" if machine.nodes else "shm"  # ranks that share a GPU cannot meet in a collective
             yield "actor", config.actor, "weight_update_mode", ("xccl" if broadcast else otherwise)

@@ -20,7 +20,7 @@ from areno.errors import ArenoError, EngineError, UsageError
 logger = logging.getLogger(__name__)
 
 _STATE, _WANTED = "replicas.json", "replicas.wanted.json"
-_POLL_S, _ANSWER_S, _JOIN_S = 0.5, 15.0, 10.0
+_POLL_S, _ANSWER_S, _JOIN_S = 0.5, 60.0, 10.0  # a mounted folder may show changes half a minute late
 
 
 class Resizable(Protocol):
@@ -38,7 +38,7 @@ class ReplicaControl:
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
-        self._ended = threading.Event()
+        self._ended, self._working = threading.Event(), ""
         (folder / _WANTED).unlink(missing_ok=True)  # of a run that was killed
         self._say()
         self._thread = threading.Thread(target=self._watch, name="areno-scale", daemon=True)
@@ -52,28 +52,45 @@ class ReplicaControl:
             (self._folder / name).unlink(missing_ok=True)
 
     def _say(self, **more: str) -> None:
-        _write(self._folder / _STATE, {"replicas": self._fleet.size(), **more})
+        if not self._ended.is_set():
+            _write(self._folder / _STATE, {"replicas": self._fleet.size(), **more})
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            wanted = _read(self._folder / _WANTED)
-            if wanted is None:
-                continue
             with suppress(OSError):  # a full disk; whoever has asked sees that nobody answers
-                self._follow(wanted)
+                os.utime(self._folder / _STATE)
+                self._look()
 
-    def _follow(self, wanted: dict[str, Any]) -> None:
-        (self._folder / _WANTED).unlink()
+    def _look(self) -> None:
+        path = self._folder / _WANTED
+        wanted = _read(path)
+        if wanted is None:
+            return
+        if path.stat().st_uid != os.getuid():
+            logger.warning("%s belongs to another user; it is not followed", path)
+            return
+        path.unlink()
         self._say(begun=wanted["id"])
         before, problem = self._fleet.size(), ""
+        beats = threading.Thread(target=self._beat, args=[wanted["id"]], daemon=True)
+        self._working = wanted["id"]
+        beats.start()
         try:
             added = wanted["addresses"]
             self._fleet.resize(before + len(added) if wanted["replicas"] is None else wanted["replicas"], added)
             logger.info("rollout replicas: %d, before %d", self._fleet.size(), before)
-        except ArenoError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
             logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
+        self._working = ""
+        beats.join()
         self._say(begun=wanted["id"], done=wanted["id"], problem=problem)
+
+    def _beat(self, number: str) -> None:
+        """Show that the run is alive while a request is worked on."""
+        while self._working == number and not self._ended.wait(_POLL_S):
+            with suppress(OSError):
+                os.utime(self._folder / _STATE)
 
 
 def replicas_of(folder: Path) -> int:
@@ -97,23 +114,32 @@ def request(
     before = replicas_of(folder)
     wanted = {"id": uuid.uuid4().hex, "replicas": replicas, "addresses": list(addresses)}
     _write(folder / _WANTED, wanted)
-    began, begun = time.monotonic(), False
+    began, told = time.monotonic(), False
+    last, alive = _beat_of(folder), began
     while True:
         state = _read(folder / _STATE) or {}
         if state.get("done") == wanted["id"]:
             if state["problem"]:
                 raise EngineError(state["problem"])
             return int(state["replicas"])
-        if not begun and state.get("begun") == wanted["id"]:
-            begun = True
+        if not told and state.get("begun") == wanted["id"]:
+            told = True
             say(f"the run has {before} and follows; a new replica loads the model, a leaving one finishes its samples")
-        waited = time.monotonic() - began
-        if not begun and waited > _ANSWER_S:
+        now, beat = time.monotonic(), _beat_of(folder)
+        if beat != last:  # clocks of machines differ, so that only a change counts
+            last, alive = beat, now
+        if now - alive > _ANSWER_S:
             (folder / _WANTED).unlink(missing_ok=True)
             raise EngineError(f"the run in {folder} does not answer within {_ANSWER_S:g} s; is it still going?")
-        if waited > timeout_s:
+        if now - began > timeout_s:
             raise EngineError(f"not done within {timeout_s:g} s; the run goes on with it, and its log says how it ends")
         time.sleep(_POLL_S)
+
+
+def _beat_of(folder: Path) -> float:
+    with suppress(OSError):
+        return (folder / _STATE).stat().st_mtime
+    return 0.0
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

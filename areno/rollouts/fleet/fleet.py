@@ -222,28 +222,40 @@ class RolloutFleet:
         WorkerCreationError: a further one could not be started; there are as many as before.
         """
         with self._resizing:
-            if addresses and (self._server is None or not self._server.addresses):
-                raise UsageError("the replicas are started by the run; only one that has joined servers can join more")
-            if self._server is not None and self._server.addresses:
-                self._server = replace(self._server, addresses=(*self._server.addresses, *addresses))
+            if addresses:
+                self._server = self._with(addresses)
             ranks = self._ranks
             before = self.size()
-            self._refuse_size(replicas)
             launcher = self.options.launcher
             try:
+                self._refuse_size(replicas)
                 if launcher is not None and replicas > before:
                     launcher.resize(self.options.role, replicas * ranks)
                 self._scheduler.resize(replicas)
             finally:
                 after = self.size()
-                with self._updating:  # one that was restarted while it left
-                    for number in [n for n in self._replicas if n >= after]:
-                        self._router.leave(number)
-                        del self._replicas[number]
                 if launcher is not None and not self._closed:
                     launcher.resize(self.options.role, after * ranks)
                 if self._server is not None and self._server.addresses:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
+
+    def _with(self, addresses: Sequence[str]) -> ServerOptions:
+        """The servers and further ones. Raises UsageError: they cannot be joined."""
+        server = self._server
+        if server is None or not server.addresses:
+            raise UsageError("the replicas are started by the run; only one that has joined servers can join more")
+        added = tuple(address.strip().rstrip("/") for address in addresses)
+        for address in added:
+            if not address.startswith(("http://", "https://")):
+                raise UsageError(f"--add {address}: that is no address; write http://HOST:PORT")
+            if address in server.addresses:
+                raise UsageError(f"--add {address}: that server is a replica already")
+        if replace(server, addresses=added).elsewhere and self.weights.folder is None:
+            raise UsageError(
+                f"--add {', '.join(added)}: weights of this run are in this machine's memory; a run that is to join servers of "
+                "other machines needs weight_update_mode=disk and a shared folder"
+            )
+        return replace(server, addresses=(*server.addresses, *added))
 
     def _refuse_size(self, replicas: int) -> None:
         if replicas < 1:

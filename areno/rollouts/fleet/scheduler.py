@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -157,11 +156,22 @@ class LocalScheduler:
         return _Slot(number, f"{role}/{number}", Path(self._job.log_folder) / f"{role}-{number}.log")
 
     def _start_all(self, slots: list[_Slot]) -> None:
-        with ThreadPoolExecutor(len(slots), thread_name_prefix="areno-start") as pool:
-            errors = list(pool.map(self._start, slots))
-        for slot, error in zip(slots, errors, strict=True):
-            if error is None:
+        errors: dict[int, Exception | None] = {}
+
+        def start(slot: _Slot) -> None:
+            errors[slot.number] = self._start(slot)
+
+        # Daemons, because a model may take minutes to load, and nobody waits for it when the program ends.
+        threads = [threading.Thread(target=start, args=[slot], name="areno-start", daemon=True) for slot in slots]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for slot in slots:
+            if (error := errors.get(slot.number)) is None:
                 continue
+            for other in slots:
+                self._job.on_leaving(other.number)
             self._end(slots)
             if isinstance(error, UsageError):
                 raise error
@@ -212,6 +222,9 @@ class LocalScheduler:
             replica = job.make(slot.number, processes, functools.partial(self._lost, slot))
         except Exception as error:
             return error
+        if slot.state == "closed":
+            replica.close()
+            return None
         try:
             job.on_start(slot.number, replica)
         except Exception as error:
@@ -223,6 +236,7 @@ class LocalScheduler:
             if not closed:
                 slot.replica, slot.state, slot.since = replica, "ready", time.monotonic()
         if closed:
+            job.on_leaving(slot.number)
             replica.close()
         elif replica.workers.failed:  # before it was ready, so that nobody was told
             self._lost(slot, EngineError("it failed as soon as it was ready"))

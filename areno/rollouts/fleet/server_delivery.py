@@ -39,7 +39,7 @@ class ServerDelivery:
     ) -> None:
         self.options, self.server = options, server
         self.newest: tuple[Path, int] | None = None
-        self._channel, self._broadcast = channel, False
+        self._channel, self._broadcast, self._torn = channel, False, False
         self._probe = [(7 * place + 3) % vocab_size for place in range(_PROBE_TOKENS)]
         self._most_gap = _MOST_GAP["float32" in server.arguments]
         self._scratch: dict[Path | None, ScratchFolder] = {}
@@ -53,16 +53,19 @@ class ServerDelivery:
         Raises EngineError: they have not, or cannot be written.
         """
         began = time.perf_counter()
-        previous, self.newest = self.newest, None
-        pauses = self._send(engine, replicas, version) if mode == "xccl" else {}
+        previous, self.newest, self._torn = self.newest, None, True
+        channel = self._channel if mode == "xccl" and self._channel is not None and self._channel.fits(engine) else None
+        pauses = channel.send(engine, replicas, version) if channel is not None else {}
         left = {n: replica for n, replica in replicas.items() if n not in pauses and not replica.workers.failed}
-        self._broadcast = bool(pauses) and not left
-        size = sum(spec.nbytes for spec in self._channel.specs) if self._channel is not None else 0
+        self._broadcast = channel is not None and not left
+        size = sum(spec.nbytes for spec in channel.specs) if channel is not None else 0
         if not self._broadcast:
+            self._checked = self._checked and channel is None
             folder = save_weights(engine, self._root(engine, mode), version)
             self.newest = (folder, version)
             size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-            pauses |= self._load(left)
+            pauses |= self._load(left, folder, version)
+        self._torn = False
         gap = None
         if verify or not self._checked:
             gap = self._gap(engine, {n: replicas[n] for n in pauses}, version)
@@ -72,20 +75,16 @@ class ServerDelivery:
 
     def catch_up(self, replica: ServerReplica) -> float:
         """Bring the newest weights to a server; returns the seconds that took. Raises EngineError."""
+        if self._torn:
+            raise EngineError("the last weight update has failed; update_weights must bring new ones first")
         if self._broadcast and self._channel is not None:
             return self._channel.catch_up(replica)
         return replica.take_over(*self.newest, self.server.adapter) if self.newest is not None else 0.0
 
-    def _send(self, engine: Backend, replicas: Mapping[int, Any], version: int) -> dict[int, float]:
-        """Broadcast, where that can be; returns who has got the weights, and how long that took."""
-        if self._channel is None or not replicas or not self._channel.fits(engine):
-            return {}
-        return self._channel.send(engine, replicas, version)
-
-    def _load(self, replicas: Mapping[int, Any]) -> dict[int, float]:
-        """Have servers load the newest folder; one that cannot is given up."""
+    def _load(self, replicas: Mapping[int, Any], folder: Path, version: int) -> dict[int, float]:
+        """Have servers load a folder; one that cannot is given up."""
         with ThreadPoolExecutor(max(len(replicas), 1), thread_name_prefix="areno-update") as pool:
-            asked = {n: pool.submit(self.catch_up, replica) for n, replica in replicas.items()}
+            asked = {n: pool.submit(one.take_over, folder, version, self.server.adapter) for n, one in replicas.items()}
         for number, answer in asked.items():
             if (error := answer.exception()) is not None and not replicas[number].workers.failed:
                 replicas[number].workers.abandon(f"its weights could not be updated: {error}")

@@ -132,8 +132,15 @@ async def ask(http: httpx.AsyncClient, path: str, body: Any = None, **parameters
 
 
 async def look(http: httpx.AsyncClient, path: str) -> Any:
-    """The same by GET."""
-    return await _answered(http, path, http.get(path))
+    """The same by GET; again where the server has just closed the connection, as it does after an error of its own."""
+    return await _answered(http, path, _got(http, path))
+
+
+async def _got(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    try:
+        return await http.get(path)
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        return await http.get(path)
 
 
 async def _answered(http: httpx.AsyncClient, path: str, call: Awaitable[httpx.Response]) -> Any:

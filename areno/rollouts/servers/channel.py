@@ -7,11 +7,14 @@ import logging
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from areno.engine.backend import Backend
@@ -42,28 +45,48 @@ class ServerChannel:
         self._sender: Backend | None = None
 
     def fits(self, engine: Backend) -> bool:
-        """Whether the files of the checkpoint call its tensors as the trainer's model does."""
+        """Whether weights can travel so: the files of the checkpoint call its tensors as the trainer's model does."""
         if self._fits is None:
             self.specs = tuple(engine.each_rank(ranks.own_specs)[0])
-            self._fits = {spec.name for spec in self.specs} <= _stored_names(self._path)
+            stored = _stored_names(self._path)
+            self._fits = bool(stored) and {spec.name for spec in self.specs} <= stored
             if not self._fits:
-                logger.info("weights go to the servers as folders: the model's tensors have other names in its files")
+                why = "its files call tensors otherwise" if stored else "there are no safetensors of it here"
+                logger.info("the weights of %s go to the servers as folders: %s", self._path, why)
         return self._fits
 
     def send(self, engine: Backend, replicas: Mapping[int, ServerReplica], version: int) -> dict[int, float]:
-        """Bring the weights to the servers; returns the seconds of those that have got them. The others have old or no ones."""
+        """Bring the weights to the servers, and keep them for others; returns the seconds of the servers that have got them."""
         self._sender = engine
         self._sent = Update(version=version, specs=self.specs, kept=True, bucket_bytes=self._bucket_bytes)
-        if problem := self._meet(engine, replicas):
-            logger.warning("vLLM's servers and the trainer have not come together: %s", problem)
-            self.leave()
-            return {}
+        name = self._meet(engine, replicas) if replicas else ""
+        if not name:
+            engine.each_rank(ranks.send, self._sent)
+            return self._one_by_one(replicas)
         with ThreadPoolExecutor(len(replicas), thread_name_prefix="areno-update") as pool:
             asked = {n: pool.submit(replica.receive, self._sent) for n, replica in replicas.items()}
-            broken = engine.each_rank(ranks.send, replace(self._sent, channel=self._name))[0]
-        if broken or any(answer.exception() is not None for answer in asked.values()):
+            broken = "the trainer has failed"
+            try:
+                broken = engine.each_rank(ranks.send, replace(self._sent, channel=name))[0]
+            finally:
+                if broken:
+                    self.leave()  # so that no server waits for more
+        arrived = {n: answer.result() for n, answer in asked.items() if answer.exception() is None}
+        if len(arrived) < len(replicas):
             self.leave()
-        return {n: answer.result() for n, answer in asked.items() if not broken and answer.exception() is None}
+        return arrived | self._one_by_one({n: replica for n, replica in replicas.items() if n not in arrived})
+
+    def _one_by_one(self, replicas: Mapping[int, ServerReplica]) -> dict[int, float]:
+        """Bring the kept weights to servers that a broadcast has not reached."""
+        arrived: dict[int, float] = {}
+        for number, replica in replicas.items():
+            if not self._fits or replica.workers.failed:
+                continue
+            try:
+                arrived[number] = self.catch_up(replica)
+            except EngineError as error:
+                logger.warning("the broadcast has not reached server %d: %s", number, error)
+        return arrived
 
     def catch_up(self, replica: ServerReplica) -> float:
         """Bring the weights that rank 0 of the trainer has kept to one server, also while that trains."""
@@ -88,35 +111,50 @@ class ServerChannel:
         """End the group."""
         name, self._name = self._name, ""
         if name and self._sender is not None:
-            self._sender.each_rank(ranks.leave, name)
+            with suppress(EngineError):
+                self._sender.each_rank(ranks.leave, name)
 
     def _meet(self, engine: Backend, replicas: Mapping[int, ServerReplica]) -> str:
-        """Have all in one group; returns why that is not so, or nothing."""
+        """The group with all in it; empty where they have not come together, which is not tried again then."""
         members: list[Backend | ServerReplica] = [engine, *replicas.values()]
         if self._name and members == self._members:
-            return ""
+            return self._name
         self.leave()
         name = f"channel-{uuid.uuid4().hex}"
-        asked: list[Future[None]] = []
         try:
             sizes = [replica.world_size() for replica in replicas.values()]
             where = self._open_store(1 + sum(sizes))
             with ThreadPoolExecutor(len(replicas), thread_name_prefix="areno-join") as pool:
-                first = 1
-                for replica, size in zip(replicas.values(), sizes, strict=True):
+                asked = []
+                for replica, first in zip(replicas.values(), accumulate(sizes, initial=1), strict=False):
                     asked.append(pool.submit(replica.join_group, where, first, 1 + sum(sizes)))
-                    first += size
-                own = engine.each_rank(ranks.join, where, name, 0, 1 + sum(sizes))[0]
-            self._name, self._members = name, members
-            return own or next((str(answer.exception()) for answer in asked if answer.exception()), "")
+                    asked[-1].add_done_callback(self._call_off)
+                problem = engine.each_rank(ranks.join, where, name, 0, 1 + sum(sizes))[0]
+            for answer in asked:
+                answer.result()
         except EngineError as error:
-            return str(error)
+            problem = str(error)
+        self._name, self._members = name, members
+        if problem:
+            self.leave()
+            self._fits = any(replica.workers.failed for replica in replicas.values())
+            logger.warning("vLLM's servers and the trainer have not come together: %s", problem)
+        return self._name
+
+    def _call_off(self, answer: Future[None]) -> None:
+        """Without the store, nobody waits for a member that does not come."""
+        if answer.exception() is not None:
+            self._store = None
 
 
 def _stored_names(path: str) -> set[str]:
-    """Names in the files of a checkpoint; none where it has no safetensors."""
+    """Names in the files of a checkpoint, or of a hub's copy that is here; none where it has no safetensors."""
+    folder = Path(path)
+    if not folder.is_dir():
+        with suppress(OSError, ValueError):
+            folder = Path(snapshot_download(path, local_files_only=True, allow_patterns=["*.safetensors"]))
     stored: set[str] = set()
-    for file in Path(path).glob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
             stored |= set(opened.keys())
     return stored

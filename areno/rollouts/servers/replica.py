@@ -100,8 +100,9 @@ class ServerReplica:
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._load = EngineLoad()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A pool without limit: the server decides how many samples run at once.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        # A pool without limit: the server decides how many samples run at once. Connections rest for less than the 5 s after
+        # which uvicorn closes them, so that none is used while it is being closed.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="areno-calls", daemon=True)

@@ -70,7 +70,7 @@ def open_server(
 
     Raises UsageError: the product is not installed; EngineError: the server ended, or was not healthy in time.
     """
-    own_worker = _OWN_WORKER in options.arguments
+    own_worker = _has_own_worker(options)
     calls: ServerCalls = VllmCalls(extended=not own_worker) if options.product == "vllm" else SglangCalls()
     server: ServerProcess | Joined
     if options.addresses:
@@ -119,6 +119,10 @@ def command_of(options: ServerOptions) -> list[str]:
     return command
 
 
+def _has_own_worker(options: ServerOptions) -> bool:
+    return any(word.partition("=")[0] == _OWN_WORKER for word in options.arguments)
+
+
 def _arguments(path: str, options: ServerOptions) -> list[str]:
     where = ["--host", HOST, "--port", PORT, "--served-model-name", SERVED_NAME]
     if options.product == "sglang":
@@ -126,7 +130,7 @@ def _arguments(path: str, options: ServerOptions) -> list[str]:
         return [*weights, *where, *options.arguments]
     needed = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     extension = [_OWN_WORKER, _WORKER, "--weight-transfer-config", '{"backend": "areno"}']
-    worker = [] if _OWN_WORKER in options.arguments else extension
+    worker = [] if _has_own_worker(options) else extension
     return [path, *where, *needed, *worker, *options.arguments]
 
 

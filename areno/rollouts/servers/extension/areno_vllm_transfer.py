@@ -76,7 +76,12 @@ class ArenoTransfer(WeightTransferEngine[GroupInfo, Weights]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive all weights; the base class would synchronize an accelerator that a CPU has not."""
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            # Layers that have got a part of their weights would count it as theirs in the reload that follows.
+            finalize_layerwise_reload(self.model, self.model_config)
+            raise
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

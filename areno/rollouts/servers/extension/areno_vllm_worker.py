@@ -1,12 +1,10 @@
 """Worker extension of vLLM servers: imported by vLLM's workers, whose environment need not have areno."""
 
-from contextlib import suppress
 from typing import Any
 
-with suppress(ImportError):  # a vLLM that has no transfer engines
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine("areno", "areno_vllm_transfer", "ArenoTransfer")
+WeightTransferEngineFactory.register_engine("areno", "areno_vllm_transfer", "ArenoTransfer")
 
 
 class ArenoWorker:
