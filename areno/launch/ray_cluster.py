@@ -25,7 +25,7 @@ from areno.launch.launcher import NODE, Names, RemoteLauncher, RoleNeed, Running
 logger = logging.getLogger(__name__)
 
 _PLACE_S = 60.0
-_CALL_S, _REST_S = 30.0, 5.0
+_CALL_S, _REST_S, _POLL_S = 30.0, 5.0, 0.1
 _GIB = 1 << 30
 
 
@@ -254,10 +254,11 @@ class RayLauncher(RemoteLauncher):
         strategy = "STRICT_PACK" if need.together > 1 else "PACK"
         groups = [self._ray.util.placement_group(part, strategy=strategy) for part in parts]
         deadline = time.monotonic() + _PLACE_S
-        for group in groups:
-            if not group.wait(max(deadline - time.monotonic(), 0.1)):
-                for made in groups:
-                    self._ray.util.remove_placement_group(made)
+        # Asked again and again, because Ray's own waiting stops all threads of this process meanwhile.
+        while any(self._ray.util.placement_group_table(group)["state"] != "CREATED" for group in groups):
+            time.sleep(_POLL_S)
+            if time.monotonic() > deadline:
+                self._remove(groups)
                 raise EngineError(
                     f"Ray has found no place for {need.workers} workers of {role} with {_text(bundle)} each within "
                     f"{_PLACE_S:g} s; free in all are {_text(self._ray.available_resources())}"
