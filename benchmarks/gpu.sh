@@ -10,7 +10,7 @@
 # number of those that did.
 set -u
 stages="capture:300 kernel:470 correctness:470 rollout:470 train:400 memory:300 top_p:300 paged_tests:470 cycle:470"
-optional="server:590"
+optional="server:470"
 usage="usage: $0 OUT [--device cpu] [--tiny] [--engine vllm|sglang] [STAGE...], or $0 --list"
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ "${1:-}" = --list ] && { tr ' :' '\n ' <<< "$stages $optional"; exit 0; }

@@ -30,7 +30,7 @@ _SECTIONS: dict[str, Any] = {
     "vllm": vLLMConfig(gpu_memory_utilization=0.4, max_num_seqs=64),
     "sglang": SGLangConfig(mem_fraction_static=0.4, max_running_requests=64),
 }
-_START_S = 420.0
+_START_S = 300.0
 
 
 def checkpoint(args: argparse.Namespace) -> str:

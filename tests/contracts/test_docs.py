@@ -35,6 +35,8 @@ OTHER_FLAGS = {
     "--all": "areno inspect",
     "--sample": "areno inspect",
     "--step": "areno inspect",
+    "--add": "areno scale",
+    "--engine": "benchmarks/gpu.sh",
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     "--data": "examples/structured/evaluate.py",
     **dict.fromkeys(
