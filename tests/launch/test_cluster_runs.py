@@ -17,18 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from areno.rewards.supervisor import descendants
 from examples.experiments import toy
 from tests.launch.services import wait_for
+from tests.support.vllm import VLLM, make_wide_toy, needs_vllm
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples/experiments"
-VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 STEPS, RATE = 8, 0.004
 LAYOUT = (
     f"total_train_steps={STEPS}",
@@ -171,12 +170,10 @@ def grows_and_shrinks(folder: Path, trial: str, *words: str, environment: dict[s
     assert "Traceback" not in output.read_text()
 
 
-@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm")
+@needs_vllm
 def test_vllm_servers_on_ray(ray_nodes, tmp_path, monkeypatch):
-    """Ray starts the server; heads of a size that vLLM has on a CPU."""
-    plain = transformers.LlamaConfig
-    monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
-    toy.make_toy(tmp_path)
+    """Ray starts the server."""
+    make_wide_toy(tmp_path, monkeypatch)
     words = ["rollout.backend=vllm:d1", f"vllm.command={VLLM} serve", "vllm.enforce_eager=true", "total_train_steps=4"]
     output = run(tmp_path, "ray_vllm", *ray_words(), *words, environment=ray_nodes.environment)
     assert "weights 1 have arrived: log-probs differ by" in output

@@ -38,16 +38,20 @@ class ReplicaControl:
 
     def __init__(self, fleet: Resizable, folder: Path) -> None:
         self._fleet, self._folder = fleet, folder
-        self._ended, self._working = threading.Event(), ""
+        self._ended = threading.Event()
         (folder / _WANTED).unlink(missing_ok=True)  # of a run that was killed
         self._say()
-        self._thread = threading.Thread(target=self._watch, name="areno-scale", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=run, name="areno-scale", daemon=True) for run in (self._watch, self._beat)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Follow no more requests."""
         self._ended.set()
-        self._thread.join(_JOIN_S)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
         for name in (_STATE, _WANTED):
             (self._folder / name).unlink(missing_ok=True)
 
@@ -58,8 +62,13 @@ class ReplicaControl:
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
             with suppress(OSError):  # a full disk; whoever has asked sees that nobody answers
-                os.utime(self._folder / _STATE)
                 self._look()
+
+    def _beat(self) -> None:
+        """Show that the run is alive, also while a request is worked on."""
+        while not self._ended.wait(_POLL_S):
+            with suppress(OSError):
+                os.utime(self._folder / _STATE)
 
     def _look(self) -> None:
         path = self._folder / _WANTED
@@ -72,9 +81,6 @@ class ReplicaControl:
         path.unlink()
         self._say(begun=wanted["id"])
         before, problem = self._fleet.size(), ""
-        beats = threading.Thread(target=self._beat, args=[wanted["id"]], daemon=True)
-        self._working = wanted["id"]
-        beats.start()
         try:
             added = wanted["addresses"]
             self._fleet.resize(before + len(added) if wanted["replicas"] is None else wanted["replicas"], added)
@@ -82,15 +88,7 @@ class ReplicaControl:
         except Exception as error:
             problem = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
             logger.warning("the number of rollout replicas stays %d: %s", self._fleet.size(), problem)
-        self._working = ""
-        beats.join()
         self._say(begun=wanted["id"], done=wanted["id"], problem=problem)
-
-    def _beat(self, number: str) -> None:
-        """Show that the run is alive while a request is worked on."""
-        while self._working == number and not self._ended.wait(_POLL_S):
-            with suppress(OSError):
-                os.utime(self._folder / _STATE)
 
 
 def replicas_of(folder: Path) -> int:

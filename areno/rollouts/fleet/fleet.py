@@ -119,9 +119,8 @@ class RolloutFleet:
         self._router = RequestRouter()
         self._updating, self._resizing = threading.Lock(), threading.Lock()
         self._server = options.server
-        self._ranks = (
-            1 if options.server is not None else options.tp_size
-        )  # processes of a replica that a launcher starts
+        # Processes of a replica that a launcher starts.
+        self._ranks = 1 if options.server is not None else options.tp_size
         # All of one kind, as the delivery is: EngineGroup, or ServerReplica.
         self._replicas: dict[int, Any] = {}
         self._delivery: Delivery | ServerDelivery | None = None
@@ -224,18 +223,16 @@ class RolloutFleet:
         with self._resizing:
             if addresses:
                 self._server = self._with(addresses)
-            ranks = self._ranks
-            before = self.size()
-            launcher = self.options.launcher
+            launcher, role = self.options.launcher, self.options.role
             try:
                 self._refuse_size(replicas)
-                if launcher is not None and replicas > before:
-                    launcher.resize(self.options.role, replicas * ranks)
+                if launcher is not None and replicas > self.size():
+                    launcher.resize(role, replicas * self._ranks)
                 self._scheduler.resize(replicas)
             finally:
                 after = self.size()
                 if launcher is not None and not self._closed:
-                    launcher.resize(self.options.role, after * ranks)
+                    launcher.resize(role, after * self._ranks)
                 if self._server is not None and self._server.addresses:
                     self._server = replace(self._server, addresses=self._server.addresses[:after])
 

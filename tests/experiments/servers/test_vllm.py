@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from areno.config.experiment.foreign_sections import vLLMConfig
 from areno.config.experiment.server_arguments import vllm_arguments
@@ -28,15 +27,12 @@ from tests.experiments.fleet.conftest import config
 from tests.experiments.fleet.support import wait_until
 from tests.support.cli import areno
 from tests.support.tiny import save_tiny_checkpoint
+from tests.support.vllm import VLLM, make_wide_toy, needs_vllm
 
 MANY = range(16)
 """Seeds of so many samples that they take seconds."""
-VLLM = Path(__file__).parents[3] / ".peers" / "vllm" / "bin" / "vllm"
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not VLLM.exists(), reason="no vLLM: bash benchmarks/peers.sh vllm"),
-]
+pytestmark = [pytest.mark.long, needs_vllm]
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +266,7 @@ def test_adapters_arrive_with_their_version_and_running_samples_keep_theirs(poli
 
 @pytest.fixture
 def wide_toy(tmp_path, monkeypatch):
-    """The toy of the examples, with heads of a size that vLLM has on a CPU."""
-    plain = transformers.LlamaConfig
-    monkeypatch.setattr(transformers, "LlamaConfig", lambda **values: plain(**values, head_dim=32))
-    toy.make_toy(tmp_path)
+    make_wide_toy(tmp_path, monkeypatch)
     return tmp_path
 
 
