@@ -23,9 +23,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 import tempfile
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +91,10 @@ def control(kind: str, workers: int, stores: dict[str, Any], folder: Path) -> di
         began = time.perf_counter()
         group.call("nothing")
         calls.append(time.perf_counter() - began)
-    found["call_ms"] = 1000 * median(calls)
+    found["call_ms"] = round(1000 * statistics.median(calls), 3)
     for name, options in stores.items():
         root = f"scale/{uuid.uuid4().hex}"
-        found[f"names_{name}_ms"] = 1000 * median(group.call("use_names", options, root))
+        found[f"names_{name}_ms"] = round(1000 * statistics.median(group.call("use_names", options, root)), 3)
     group.close()
     if launcher is not None:
         launcher.close()
@@ -174,7 +176,7 @@ def main() -> None:
         for name in args.names:
             stores[name] = NameOptions(name, str(Path(folder) / "names"), args.etcd)
         path = str(Path(folder) / "model")
-        make_checkpoint(Path(path), **SHAPES[args.shape])
+        make_checkpoint(Path(path), **asdict(SHAPES[args.shape]))
         updates = {n: update(path, n, args.updates) for n in args.workers}
         for kind in args.launchers:
             measured = {n: {**control(kind, n, stores, Path(folder)), **updates[n]} for n in args.workers}

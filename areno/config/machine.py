@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def runtime_of(options: TrainOptions, gpus: int) -> dict[str, str]:
         "tp_size": str(options.tp_size),
         "dp_size": str(options.world_size // options.tp_size),
     }
+
+
+def shards_tensor_parallel() -> bool:
+    """Whether the installed transformers lets FSDP shard the parts of tensor parallelism."""
+    return tuple(map(int, version("transformers").split(".")[:2])) >= (5, 23)
 
 
 def gpu_problem(device: str, ranks: int, gpus: int, chosen: Sequence[int] | None = None) -> str:

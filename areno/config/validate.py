@@ -282,15 +282,11 @@ def _combinations(options: TrainOptions) -> Iterator[str]:
 
 
 def _fsdp(options: TrainOptions) -> Iterator[str]:
-    if options.world_size == 1:
+    if options.world_size == options.tp_size:
+        tensor = f", --tp-size {options.tp_size}" if options.tp_size > 1 else ""
         yield (
-            "--fsdp with --world-size 1: there is one replica, and nobody to share its weights with; give --world-size 2 "
-            "or more, or --no-fsdp"
-        )
-    if options.tp_size > 1:
-        yield (
-            f"--fsdp with --tp-size {options.tp_size}: weights are spread over replicas or over the devices of one, not "
-            "both yet; give --tp-size 1, or --no-fsdp"
+            f"--fsdp with --world-size {options.world_size}{tensor}: there is one replica, so no other to shard weights with; "
+            f"give --world-size {2 * options.world_size} or more, or --no-fsdp"
         )
     unshared = {
         "--lora-rank": options.uses_lora,

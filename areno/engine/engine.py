@@ -93,7 +93,7 @@ class Engine:
         if config.peers.layout.tp_size > 1:
             from areno.engine.parallel.lockstep import FollowingLoop, LeadingLoop
 
-            kind = LeadingLoop if config.peers.leads else FollowingLoop
+            kind = LeadingLoop if config.peers.decides else FollowingLoop
             return kind(model, layers=cached.layers, decode_mode="eager", turns=config.peers.turns, **common)
         if config.device.type == "cuda":
             # Weights that are put together for each rollout do not stay where a recorded step would look for them.

@@ -137,11 +137,12 @@ class Role:
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
-        with self.model.gathered():
-            if self.peers.layout.fsdp:
-                weights = self.model.state()
-            if self.peers.replica == 0:
-                module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
+        if self.peers.layout.fsdp:
+            from areno.engine.parallel.sharding import save_whole
+
+            save_whole(self.model, folder, writes=self.peers.first)
+        elif self.peers.replica == 0:
+            module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 
@@ -200,7 +201,7 @@ def load_role(
     if options.peers.layout.fsdp:
         from areno.engine.parallel.fsdp import spread_over_replicas
 
-        spread_over_replicas(model, options.peers.layout, trained=optimizer is not None)
+        spread_over_replicas(model, options.peers, trained=optimizer is not None)
     if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
     own = _optimizer(model, optimizer, options.peers)
@@ -262,14 +263,15 @@ def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Opt
             f"optimizer.type sgd with {peers.layout.world_size} ranks: replicas share the states of AdamW out, and no other "
             "rule yet; use adam"
         )
+    from areno.engine.parallel.sharding import partial_names
+
+    partial = partial_names(model.config, [name for name, _ in model.parameters()]) if peers.tensor.size > 1 else set()
     if peers.layout.fsdp:
         from areno.engine.train.fsdp import SpreadAdamW
 
-        return SpreadAdamW(model.parameters(), config, peers, model.dtype)
-    from areno.engine.parallel.sharding import partial_names
+        return SpreadAdamW(model.parameters(), config, peers, model.dtype, partial)
     from areno.engine.train.sharded import ShardedAdamW
 
-    partial = partial_names(model.config, [name for name, _ in model.parameters()])
     if model.adapter is not None:
         partial |= model.adapter.partial_names()
     return ShardedAdamW(model.parameters(), config, peers, partial)

@@ -11,7 +11,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig,
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.engine.engine_config import EngineConfig
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.plan.account import MemoryPlan, plan_sizes
 from areno.engine.plan.advice import Change, halves, least_changes
 from areno.engine.plan.memory import available_bytes

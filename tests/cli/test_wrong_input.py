@@ -60,8 +60,11 @@ TRAIN = [
         [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
         "--speculate 4 with --tp-size 2: only replicas of one rank guess ahead; leave one of the two out",
     ),
-    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: there is one replica, and nobody to share its weights with"),
-    ([*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2"], "--fsdp with --tp-size 2: weights are spread over"),
+    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: there is one replica, so no other to shard weights with"),
+    (
+        [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],
+        "--fsdp with --world-size 2, --tp-size 2: there is one replica, so no other to shard weights with; give --world-size 4",
+    ),
     ([*GSPO, "--fsdp", "--world-size", "2", "--lora-rank", "4"], "--fsdp with --lora-rank: replicas share all weights"),
     ([*GSPO, "--fsdp", "--world-size", "2", "--adam-8bit"], "--fsdp with --adam-8bit: replicas share all weights out"),
     (

@@ -11,7 +11,7 @@ from areno.cli.main import main
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.sharding import local
 from areno.engine.plan.account import make_plan
 from areno.engine.plan.sizes import RunSizes

@@ -337,8 +337,7 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy(engine):
     bias[:4] = 0.0
     model.own_logits = lambda hidden: hidden @ model.module.lm_head.weight.T * 0.0 + bias  # type: ignore[method-assign]
     batch = pack_rows([TrainSequence([True, False], [1, 2])])
-    hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-    predict(model, "policy", batch, hidden, True, False)
+    predict(model, "policy", batch, True, False)
     assert batch.data["packed_entropy"].tolist() == pytest.approx([torch.tensor(4.0).log().item()])
 
 

@@ -108,8 +108,7 @@ def test_log_probs_and_gradients_on_a_tree_equal_the_flat_ones(family):
     for tree in (False, True):
         model = prepare(tiny_module(family), family)
         batch = pack_rows(rows, tree=tree)
-        hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        logprobs = predict(model, "policy", batch, hidden, True, False)
+        logprobs = predict(model, "policy", batch, True, False)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         gradients = {name: p.grad for name, p in model.parameters()}
         found.append((len(batch.tokens), logprobs.detach(), batch.data["packed_entropy"], gradients))

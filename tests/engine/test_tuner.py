@@ -20,7 +20,7 @@ from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.native import give_freed_memory_back
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.plan.memory import held_memory
 from areno.engine.plan.tuner import tune_sizes
 from areno.engine.train.optimizer import OptimizerConfig

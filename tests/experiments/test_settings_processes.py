@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areno.engine.parallel import workers
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.errors import ArenoError, EngineError
 from areno.experiments.run import trainer_class
 from areno.experiments.trainers import PPOTrainer

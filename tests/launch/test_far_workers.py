@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes, WorkerGroup
 from areno.errors import EngineError
 from areno.launch.launcher import RoleNeed

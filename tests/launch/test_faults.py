@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
 from areno.errors import EngineError
 from areno.launch.launcher import RoleNeed

@@ -14,7 +14,7 @@ from areno.engine.device import rank_devices
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import open_engine
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import STALL_S
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import UsageError

@@ -13,6 +13,7 @@ from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfi
 from areno.config.experiment.named_algorithm import check_algorithm
 from areno.config.experiment.run_sections import WorkflowConfig
 from areno.config.experiment.settings import at, changed, idle, settings_of, shown, walk
+from areno.config.machine import shards_tensor_parallel
 from areno.config.options import nearest
 from areno.config.paths import is_address
 from areno.config.rollout_options import SERVERS
@@ -452,15 +453,21 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
         yield f"actor.optimizer.type sgd with {where}: ranks share the states of AdamW, and no other rule; use type adam"
     if actor.fsdp.shard_weights:
         yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
+    elif allocation.parallel.context * allocation.parallel.expert > 1:
+        yield from (f"{where}, which shards weights, {reason}" for reason in unshardable(config))
+    if allocation.backend == "archon":
+        yield from (
+            f"actor.archon.{name} with {where}: not supported; leave it out" for name in actor.archon.unsupported()
+        )
 
 
 def unshardable(config: Any) -> Iterator[str]:
-    """Why the actor's weights cannot be sharded across its replicas (FSDP2)."""
+    """Why the actor's weights cannot be sharded across its ranks (FSDP2)."""
     parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "leave one of the two out"
-    if parallel.data == 1:
+    if parallel.data * parallel.context == 1:
         yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
-    if parallel.tensor > 1:
-        yield f"with actor.backend {config.actor.backend}: weights are sharded by d or by t, not both; {remedy}"
+    if parallel.tensor > 1 and not shards_tensor_parallel():
+        yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
     if config.actor.use_lora:
         yield f"with actor.use_lora: adapters are not sharded; {remedy}"
     for role in ("actor", "critic"):
@@ -473,16 +480,13 @@ def unshardable(config: Any) -> Iterator[str]:
 
 
 def _not_there(allocation: ModelAllocation, role: str) -> str:
-    products = {"megatron": "the backend megatron", "archon": "the backend archon"}
+    products = {"megatron": "the backend megatron"}
     if role != "rollout":
         products |= {name: f"a server of {name} for this role" for name in SERVERS}
     parallel = allocation.parallel
-    sizes = {"pipeline": parallel.pipeline, "context": parallel.context, "expert": parallel.expert}
-    if allocation.backend in SERVERS:
-        del sizes["pipeline"]
-    missing = [f"{name} parallelism of {size}" for name, size in sizes.items() if size > 1]
-    if allocation.backend in products:
-        missing.insert(0, products[allocation.backend])
+    missing = [products[allocation.backend]] if allocation.backend in products else []
+    if parallel.pipeline > 1 and allocation.backend not in SERVERS:
+        missing.append(f"pipeline parallelism of {parallel.pipeline}")
     return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not supported" if missing else ""
 
 

@@ -3,18 +3,20 @@
 All keep their documented defaults, so that existing files load.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from areno.config.experiment.settings import section, setting
 
 UNUSED_BACKEND = "the section of a backend that is not used"
+OWN_ENGINE = "areno's engine, which trains in place of Archon, decides this itself"
 _SGLANG = "Option of SGLang's server with this name."
 _sglang = partial(setting, help=_SGLANG)
 _VLLM = "Option of vLLM's server with this name."
 _vllm = partial(setting, help=_VLLM)
 _ARCHON = "Setting of Archon with this name."
-_archon = partial(setting, help=_ARCHON, no_effect=UNUSED_BACKEND)
+_archon = partial(setting, help=_ARCHON, no_effect=OWN_ENGINE)
 _MEGATRON = "Setting of Megatron-Core with this name."
 _megatron = partial(setting, help=_MEGATRON, no_effect=UNUSED_BACKEND)
 _fp8 = partial(setting, no_effect=UNUSED_BACKEND, help="Setting of Transformer Engine's FP8 with this name.")
@@ -117,7 +119,7 @@ class ArchonFP8Config:
     """8-bit training of the backend archon."""
 
     mode: str = _archon("disabled", choices=("disabled", "blockwise"))
-    exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=UNUSED_BACKEND)
+    exclude_modules: list[str] = setting(["output", "router", "score"], _ARCHON, no_effect=OWN_ENGINE)
     include_experts: bool = _archon(False)
     use_triton: bool = _archon(True)
 
@@ -141,9 +143,17 @@ class ArchonEngineConfig:
     pp_first_stage_less_layers: int = _archon(1, minimum=0)
     pp_last_stage_less_layers: int = _archon(1, minimum=0)
     reshard_after_forward_policy: str = _archon("default", choices=("default", "always", "never"))
-    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "8-bit training.", no_effect=UNUSED_BACKEND)
+    fp8_config: ArchonFP8Config = section(ArchonFP8Config, "8-bit training.", no_effect=OWN_ENGINE)
     use_deterministic_algorithms: bool = _archon(False)
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
+
+    def unsupported(self) -> Iterator[str]:
+        """What areno's engine cannot do of what is asked for; it decides itself what the other settings are about."""
+        for name in ("offload_params", "enable_compile", "use_deterministic_algorithms"):
+            if getattr(self, name):
+                yield f"{name} true"
+        if self.fp8_config.mode != "disabled":
+            yield f"fp8_config.mode {self.fp8_config.mode}"
 
 
 @dataclass

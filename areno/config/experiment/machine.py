@@ -136,8 +136,8 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
     if cluster.n_nodes != 1 and not machine.nodes:
         yield "cluster", cluster, "n_nodes", 1
     actor = engine_of(config, "actor")
-    replicas = ModelAllocation.from_str(actor.backend).parallel.data if actor is not None else 1
-    if actor is not None and actor.fsdp.shard_weights is None and replicas > 1:
+    parallel = ModelAllocation.from_str(actor.backend).parallel if actor is not None else None
+    if actor is not None and parallel and actor.fsdp.shard_weights is None and parallel.data * parallel.context > 1:
         yield "actor.fsdp", actor.fsdp, "shard_weights", not any(unshardable(config))
     devices = machine.gpus or needed
     if not machine.nodes and _asked(config) is None and cluster.n_gpus_per_node != devices:

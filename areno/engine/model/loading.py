@@ -246,13 +246,13 @@ def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str
     """Arguments that make ``transformers`` load this rank's part."""
     from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
 
-    tp_size = options.peers.layout.tp_size
+    layout = options.peers.layout
     if options.dummy:
-        raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
+        raise UsageError(f"--tp-size {layout.tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
     own_plan = getattr(module, "_tp_plan", None) or {}
-    return {"distributed_config": distributed_config(config, own_plan, tp_size, options.option, path)}
+    return {"distributed_config": distributed_config(config, own_plan, layout, options.option, path)}
 
 
 def _refuse_random_weights(report: dict[str, Any], option: str, path: str) -> None:

@@ -74,13 +74,13 @@ class PackedModel:
         return sum(p.numel() * (kind.itemsize if kind else p.element_size()) for p in self.module.parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and tables as a checkpoint has them, under every name of a tied one; they must all be here."""
+        """Weights and tables that a checkpoint has, or this rank's shares of them, under every name of a tied one."""
         found: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         for place, child in self.module.named_modules():
             for name, buffer in child.named_buffers(place, recurse=False):
                 if name.rpartition(".")[2] not in child._non_persistent_buffers_set:
                     found[name] = buffer
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return found
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

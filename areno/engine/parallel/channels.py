@@ -61,6 +61,14 @@ class Channel:
         """Put the ranks' parts [n] together: [size * n]."""
         return part
 
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
+        return parts
+
+    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
+        return rows
+
     def sums(self, count: int, device: torch.device) -> Sums | None:
         """Make a place to add up ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
         return None
@@ -124,6 +132,20 @@ class Group(Channel):
         whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
+        self.traffic["exchange"] += parts.nbytes - parts.nbytes // self.size
+        found = torch.empty_like(parts)
+        self._group.alltoall_base(found, parts, [], []).wait()
+        return found
+
+    def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
+        self.traffic["route"] += rows.nbytes - rows[: sent[self.rank]].nbytes
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        self._group.alltoall_base(found, rows, received, sent).wait()
+        return found
 
     def spread(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place."""

@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areno.engine.model.packed_model import PackedModel, Weights
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.experts import DividedExperts, divide_experts
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 
 
 class SpreadWeights(Weights):
@@ -27,21 +29,33 @@ class SpreadWeights(Weights):
         module: the model, whole; from here on it holds this rank's shares, in fp32 if they are ``trained``.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, trained: bool) -> None:
+    def __init__(self, module: nn.Module, peers: Peers, device: torch.device, trained: bool) -> None:
         self.dtype = next(module.parameters()).dtype
         self.whole = False
-        mesh = init_device_mesh(device.type, (layout.dp_size,), mesh_dim_names=("replicas",))
+        layout = peers.layout
+        mesh, expert_mesh = _mesh(module, layout, device), None
+        self._experts: list[DividedExperts] = []
+        if layout.ep_size > 1:
+            sizes = (layout.shards // layout.ep_size, layout.ep_size, layout.tp_size)
+            expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("efsdp", "ep", "tp"))
+            self._experts = divide_experts(module, expert_mesh["ep", "tp"], peers.experts)
+            expert_mesh = expert_mesh["efsdp"]
+        mixtures = {id(divided.module) for divided in self._experts}
         rounded = trained and self.dtype != torch.float32
         policy = MixedPrecisionPolicy(self.dtype, torch.float32) if rounded else MixedPrecisionPolicy()
-        layers = [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+        layers = [divided.module for divided in self._experts]
+        layers += [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
+        sharded: set[int] = set()
         for part in (*layers, module):  # the last takes what the layers leave: embedding, last norm, output layer
             if rounded:
-                _to_fp32(part)
+                _to_fp32(part, sharded)
             known = {**part._forward_pre_hooks, **part._forward_hooks}
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=part is not module)
+            own_mesh = expert_mesh if id(part) in mixtures else mesh
+            fully_shard(part, mesh=own_mesh, mp_policy=policy, reshard_after_forward=part is not module)
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
                 self._hooks += [(hooks, key, hook) for key, hook in hooks.items() if key not in known]
+            sharded |= set(map(id, part.parameters()))
         self._root = cast(Any, module)
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for spread in self._parts:
@@ -65,12 +79,16 @@ class SpreadWeights(Weights):
             return
         for part in self._parts:
             part.unshard()
+        for divided in self._experts:
+            divided.gather()
         for hooks, key, _ in self._hooks:
             del hooks[key]
         self.whole = True
 
     def release(self) -> None:
         """Keep this rank's shares only."""
+        for divided in self._experts:
+            divided.release()
         for part in self._parts:
             part.reshard()
         if self.whole:
@@ -85,13 +103,20 @@ class SpreadWeights(Weights):
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
 
 
-def spread_over_replicas(model: PackedModel, layout: Layout, *, trained: bool) -> None:
+def spread_over_replicas(model: PackedModel, peers: Peers, *, trained: bool) -> None:
     """Leave this rank its share of a model that is whole; every rank must call, with the same model."""
-    model.weights = SpreadWeights(model.module, layout, model.device, trained)
+    model.weights = SpreadWeights(model.module, peers, model.device, trained)
 
 
-def _to_fp32(part: nn.Module) -> None:
-    """Parameters only: tables that a model computes with keep their type."""
+def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
+    """The ranks that shard each tensor: of all, or the axis beside that of tensor parallelism in the mesh of the model."""
+    if layout.tp_size == 1:
+        return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
+    return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
+
+
+def _to_fp32(part: nn.Module, but: set[int]) -> None:
+    """Parameters only, and not those with these ids: tables that a model computes with keep their type."""
     for parameter in part.parameters():
-        if parameter.is_floating_point() and not isinstance(parameter, torch.distributed.tensor.DTensor):
+        if parameter.is_floating_point() and id(parameter) not in but:
             parameter.data = parameter.data.float()

@@ -23,7 +23,7 @@ from areno.engine.device import rank_devices
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rendezvous import FolderRendezvous, NamedRendezvous, Rendezvous
 from areno.engine.parallel.server import EngineServer, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
@@ -170,7 +170,7 @@ class EngineGroup:
         return answers()
 
     def _owes(self, rank: int) -> bool:
-        replica = rank // self.layout.tp_size
+        replica = self.layout.place(rank).replica
         with self._lock:
             return any(pending.replica == replica for pending in self._pending.values())
 

@@ -1,78 +1,39 @@
-"""Who else works on the same model: the layout of ranks, and the channels between them.
+"""Who else works on the same model: this rank's place in the layout, and its channels to the others.
 
-Ranks form a grid of ``dp_size`` replicas with ``tp_size`` ranks each; rank = replica * tp_size + place in the replica. The
-default process group of a rank is its replica, so that whatever shards a model over "the world" shards it over the
-replica; with FSDP, where a replica is one rank, it is all replicas. The groups across replicas are process groups of their
-own.
+Without FSDP the default process group of a rank is its replica, so that whatever shards a model over "the world" shards it over
+the replica; with FSDP it is its stage, of which a mesh has the axes. Other groups are process groups of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from areno.engine.parallel.channels import PATIENCE, Channel, Group, SharedGroup, meet
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rendezvous import Rendezvous
-from areno.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Replicas of the model, and ranks of each; ``fsdp`` also shards weights and gradients across the replicas."""
-
-    dp_size: int = 1
-    tp_size: int = 1
-    fsdp: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.dp_size * self.tp_size
-
-    def leaders(self) -> list[int]:
-        """First rank of each replica."""
-        return [replica * self.tp_size for replica in range(self.dp_size)]
-
-    @classmethod
-    def of(cls, world_size: int, tp_size: int, dp_size: int | None, fsdp: bool = False) -> Layout:
-        """Make a layout; a UsageError says which sizes do not fit each other."""
-        for name, value in (("world_size", world_size), ("tp_size", tp_size), ("dp_size", dp_size)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: use at least 1")
-        if world_size % tp_size:
-            raise UsageError(
-                f"world_size={world_size} is not divisible by tp_size={tp_size}; use a tp_size that divides it"
-            )
-        if dp_size is not None and dp_size * tp_size != world_size:
-            raise UsageError(
-                f"dp_size={dp_size} times tp_size={tp_size} is not world_size={world_size}; leave dp_size out, or use "
-                f"dp_size={world_size // tp_size}"
-            )
-        if fsdp and tp_size > 1:
-            raise UsageError(
-                f"fsdp with tp_size={tp_size}: weights are spread over replicas or over the ranks of one, not both yet; "
-                "leave fsdp out, or use tp_size=1"
-            )
-        if fsdp and world_size == 1:
-            raise UsageError(
-                "fsdp with world_size=1: there is one replica, and nobody to share its weights with; use world_size=2 or "
-                "more, or leave fsdp out"
-            )
-        return cls(world_size // tp_size, tp_size, fsdp)
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """One rank's replica, its place in it, and its channels."""
+    """One rank's place, and its channels."""
 
     layout: Layout = field(default_factory=Layout)
-    replica: int = 0
-    place: int = 0
-    data: Channel = field(default_factory=Channel)  # ranks that hold the same part of other replicas
-    tensor: Channel = field(default_factory=Channel)  # ranks that hold the other parts of this replica
+    rank: int = 0
+    data: Channel = field(default_factory=Channel)  # ranks with the same place in other replicas
+    context: Channel = field(default_factory=Channel)  # ranks with the other tokens of this replica's rows
+    tensor: Channel = field(default_factory=Channel)  # ranks with the other parts of each layer
     turns: Channel = field(default_factory=Channel)  # the same ranks, on a line of their own for the rollout loop
+    experts: Channel = field(default_factory=Channel)  # ranks with the other experts of each mixture
+    stage: Channel = field(default_factory=Channel)  # all ranks that have the same layers; with FSDP
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.layout.place(self.rank).replica
 
     @property
     def alone(self) -> bool:
@@ -80,23 +41,33 @@ class Peers:
         return self.layout.world_size == 1
 
     @property
+    def decides(self) -> bool:
+        """Whether the ranks with the other parts of each layer follow this one."""
+        return self.tensor.rank == 0
+
+    @property
     def leads(self) -> bool:
         """Whether this rank speaks for its replica."""
-        return self.place == 0
+        return self.tensor.rank == 0 and self.context.rank == 0
 
     @property
     def first(self) -> bool:
         """Whether this rank speaks for all."""
-        return self.leads and self.replica == 0
+        return self.rank == 0
+
+    @property
+    def reader(self) -> int:
+        """Number of the group that reads the same rows: replicas, or their parts where work is no pass over whole rows."""
+        return self.replica * self.layout.cp_size + self.context.rank
 
     def smallest(self, value: int) -> int:
         """Least number over all ranks."""
-        return self.data.smallest(self.tensor.smallest(value))
+        return self.data.smallest(self.context.smallest(self.tensor.smallest(value)))
 
 
 def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> Peers:
     """Join the other ranks; returns when all have come."""
-    replica, place = divmod(rank, layout.tp_size)
+    place = layout.place(rank)
     across = SharedGroup if device.type == "cpu" else Group
 
     def group(name: str, own: int, size: int, device: torch.device = device, kind: type[Group] = Group) -> Channel:
@@ -104,22 +75,28 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
             return Channel()
         return meet(where, name, own, size, device, kind=kind)
 
-    if layout.tp_size > 1:
-        _join_default_group(where, f"replica-{replica}", place, layout.tp_size, device)
-    elif layout.fsdp:
-        _join_default_group(where, "replicas", replica, layout.dp_size, device)
+    stage = Channel()
+    if layout.fsdp:
+        size = layout.shards * layout.tp_size
+        stage = _join_default_group(where, f"stage-{place.stage}", rank % size, size, device)
+    elif layout.tp_size > 1:
+        _join_default_group(where, f"replica-{place.replica}", place.tensor, layout.tp_size, device)
+    shard, expert = divmod(place.replica * layout.cp_size + place.context, layout.ep_size)
+    line = f"{place.stage}-{place.replica}-{place.context}"
     return Peers(
         layout,
-        replica,
-        place,
-        data=group(f"data-{place}", replica, layout.dp_size, kind=across),
-        tensor=group(f"tensor-{replica}", place, layout.tp_size),
+        rank,
+        data=group(f"data-{place.stage}-{place.context}-{place.tensor}", place.replica, layout.dp_size, kind=across),
+        context=group(f"context-{place.stage}-{place.replica}-{place.tensor}", place.context, layout.cp_size),
+        tensor=group(f"tensor-{line}", place.tensor, layout.tp_size),
         # In a thread of its own, and of words only: never on the device, whose collectives must keep one order.
-        turns=group(f"turns-{replica}", place, layout.tp_size, torch.device("cpu")),
+        turns=group(f"turns-{line}", place.tensor, layout.tp_size, torch.device("cpu")),
+        experts=group(f"experts-{place.stage}-{shard}-{place.tensor}", expert, layout.ep_size),
+        stage=stage,
     )
 
 
-def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> None:
+def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:
     store = where.store(name, rank, size, PATIENCE)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -130,3 +107,5 @@ def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, devi
         timeout=PATIENCE,
         device_id=device if device.type == "cuda" else None,
     )
+    joined: Any = dist.group.WORLD
+    return Group(joined._get_backend(device), device)

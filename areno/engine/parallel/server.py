@@ -11,7 +11,8 @@ from areno.engine.device import use_device
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.balance import shares_of_rows
-from areno.engine.parallel.peers import Layout, connect
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import connect
 from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.scoring import Scored, TokenRows
 from areno.types import GeneratedToken, Request, RolloutResult
@@ -86,7 +87,7 @@ class EngineServer:
 
     def end_rollout(self) -> None:
         """Nothing is pending any more: drop the cache unless it is to be kept."""
-        if self.peers.leads:
+        if self.peers.decides:
             self.engine.end_rollout()
             return
         self.engine.wait_idle()
@@ -96,12 +97,12 @@ class EngineServer:
     def score(
         self, what: Scored, role: str, rows: TokenRows, micro_bs: int, temperatures: Sequence[float] | None
     ) -> list[tuple[int, Any]]:
-        """Score this replica's share: row number and result."""
+        """Score this rank's share, alike on all ranks with parts of the same layers: row number and result."""
         self.engine.role(role).check(rows)  # on all ranks alike, before each looks at its own rows
-        mine = shares_of_rows([len(row) for row in rows], self.peers.layout.dp_size)[self.peers.replica]
+        mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
         found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own)
-        return list(zip(mine, found, strict=True)) if self.peers.leads else []
+        return list(zip(mine, found, strict=True)) if self.peers.decides else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with this rank's engine."""

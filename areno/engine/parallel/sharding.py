@@ -4,16 +4,21 @@ Parameters that a plan shards are ``DTensor``s. Everything here also takes plain
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PretrainedConfig
+from transformers import __version__ as version
 from transformers.distributed import DistributedConfig
 
-from areno.config.machine import HEADS, heads_problem
+from areno.config.machine import HEADS, heads_problem, shards_tensor_parallel
+from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
+from areno.engine.parallel.layout import Layout
 from areno.errors import UnsupportedModelError
 
 # Styles of an output head that put the ranks' logits together.
@@ -22,8 +27,14 @@ _GATHERS = ("colwise_gather_output", "colwise_rep")
 _SUMS_GRADIENT = "replicated_with_grad_allreduce"
 
 
+class _Mesh(DistributedConfig):
+    """Makes a mesh with an axis for FSDP as well, which is applied later, to a model that is complete."""
+
+    dp_size = 1
+
+
 def distributed_config(
-    config: PretrainedConfig, head_plan: dict[str, str], tp_size: int, option: str, path: str
+    config: PretrainedConfig, head_plan: dict[str, str], layout: Layout, option: str, path: str
 ) -> DistributedConfig:
     """How ``transformers`` is to spread a model.
 
@@ -33,13 +44,14 @@ def distributed_config(
     Args:
         config: of the model.
         head_plan: the plan of the model's class, which is for what lies above the body.
-        tp_size: number of ranks.
+        layout: of the ranks.
         option: what an error message calls the place that named the checkpoint ``path``.
 
     Raises:
         UnsupportedModelError: the architecture has no plan, or its heads do not divide.
     """
     text: Any = config.get_text_config()
+    tp_size = layout.tp_size
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(
@@ -50,7 +62,14 @@ def distributed_config(
         raise UnsupportedModelError(problem)
     changed = {f"model.{name}": "replicate" for name in _summed(plan)}
     changed |= {name: "colwise" for name, style in head_plan.items() if style in _GATHERS}
-    return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")
+    if not layout.fsdp:
+        return DistributedConfig(tp_size=tp_size, tp_plan=changed or "auto")
+    if not shards_tensor_parallel():
+        raise UnsupportedModelError(
+            f"weights that are sharded by tensor parallelism and by FSDP need transformers 5.23 or newer, and {version} is "
+            "installed; upgrade it, or use one of the two"
+        )
+    return _Mesh(tp_size=tp_size, fsdp_size=layout.shards, tp_plan=changed or "auto")
 
 
 def vocabulary_share(module: Any) -> VocabularyShare | None:
@@ -123,3 +142,25 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def save_whole(model: PackedModel, folder: str | Path, *, writes: bool) -> None:
+    """Write a model in Hugging Face format, tensor by tensor put together on the one rank that ``writes``.
+
+    Every rank that holds a share must call.
+    """
+    weights: dict[str, Tensor] = {}
+    kept: dict[int, Tensor] = {}  # tied weights stay one
+    for name, tensor in model.state().items():
+        if id(tensor) not in kept:
+            whole = whole_of(local(tensor.detach()), tensor)
+            rounded = isinstance(tensor, nn.Parameter) and whole.is_floating_point()
+            kept[id(tensor)] = whole.to("cpu", model.dtype if rounded else whole.dtype) if writes else torch.empty(0)
+        weights[name] = kept[id(tensor)]
+    if writes:
+        module: Any = model.module
+        spread, module.config.distributed_config = getattr(module.config, "distributed_config", None), None
+        try:
+            module.save_pretrained(folder, state_dict=weights)
+        finally:
+            module.config.distributed_config = spread

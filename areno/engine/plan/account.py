@@ -15,7 +15,7 @@ from areno.config.train_options import TrainOptions
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CHUNK_ELEMENTS, KEPT_CHUNK_ELEMENTS
 from areno.engine.model.chunked_head import rows_of_chunk
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.plan.gpu_memory import Need, divide, pool_tokens
 from areno.engine.plan.memory import KV_SHARE, available_bytes
 from areno.engine.plan.sizes import RunSizes, Sizes

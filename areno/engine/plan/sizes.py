@@ -12,7 +12,8 @@ from areno.config.train_options import TrainOptions
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
-from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 from areno.engine.scoring import MAX_TOKENS as MAX_SCORED_TOKENS
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.outputs import ModelKind

@@ -26,7 +26,8 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.channels import Channel
-from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import distributed_config
 from areno.engine.plan.live_bytes import LiveBytes
 from areno.engine.plan.local_shape import all_logits, keep_one_part
@@ -124,7 +125,7 @@ class ShapeOf:
             if self.layout.tp_size > 1:
                 head_plan = getattr(self.model.module, "_tp_plan", None) or {}
                 distributed_config(
-                    self.model.config, head_plan, self.layout.tp_size, options.option, path
+                    self.model.config, head_plan, self.layout, options.option, path
                 )  # says what cannot be
                 keep_one_part(self.model.module, self.layout.tp_size)
         tensors = list(self.model.module.parameters())

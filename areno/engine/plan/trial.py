@@ -78,4 +78,4 @@ def random_state(engine: Engine) -> dict[str, Any]:
 def restore_random(engine: Engine, states: Sequence[dict[str, Any]]) -> None:
     """Put the random state of each rank back."""
     peers = engine.config.peers
-    restore_rng(states[peers.replica * peers.layout.tp_size + peers.place])
+    restore_rng(states[peers.rank])

@@ -5,11 +5,13 @@ not shared out after an update, because whoever computes with them next puts the
 form of :class:`MasterAdamW`'s state and continues in any layout.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
@@ -25,9 +27,11 @@ class SpreadAdamW(Optimizer):
         config: OptimizerConfig,
         peers: Peers,
         dtype: torch.dtype,
+        partial: Collection[str] = (),
     ) -> None:
         super().__init__(config)
         self.peers = peers
+        self._partial = [name in partial for name, _ in parameters]
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(local(parameter.detach())) for parameter in self._parameters]  # the same memory
@@ -44,14 +48,21 @@ class SpreadAdamW(Optimizer):
         """Look at the gradient, which every backward pass has summed over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(3, dtype=torch.float64, device=self._shares[0].device)
-        for parameter, share in zip(self._parameters, self._shares, strict=True):
+        for parameter, share, partial in zip(self._parameters, self._shares, self._partial, strict=True):
             share.grad = None if parameter.grad is None else local(parameter.grad)
             if share.grad is not None:
-                found[0] += share.grad.double().square().sum()
-                found[1] += torch.count_nonzero(share.grad)
-                found[2] += share.grad.numel()
-        square, nonzero, total = self.peers.data.sum(found).tolist()
+                if partial:
+                    self.peers.tensor.sum(share.grad)
+                numbers = [share.grad.double().square().sum(), torch.count_nonzero(share.grad), share.grad.numel()]
+                found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / self._copies(parameter)
+        square, nonzero, total = self.peers.stage.sum(found).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
+
+    def _copies(self, parameter: Tensor) -> int:
+        """How many ranks hold the entries of this rank's share."""
+        assert isinstance(parameter, DTensor)
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        return self.peers.stage.size // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

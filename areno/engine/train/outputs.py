@@ -1,6 +1,7 @@
 """What a loss receives from each kind of model for a packed batch, beside the batch's own data."""
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -8,35 +9,86 @@ from torch import Tensor
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.value_model import ValueModel
+from areno.engine.parallel.channels import Channel
+from areno.engine.parallel.context import ContextPlan
 from areno.engine.train.batch import PackedBatch
 
 ModelKind = Literal["policy", "value", "reward"]
 
 
 def predict(
-    model: PackedModel, kind: ModelKind, batch: PackedBatch, hidden: Tensor, entropy: bool, bounds: bool
+    model: PackedModel,
+    kind: ModelKind,
+    batch: PackedBatch,
+    entropy: bool,
+    bounds: bool,
+    context: Channel | None = None,
 ) -> Tensor:
-    """What the loss is given of hidden states [T, C]; entries outside the mask are 0.
+    """What the loss is given of a batch; entries outside the mask are 0.
 
     Log-probs of the taken actions [A] of a policy, values before each action [A] of a critic, scores [sequences] at the last
     tokens of a reward model. A policy also adds to the data ``packed_entropy`` with ``entropy``, ``packed_min_logits`` and
-    ``packed_max_logits`` with ``bounds``.
+    ``packed_max_logits`` with ``bounds``. With ``context`` each rank of it computes a part of the tokens.
     """
+    if context is None or context.size == 1:
+        hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
+        found = _outputs(model, kind, batch, hidden, entropy, bounds)
+    else:
+        plan = ContextPlan(batch.plan, context)
+        hidden = model.body(plan.own(batch.tokens), plan.position_ids, plan)
+        own = plan.within(batch.sources)
+        part = replace(
+            batch,
+            scored=batch.scored[own],
+            sources=batch.sources[own] - plan.first,
+            targets=batch.targets[own],
+            temperatures=batch.temperatures[own],
+        )
+        found = {
+            name: plan.sum(value) for name, value in _outputs(model, kind, part, hidden, entropy, bounds, plan).items()
+        }
+    predicted = found.pop("")
+    cast(dict[str, Tensor], batch.data).update(found)
+    return predicted
+
+
+def _outputs(
+    model: PackedModel,
+    kind: ModelKind,
+    batch: PackedBatch,
+    hidden: Tensor,
+    entropy: bool,
+    bounds: bool,
+    part: ContextPlan | None = None,
+) -> dict[str, Tensor]:
+    """What is predicted from hidden states [T, C], under no name, and further entries of the data by theirs."""
     if kind == "reward":
         assert isinstance(model, ValueModel)
-        return model.values(hidden.index_select(0, last_tokens(batch.plan.starts, hidden.device)))
+        return {"": _scores(model, last_tokens(batch.plan.starts, hidden.device), hidden, part)}
     rows = hidden.index_select(0, batch.sources)
     if isinstance(model, ValueModel):
-        return batch.on_action_axis(model.values(rows))
+        return {"": batch.on_action_axis(model.values(rows))}
     assert isinstance(model, CausalLM)
     logprobs, spread, extremes = model.logprobs_and_entropy(rows, batch.targets, batch.temperatures, entropy, bounds)
+    found = {"": batch.on_action_axis(logprobs)}
     if entropy:
-        batch.data["packed_entropy"] = batch.on_action_axis(spread)
+        found["packed_entropy"] = batch.on_action_axis(spread)
     if bounds:
         least, greatest = extremes.unbind(-1)
-        batch.data["packed_min_logits"] = batch.on_action_axis(least)
-        batch.data["packed_max_logits"] = batch.on_action_axis(greatest)
-    return batch.on_action_axis(logprobs)
+        found |= {
+            "packed_min_logits": batch.on_action_axis(least),
+            "packed_max_logits": batch.on_action_axis(greatest),
+        }
+    return found
+
+
+def _scores(model: ValueModel, positions: Tensor, hidden: Tensor, part: ContextPlan | None) -> Tensor:
+    """Scores [sequences] at some packed positions; 0 at those of other ranks."""
+    if part is None:
+        return model.values(hidden.index_select(0, positions))
+    own = part.within(positions)
+    values = model.values(hidden.index_select(0, positions[own] - part.first))
+    return torch.zeros(len(positions), dtype=values.dtype, device=values.device).index_copy(0, own, values)
 
 
 def last_tokens(starts: list[int], device: torch.device) -> Tensor:

@@ -227,8 +227,8 @@ class TrainStep:
         """What the loss is given, see :mod:`areno.engine.train.outputs`."""
 
         def work() -> Tensor:
-            hidden = self.model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-            return predict(self.model, self.kind, batch, hidden, reads_entropy(loss_fn), reads_bounds(loss_fn))
+            entropy, bounds = reads_entropy(loss_fn), reads_bounds(loss_fn)
+            return predict(self.model, self.kind, batch, entropy, bounds, self.peers.context)
 
         return self.model.weights.run(work)
 
@@ -301,7 +301,9 @@ class TrainStep:
         """Rows of each forward and backward pass; those cut by a number of rows are bounded by tokens too."""
         if not isinstance(mini_bs, int):
             return ([rows[index] for index in bin_] for bin_ in mini_bs.bins([row.tokens for row in rows]))
-        most = most_tokens(self.model.device.type) if declares_reduction(loss_fn) else math.inf
+        most = (
+            most_tokens(self.model.device.type) * self.peers.layout.cp_size if declares_reduction(loss_fn) else math.inf
+        )
         tree = tree and sum(len(row.tokens) for row in rows) > most  # where all fit, none need counting
         return _chunks(rows, mini_bs, most, 2 if reduction_of(loss_fn) == "pair" else 1, tree)
 

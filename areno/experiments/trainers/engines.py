@@ -20,7 +20,7 @@ from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import open_engine
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
@@ -37,9 +37,11 @@ _ROWS_PER_PASS = 8
 def layout_of(backend: str, section: str, fsdp: bool = False) -> Layout:
     """Ranks of an engine from its ``backend``; with ``fsdp`` its weights are sharded across replicas."""
     parallel = ModelAllocation.from_str(backend, section).parallel
-    if parallel.pipeline > 1 or parallel.context > 1 or parallel.expert > 1:
-        raise UsageError(f"{section}.backend {backend!r}: models are divided by d and t only; use fsdp:d..t..")
-    return Layout(parallel.data, parallel.tensor, fsdp)
+    if parallel.pipeline > 1 or parallel.expert_tensor != parallel.tensor:
+        raise UsageError(
+            f"{section}.backend {backend!r}: models are divided by d, t, c and e only; use archon:d..t..c..e.."
+        )
+    return Layout(parallel.data, parallel.tensor, fsdp, parallel.context, parallel.expert)
 
 
 def this_machine() -> Machine:

@@ -21,7 +21,7 @@ from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import fitted
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.rendezvous import LOOPBACK
 from areno.engine.parallel.workers import STALL_S, Processes
 from areno.engine.rollout.load import EngineLoad

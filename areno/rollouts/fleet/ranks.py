@@ -236,7 +236,7 @@ def join(engine: Engine, where: Rendezvous, channel: str, first: int, size: int)
     """
     peers = engine.config.peers
     if first or peers.first:
-        rank = first + peers.place
+        rank = first + peers.rank
         try:
             _wait_for_members(where, channel, rank, size)
             patience = timedelta(seconds=PATIENCE_S)

@@ -349,8 +349,15 @@ def test_allocation_mode_gives_each_role_its_backend():
             "pipeline parallelism of 2 is not supported; write rollout.backend=areno:d4",
         ),
         ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not supported; write actor.backend=fsdp:d4t2"),
-        ({"actor.backend": "archon:d2"}, "the backend archon is not supported; write actor.backend=fsdp:d2"),
-        ({"actor.backend": "fsdp:d2c2"}, "context parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
+        ({"actor.backend": "archon:d2p2"}, "pipeline parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
+        *(
+            (
+                {"actor.backend": "archon:d2", f"actor.archon.{name}": value},
+                f"actor.archon.{name} {shown} with actor.backend",
+            )
+            for name, value, shown in (("enable_compile", True, "true"), ("fp8_config.mode", "blockwise", "blockwise"))
+        ),
+        ({"actor.backend": "fsdp:c2", "actor.use_lora": True}, "fsdp:c2, which shards weights, with actor.use_lora"),
         (
             {"actor.backend": "fsdp:d2", "actor.optimizer.type": "sgd"},
             "actor.optimizer.type sgd with actor.backend fsdp:d2",
@@ -367,7 +374,6 @@ def test_allocation_mode_gives_each_role_its_backend():
             ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
             for more, words in (
                 ({"actor.use_lora": True}, "with actor.use_lora: adapters are not sharded"),
-                ({"actor.backend": "fsdp:d2t2"}, "sharded by d or by t, not both"),
                 ({"actor.optimizer.offload": True}, "with actor.optimizer.offload"),
                 ({"critic.optimizer.type": "adam_8bit"}, "with critic.optimizer.type adam_8bit: only fp32 AdamW"),
             )

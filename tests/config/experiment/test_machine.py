@@ -104,7 +104,8 @@ def test_replicas_shard_their_weights_where_that_is_possible():
         ({"actor__use_lora": True}, False),
         ({"actor__optimizer__type": "adam_8bit"}, False),
         ({"actor__optimizer__offload": True}, False),
-        ({"actor__backend": "fsdp:d2t2"}, False),
+        ({"actor__backend": "fsdp:d2t2"}, True),
+        ({"actor__backend": "fsdp:c2"}, True),
         ({"critic__optimizer": {"type": "adam_8bit"}}, False),
         ({"actor__backend": "fsdp:d1"}, None),
     ):

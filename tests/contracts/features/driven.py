@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.cache_folder import cache_folder
 from areno.engine.engine import EngineConfig
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.observability.display import LiveProgress
 from areno.spec import RunSpec
 from areno.training.frequency import StepInfo

@@ -22,7 +22,7 @@ from areno.cli.main import main
 from areno.engine.checkpoint.export import export_model
 from areno.engine.engine import Engine, EngineConfig
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.role import Role
 from areno.observability.display import LiveProgress
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet

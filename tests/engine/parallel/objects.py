@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from areno.engine.parallel import channels
 from areno.engine.parallel.channels import Group, SharedGroup, meet
-from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.train.optimizer import GradientStats, OptimizerConfig
 from areno.engine.train.sharded import ShardedAdamW
@@ -136,7 +137,7 @@ class Member:
     ) -> tuple[dict[str, Tensor], list[GradientStats], bool]:
         """Train weights with gradients [step][pass] by name, each rank taking the passes of its number."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
-        peers = Peers(Layout(dp_size=self.group.size), replica=self.rank, data=self.group)
+        peers = Peers(Layout(dp_size=self.group.size), rank=self.rank, data=self.group)
         optimizer = ShardedAdamW(list(parameters.items()), config, peers)
         found = []
         for step in steps:

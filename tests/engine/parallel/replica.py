@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from areno.engine.parallel.peers import Layout, connect
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 
 

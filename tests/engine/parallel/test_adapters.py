@@ -23,7 +23,8 @@ from areno.engine.model.adapter import AdapterOptions  # noqa: E402
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm  # noqa: E402
 from areno.engine.model.packing import PackedPlan  # noqa: E402
 from areno.engine.parallel.group import EngineGroup  # noqa: E402
-from areno.engine.parallel.peers import Layout, Peers  # noqa: E402
+from areno.engine.parallel.layout import Layout  # noqa: E402
+from areno.engine.parallel.peers import Peers  # noqa: E402
 from areno.engine.parallel.workers import WorkerGroup  # noqa: E402
 from areno.engine.role import load_role  # noqa: E402
 from areno.engine.train.optimizer import OptimizerConfig  # noqa: E402

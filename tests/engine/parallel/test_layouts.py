@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import EngineError, UsageError
 from areno.loss_fns import dpo_loss_fn, grpo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
@@ -117,6 +117,9 @@ LAYOUTS = [
     pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
     pytest.param(Layout(2, 2), id="dp2xtp2", marks=pytest.mark.long),
     pytest.param(Layout(3, 1, fsdp=True), id="fsdp3", marks=pytest.mark.long),  # shares of unequal size
+    pytest.param(Layout(2, 2, fsdp=True), id="fsdp2xtp2", marks=pytest.mark.long),
+    pytest.param(Layout(1, 1, cp_size=2), id="cp2", marks=pytest.mark.long),
+    pytest.param(Layout(1, 2, cp_size=2), id="tp2xcp2", marks=pytest.mark.long),
 ]
 
 
@@ -167,6 +170,7 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
 CHAINS = {
     "tensor": (Layout(2, 2), None, Layout(1, 2)),
     "fsdp": (Layout(2, 1, fsdp=True), None, Layout(2, 1), Layout(2, 1, fsdp=True)),
+    "divided": (Layout(2, 2, fsdp=True), Layout(1, 2, cp_size=2), None, Layout(2, 1, cp_size=2)),
 }
 
 
@@ -234,7 +238,11 @@ def test_low_moments_move_between_layouts_with_the_run(checkpoint, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1, fsdp=True)], ids=["tp2", "fsdp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(1, 2), Layout(2, 1, fsdp=True), Layout(1, 1, cp_size=2)],
+    ids=["tp2", "fsdp2", "cp2"],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "qwen3_moe"])
 def test_families_spread_over_two_ranks(family, layout, tmp_path):
     path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64)
@@ -252,6 +260,42 @@ def test_families_spread_over_two_ranks(family, layout, tmp_path):
         load_file(tmp_path / "spread" / "model.safetensors"), load_file(tmp_path / "alone" / "model.safetensors")
     )
     assert found["spread"] == found["alone"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(2, ep_size=2), Layout(2, 2, ep_size=2)], ids=["d2e2", "d2t2e2"])
+def test_a_mixture_that_ranks_share_out_trains_scores_generates_and_resumes(layout, tmp_path):
+    path = save_tiny_checkpoint(tmp_path / "moe", "qwen3_moe", heads=4, hidden=64)
+    found = {}
+    for name, order in (("alone", (None, None)), ("there", (layout, None)), ("back", (None, layout))):
+        source = path
+        for step, ranks in enumerate(order):
+            made = engine(source, ranks)
+            try:
+                if step:
+                    made.load_state(source)
+                lesson(made, "grpo", 0)
+                source = tmp_path / f"{name}-{step}"
+                source.mkdir()
+                scores = made.score_logprobs("actor", PROMPTS)
+                tokens = [future.result().sequences[0].resp_tokens for future in made.submit(REQUESTS[:2])]
+                lesson(made, "sft", 1)  # the experts are apart again
+                made.save_model(source)
+                made.save_state(source)
+            finally:
+                made.close()
+        found[name] = load_file(source / "model.safetensors"), scores, tokens
+    weights, scores, tokens = found.pop("alone")
+    for other in found.values():
+        assert_weights(other[0], weights)
+        assert_near(other[1], scores)
+        assert other[2] == tokens
+
+
+def test_experts_that_ranks_cannot_share_are_refused_by_name(tmp_path):
+    dense = save_tiny_checkpoint(tmp_path / "llama", "llama", heads=4, hidden=64)
+    with pytest.raises(UsageError, match="LlamaForCausalLM has no experts that 2 ranks could share"):
+        engine(dense, Layout(2, ep_size=2))
 
 
 def test_layouts_that_cannot_be(tmp_path):

@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from areno.engine.parallel.peers import Layout, Peers
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 from areno.engine.train.adam_8bit import BLOCK, Quantised, state_bytes
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.sharded import ShardedAdamW

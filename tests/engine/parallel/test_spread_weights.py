@@ -9,7 +9,7 @@ import pytest
 
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from tests.support.tiny import save_tiny_checkpoint
 
 

@@ -80,7 +80,9 @@ def measure(peers, path, chunk_rows):
         "gradients": gradients,
         "logits": logits,
     }
-    return found | {"wide": watch.with_width(VOCAB), "own": watch.with_width(49 - peers.place)}, whole.with_width(VOCAB)
+    return found | {"wide": watch.with_width(VOCAB), "own": watch.with_width(49 - peers.tensor.rank)}, whole.with_width(
+        VOCAB
+    )
 
 
 def truth(path):

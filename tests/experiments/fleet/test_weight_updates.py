@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import EngineGroup
-from areno.engine.parallel.peers import Layout
+from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import ranks
@@ -224,6 +224,8 @@ def versions_while_learning(trainer, fleet):
         pytest.param(Layout(2, 1), id="dp2", marks=pytest.mark.long),
         pytest.param(Layout(2, 1, fsdp=True), id="fsdp2"),
         pytest.param(Layout(1, 2), id="tp2"),
+        pytest.param(Layout(2, 2, fsdp=True), id="fsdp2xtp2", marks=pytest.mark.long),
+        pytest.param(Layout(cp_size=2), id="cp2", marks=pytest.mark.long),
     ],
 )
 def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, grid):

@@ -1,0 +1,148 @@
+"""Context parallelism: the ranks of a replica divide the tokens of a pass, and inside attention its heads.
+
+Each rank has a run of neighbouring tokens, for embeddings, layers and output layer. Attention needs all tokens of a sequence:
+there the ranks exchange, so that each has all tokens of some heads, attends as one process would, and exchanges back (Jacobs et
+al. 2023, arXiv:2309.14509, "Ulysses"). So whatever an attention plan does (packing, trees, windows, sinks) holds as it is, and
+every rank does the same work. Each exchange sends (c - 1) / c of a rank's queries, keys, values or outputs.
+
+Heads are made divisible: keys and values are repeated for fewer queries each, and heads of zeros are added. More ranks than
+heads are a waste, and work.
+
+The loss is computed on all ranks alike, from what each has predicted at its own tokens. So the gradient of a weight is the sum
+over the ranks of what their tokens contribute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from areno.engine.model.attention import LayerAttention
+from areno.engine.model.packing import PackedPlan
+from areno.engine.parallel.channels import Channel
+
+
+class _ToHeads(torch.autograd.Function):
+    """x [n, size * h, D] of own tokens -> [size * n, h, D]: all tokens of own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
+        return _to_heads(x, channel)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _to_tokens(grad, ctx.channel), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The inverse, which is also the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
+        return _to_tokens(x, channel)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _to_heads(grad, ctx.channel), None
+
+
+class _Join(torch.autograd.Function):
+    """x [n, ...] of each rank -> [size * n, ...]; every rank computes with the whole, so their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
+        return channel.join(x.reshape(-1)).view(channel.size * len(x), *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        part = ctx.channel.sum_part(grad.reshape(-1))
+        return part.view(len(grad) // ctx.channel.size, *grad.shape[1:]), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks, of which each computes the same with it: the gradient of every term is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        return channel.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _to_heads(x: Tensor, channel: Channel) -> Tensor:
+    tokens, heads, size = x.shape
+    parts = x.view(tokens, channel.size, heads // channel.size, size).transpose(0, 1).reshape(-1)
+    return channel.exchange(parts).view(channel.size * tokens, heads // channel.size, size)
+
+
+def _to_tokens(x: Tensor, channel: Channel) -> Tensor:
+    tokens, heads, size = len(x) // channel.size, *x.shape[1:]
+    parts = channel.exchange(x.reshape(-1)).view(channel.size, tokens, heads, size)
+    return parts.transpose(0, 1).reshape(tokens, channel.size * heads, size)
+
+
+class ContextPlan:
+    """Attention plan of this rank's tokens; ``whole`` is that of all, of which the last rank's may be filled up."""
+
+    def __init__(self, whole: PackedPlan, channel: Channel) -> None:
+        self.whole, self.channel = whole, channel
+        self.count = -(-whole.tokens // channel.size)
+        self.first = channel.rank * self.count
+        self.position_ids = self.own(whole.position_ids)
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's n of values [T, ...]; zeros behind the last token."""
+        part = values[self.first : self.first + self.count]
+        missing = self.count - len(part)
+        return pad(part, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else part
+
+    def within(self, positions: Tensor) -> Tensor:
+        """Which of some packed positions are this rank's, as indices."""
+        return ((positions >= self.first) & (positions < self.first + self.count)).nonzero()[:, 0]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, each of which has entries of its own and zeros elsewhere."""
+        return _Sum.apply(values, self.channel)  # type: ignore[no-any-return]
+
+    def attend(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q [n, H, D] over the k, v [n, K, D] of all ranks; returns [n, H, Dv]."""
+        heads, size, total = q.shape[1], self.channel.size, self.whole.tokens
+        repeats = _repeats(heads, k.shape[1], size)
+        padded = -(-heads // size) * size
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        if padded > heads:  # then keys and values have as many heads as queries
+            q, k, v = (pad(x, (0, 0, 0, padded - heads)) for x in (q, k, v))
+        if layer.sinks is not None:
+            own = padded // size
+            sinks = pad(layer.sinks, (0, padded - heads))[self.channel.rank * own :][:own]
+            layer = dataclasses.replace(layer, sinks=sinks)
+        q, k, v = (_ToHeads.apply(x, self.channel)[:total] for x in (q, k, v))
+        found = self._filled(self.whole.attend(layer, q, k, v))
+        return _ToTokens.apply(found, self.channel)[:, :heads]  # type: ignore[no-any-return]
+
+    def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        """Run a stateful layer over the hidden [n, C] of all ranks, on each, and take this rank's part."""
+        whole = _Join.apply(hidden, self.channel)[: self.whole.tokens]
+        return self.own(self.whole.run_recurrent(module, forward, whole))
+
+    def _filled(self, values: Tensor) -> Tensor:
+        """Values [T, h, D] with zeros up to [size * n, h, D]."""
+        return pad(values, (0, 0, 0, 0, 0, self.channel.size * self.count - len(values)))
+
+
+def _repeats(queries: int, keys: int, size: int) -> int:
+    """How often to repeat each key head, at least, so that equal shares of queries find their keys in equal shares."""
+    each = queries // keys
+    fitting = (n for n in range(1, each + 1) if each % n == 0 and keys * n % size == 0)
+    return next(fitting, each)

@@ -1,0 +1,145 @@
+"""Expert parallelism: ranks that share a mixture's experts out, and send each token to those that it was routed to.
+
+A rank keeps E / e experts of each mixture. In a pass its tokens go to the ranks that have their experts, once for each of them,
+and what these have made of them comes back (all-to-all, as of Lepikhin et al. 2020, arXiv:2006.16668). The module's own forward
+computes there, so nothing here knows what an expert is. No token is dropped, whatever the loads are.
+
+The ranks of a group must make as many passes as each other. Where all weights are put together, experts are too, and nothing
+is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from areno.engine.parallel.channels import Channel
+from areno.errors import UnsupportedModelError
+
+Forward = Callable[..., Tensor]
+
+
+class _Route(torch.autograd.Function):
+    """Rows [sum(sent), ...] in the order of the ranks that get them -> rows [sum(received), ...] in that of their senders."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], channel: Channel) -> Tensor:
+        ctx.sizes, ctx.channel = (received, sent), channel
+        return channel.route(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.channel.route(grad.contiguous(), *ctx.sizes), None, None, None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a mixture, each tensor with one axis for them in front."""
+    count = getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    return type(module).__name__.endswith("Experts") and bool(own) and all(len(p) == count for p in own)
+
+
+class DividedExperts:
+    """The experts of one mixture, of which this rank keeps a part.
+
+    Args:
+        module: with all of them; from here on with this rank's.
+        mesh: with the axes ``ep`` and ``tp``.
+        channel: to the ranks with the others.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, channel: Channel) -> None:
+        self.module, self.channel = cast(Any, module), channel
+        self.total = self.module.num_experts
+        self.own = self.total // channel.size
+        self._whole: dict[str, Tensor] | None = None
+        self._forward: Forward = module.forward
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, self._part(parameter, mesh))
+        self.module.num_experts = self.own
+        self.module.forward = self._dispatch
+
+    def _part(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        tensor: Placement = Replicate()
+        values = parameter.detach()
+        if isinstance(values, DTensor):
+            [tensor], values = values.placements, values.to_local()
+        mine = values[self.channel.rank * self.own :][: self.own].clone()
+        divided = DTensor.from_local(
+            mine, mesh, [Shard(0), tensor], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return nn.Parameter(divided, requires_grad=parameter.requires_grad)
+
+    def gather(self) -> None:
+        """Have all experts here; every rank of the group must call, with FSDP's shares put together."""
+        self._whole = {}
+        for name, parameter in self.module.named_parameters(recurse=False):
+            mine = parameter.detach().to_local()
+            self._whole[name] = self.channel.join(mine.reshape(-1)).view(self.total, *mine.shape[1:])
+        self.module.num_experts = self.total
+
+    def release(self) -> None:
+        """Keep this rank's."""
+        self._whole = None
+        self.module.num_experts = self.own
+
+    def _computed(self, *inputs: Tensor) -> Tensor:
+        """The module's own forward with what is here, as plain tensors."""
+        kept = dict(self.module._parameters)
+        here = self._whole or {name: cast(Any, parameter).to_local() for name, parameter in kept.items()}
+        self.module._parameters.update(here)
+        try:
+            return self._forward(*inputs)
+        finally:
+            self.module._parameters.update(kept)
+
+    def _dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Outputs [T, C] of hidden [T, C], each routed to the experts chosen [T, K] with weights [T, K]."""
+        if self._whole is not None:
+            return self._computed(hidden, chosen, weights)
+        each = chosen.shape[1]
+        experts, order = chosen.flatten().sort(stable=True)
+        sent = torch.bincount(experts // self.own, minlength=self.channel.size)
+        sizes = sent.tolist(), self.channel.exchange(sent).tolist()
+        rows = hidden.index_select(0, order // each)
+        arrived = _Route.apply(rows, *sizes, self.channel)
+        wanted = self.channel.route(experts % self.own, *sizes)
+        made = self._computed(arrived, wanted[:, None], torch.ones_like(wanted, dtype=weights.dtype)[:, None])
+        if not len(arrived):  # the others wait for this rank's part of the backward pass
+            made = (
+                made
+                + arrived
+                + sum(p.to_local().flatten()[:1].sum() * 0 for p in self.module.parameters(recurse=False))
+            )
+        back = _Route.apply(made, *reversed(sizes), self.channel)
+        scaled = back * weights.flatten()[order][:, None]
+        return torch.zeros_like(hidden).index_add(0, order // each, scaled.to(hidden.dtype))
+
+
+def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> list[DividedExperts]:
+    """Leave this rank its part of the experts of every mixture.
+
+    UnsupportedModelError: there are none, or they cannot be divided among so many ranks.
+    """
+    mixtures = [child for child in module.modules() if is_experts(child)]
+    if not mixtures:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no experts that {channel.size} ranks could share; leave e (expert parallelism) out"
+        )
+    counts = {int(cast(Any, child).num_experts) for child in mixtures}
+    if wrong := sorted(count for count in counts if count % channel.size):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has {wrong[0]} experts, which {channel.size} ranks cannot share evenly; make e "
+            f"{_below(wrong[0], channel.size)}"
+        )
+    return [DividedExperts(child, mesh, channel) for child in mixtures]
+
+
+def _below(count: int, size: int) -> int:
+    return next(divisor for divisor in range(size, 0, -1) if count % divisor == 0)

@@ -1,0 +1,124 @@
+"""Losses, gradients and weights of every way to divide a model are those of one process.
+
+The truth is one rank of the same code, which other tests compare with stock transformers and torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from areno.engine.parallel.layout import Layout
+from tests.engine.parallel.trainee import Learned, Lesson, Trainees
+from tests.support.tiny import save_tiny_checkpoint
+
+# Of a statistic; of a gradient's and of a weight's largest entry. Adam turns a gradient near zero into a step of any size.
+LOSS, GRADIENT, WEIGHT = 1e-5, 1e-5, 1e-4
+
+
+class Case(NamedTuple):
+    """One layout of one family; ``quick`` in every run of the tests."""
+
+    family: str
+    layout: Layout
+    quick: bool = False
+    lesson: dict = {}  # noqa: RUF012  # never changed
+    heads: int = 4
+
+    def __str__(self) -> str:
+        layout = self.layout
+        sizes = {"d": layout.dp_size, "t": layout.tp_size, "c": layout.cp_size, "e": layout.ep_size}
+        name = "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1)
+        more = "".join(f"-{name}{'' if value is True else value}" for name, value in self.lesson.items())
+        heads = f"-heads{self.heads}" if self.heads != 4 else ""
+        return f"{self.family}{heads}-{'fsdp-' * layout.fsdp}{name}{more}"
+
+
+SHARDED = {
+    "d2": Layout(2, fsdp=True),
+    "c2": Layout(cp_size=2),
+    "d2t2": Layout(2, 2, fsdp=True),
+    "d2c2": Layout(2, cp_size=2),
+    "c2t2": Layout(1, 2, cp_size=2),
+    "c4": Layout(cp_size=4),
+}
+EXPERTS = {
+    "d2e2": Layout(2, ep_size=2),
+    "d4e2": Layout(4, ep_size=2),
+    "d4e4": Layout(4, ep_size=4),
+    "d2t2e2": Layout(2, 2, ep_size=2),
+    "c2e2": Layout(cp_size=2, ep_size=2),
+    "d2c2e4": Layout(2, cp_size=2, ep_size=4),
+}
+MIXTURES = ("qwen3_moe", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "qwen3_5")
+NO_TENSOR_PLAN = ("gpt_oss", "qwen3_5")
+CASES = [
+    Case("qwen3", SHARDED["d2t2"], True),
+    Case("qwen3", SHARDED["c2"], True, {"tree": True}),
+    Case("llama", SHARDED["c2"], True, {"loss": "value"}, heads=3),
+    Case("gpt_oss", SHARDED["d2c2"], True),
+    Case("qwen3_5", SHARDED["c2"], True),
+    Case("qwen3_moe", EXPERTS["d2t2e2"], True),
+    Case("gpt_oss", EXPERTS["d4e2"], True),
+    Case("qwen3_moe", EXPERTS["d2c2e4"], False, {"tree": True, "recompute": False}),
+    Case("qwen3", SHARDED["c2t2"], False, {"loss": "sft", "recompute": False}),
+    Case("qwen3", SHARDED["d2c2"], False, {"mini_bs": 8, "tree": True}),
+    Case("llama", SHARDED["c4"], False, {}, heads=3),
+]
+CASES += [
+    Case(family, layout)
+    for family in FAMILIES
+    for name, layout in (SHARDED | EXPERTS if family in MIXTURES else SHARDED).items()
+    if not ("t" in name and family in NO_TENSOR_PLAN)
+    and not any(case.family == family and case.layout == layout and not case.lesson for case in CASES)
+]
+
+
+@pytest.fixture(scope="module")
+def trainees(tmp_path_factory):
+    made = Trainees(4, tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.group.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("models"), {}
+
+    def of(family: str, heads: int) -> str:
+        if (family, heads) not in found:
+            path = folder / f"{family}-{heads}"
+            found[family, heads] = str(save_tiny_checkpoint(path, family, heads=heads, hidden=16 * heads, layers=4))
+        return found[family, heads]
+
+    return of
+
+
+def assert_same(got: Learned, expected: Learned) -> None:
+    for mine, theirs in zip(got.stats, expected.stats, strict=True):
+        kept = {name: value for name, value in mine.items() if name != "tree_token_ratio"}  # which rows meet differs
+        assert kept == pytest.approx({name: theirs[name] for name in kept}, rel=LOSS, abs=LOSS)
+    for what, bound in (("gradients", GRADIENT), ("weights", WEIGHT)):
+        mine, theirs = getattr(got, what), getattr(expected, what)
+        assert mine.keys() == theirs.keys()
+        # Of a tensor a thousand times smaller than the largest, what is left of larger terms that cancel is rounding.
+        least = 1e-3 * max(float(tensor.abs().max()) for tensor in theirs.values())
+        for name, tensor in theirs.items():
+            gap, scale = (mine[name] - tensor).abs().max(), tensor.abs().max()
+            assert gap <= bound * max(scale, least), f"{what} {name}: {gap} of {scale}"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=[] if c.quick else [pytest.mark.long]) for c in CASES]
+)
+def test_a_layout_learns_what_one_process_learns(case, trainees, checkpoints):
+    lesson = Lesson(checkpoints(case.family, case.heads), **case.lesson)
+    expected = trainees.alone(lesson)
+    found = trainees.learn(case.layout, lesson)
+    assert len(found) == case.layout.world_size
+    assert_same(found[0], expected)
+    assert all(one.stats == found[0].stats for one in found)
+    # Each rank keeps its part; tensors of an odd number of rows do not divide evenly.
+    assert all(one.held < 1.2 * expected.held / case.layout.world_size for one in found)

@@ -1,0 +1,131 @@
+"""Ranks that train the same model in one layout after the other, without being started anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areno.engine.model.loading import LoadOptions
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers, connect
+from areno.engine.parallel.rendezvous import FolderRendezvous
+from areno.engine.parallel.sharding import local, whole_of
+from areno.engine.parallel.workers import WorkerGroup
+from areno.engine.role import Role, load_role
+from areno.engine.train.optimizer import OptimizerConfig
+from areno.loss_fns import grpo_loss_fn, sft_loss_fn, value_loss_fn
+from areno.types import TrainSequence
+from tests.engine.test_equivalences import rows
+
+CPU = torch.device("cpu")
+STEPS = 5
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-6, grad_clip_norm=0.5, weight_decay=0.01)
+LOSSES = {
+    "sft": ("policy", sft_loss_fn),
+    "grpo": ("policy", partial(grpo_loss_fn, kl_coef=0.1)),
+    "value": ("value", value_loss_fn),
+}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is trained, and how: ``mini_bs`` rows of a pass; ``tree`` computes equal beginnings once."""
+
+    path: str
+    loss: str = "grpo"
+    mini_bs: int = 2
+    recompute: bool = True
+    tree: bool = False
+    settings: OptimizerConfig = field(default_factory=lambda: OPTIMIZER, hash=False)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of it: statistics of each step, and whole tensors by name."""
+
+    stats: list[dict[str, float]]
+    gradients: dict[str, torch.Tensor]  # of the first step
+    weights: dict[str, torch.Tensor]
+    held: int  # entries of the weights that this rank keeps between passes
+
+
+def batch(step: int, tree: bool) -> list[TrainSequence]:
+    """Rows of a step: 7, 8, 3, ... of different lengths; in a tree pairs of them begin alike."""
+    found = rows((7, 8, 3, 8, 2)[step % 5], seed=10 + step)
+    if tree:
+        for first, second in zip(found[::2], found[1::2], strict=False):
+            same = min(len(first.tokens), len(second.tokens)) - 1
+            second.tokens[:same] = first.tokens[:same]
+    return found
+
+
+def learn(lesson: Lesson, peers: Peers) -> Learned:
+    """Train; every rank must call."""
+    kind, loss = LOSSES[lesson.loss]
+    options = LoadOptions(dtype=torch.float32, peers=peers)
+    role = load_role("actor", lesson.path, kind, options, lesson.settings, lesson.recompute)
+    role.tree = lesson.tree
+    gradients = first_gradients(role, lesson, loss)
+    stats = [role.training.run(batch(step, lesson.tree), loss, lesson.mini_bs) for step in range(STEPS)]
+    parameters = role.model.parameters()
+    weights = {name: whole_of(local(p.detach()), p).clone() for name, p in parameters}
+    return Learned(stats, gradients, weights, sum(local(p).numel() for _, p in parameters))
+
+
+def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the first step, before any is clipped; {} where the optimizer keeps them in a form of its own."""
+    step = role.training
+    step.set_training(True)
+    step.accumulate(batch(0, lesson.tree), loss, lesson.mini_bs)
+    step.set_training(False)
+    step.optimizer.collect()
+    found = {n: whole_of(local(p.grad), p).clone() for n, p in role.model.parameters() if p.grad is not None}
+    step.optimizer.zero_grad()
+    role.model.weights.release()
+    return found
+
+
+class Trainee:
+    """One rank."""
+
+    def __init__(self, folder: Path, rank: int, _send: Any) -> None:
+        self.folder, self.rank = folder, rank
+
+    def learn(self, number: int, layout: Layout, lesson: Lesson) -> Learned | None:
+        """Train in a layout, if this rank is part of it; the first one returns tensors."""
+        if self.rank >= layout.world_size:
+            return None
+        meeting = self.folder / str(number)
+        meeting.mkdir(exist_ok=True)
+        peers = connect(layout, self.rank, FolderRendezvous(meeting), CPU)
+        try:
+            found = learn(lesson, peers)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return found if peers.first else Learned(found.stats, {}, {}, found.held)
+
+
+class Trainees:
+    """A group of so many ranks, and the one process that they are compared with."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.group = WorkerGroup([partial(Trainee, folder, rank) for rank in range(count)], stall_s=120)
+        self._count = 0
+        self._truths: dict[Lesson, Learned] = {}
+
+    def learn(self, layout: Layout, lesson: Lesson) -> list[Learned]:
+        """What each rank of a layout has learned."""
+        self._count += 1
+        return [found for found in self.group.call("learn", self._count, layout, lesson) if found is not None]
+
+    def alone(self, lesson: Lesson) -> Learned:
+        """The same in this process."""
+        if lesson not in self._truths:
+            self._truths[lesson] = learn(lesson, Peers())
+        return self._truths[lesson]
