@@ -131,3 +131,18 @@ def test_text_arrives_in_whole_characters(tokenizer):
     heard = [pieces.push(token) for token in ids]
     assert "\ufffd" not in "".join(heard)
     assert "".join(heard) + pieces.flush() == tokenizer.decode(ids) == SCRIPTS
+
+
+def test_a_decode_step_is_compiled_in_bf16(folder, tokenizer, stock):
+    """It is compared with the model before it takes over: a trained model must not fail that by rounding."""
+    made = Engine(folder, EngineConfig(dtype=torch.bfloat16, decode="compiled", kv_cache_tokens=4096))
+    try:
+        prompt = chat(tokenizer, "What is the capital of France?")
+        [future] = made.submit([Request(prompt, SamplingParams(max_new_tokens=8, greedy=True), [0])])
+        [sequence] = future.result(timeout=120).sequences
+    finally:
+        made.close()
+    assert "Paris" in tokenizer.decode(sequence.resp_tokens)
+    assert sequence.resp_logprobs[0] == pytest.approx(
+        float(next_logprobs(stock, prompt).max()), abs=0.3
+    )  # three digits of a logit
