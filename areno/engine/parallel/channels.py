@@ -63,7 +63,8 @@ class Channel:
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
-        return parts
+        equal = [len(parts) // self.size] * self.size
+        return self.route(parts, equal, equal)
 
     def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
@@ -132,13 +133,6 @@ class Group(Channel):
         whole = torch.empty(len(part) * self.size, dtype=part.dtype, device=part.device)
         self._group._allgather_base(whole, part).wait()  # type: ignore[attr-defined]
         return whole
-
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of values [size * n] to rank i; returns what each rank has sent to this one: [size * n]."""
-        self.traffic["exchange"] += parts.nbytes - parts.nbytes // self.size
-        found = torch.empty_like(parts)
-        self._group.alltoall_base(found, parts, [], []).wait()
-        return found
 
     def route(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""

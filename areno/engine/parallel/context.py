@@ -27,30 +27,17 @@ from areno.engine.model.packing import PackedPlan
 from areno.engine.parallel.channels import Channel
 
 
-class _ToHeads(torch.autograd.Function):
-    """x [n, size * h, D] of own tokens -> [size * n, h, D]: all tokens of own heads."""
+class _Exchange(torch.autograd.Function):
+    """Own tokens of all heads [n, size * h, D] <-> all tokens of own heads [size * n, h, D]; the adjoint is the inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
-        ctx.channel = channel
-        return _to_heads(x, channel)
+    def forward(ctx: Any, x: Tensor, channel: Channel, to_heads: bool) -> Tensor:
+        ctx.channel, ctx.to_heads = channel, to_heads
+        return (_to_heads if to_heads else _to_tokens)(x, channel)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _to_tokens(grad, ctx.channel), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The inverse, which is also the adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
-        ctx.channel = channel
-        return _to_tokens(x, channel)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _to_heads(grad, ctx.channel), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return (_to_tokens if ctx.to_heads else _to_heads)(grad, ctx.channel), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -127,9 +114,9 @@ class ContextPlan:
             own = padded // size
             sinks = pad(layer.sinks, (0, padded - heads))[self.channel.rank * own :][:own]
             layer = dataclasses.replace(layer, sinks=sinks)
-        q, k, v = (_ToHeads.apply(x, self.channel)[:total] for x in (q, k, v))
+        q, k, v = (_Exchange.apply(x, self.channel, True)[:total] for x in (q, k, v))
         found = self._filled(self.whole.attend(layer, q, k, v))
-        return _ToTokens.apply(found, self.channel)[:, :heads]  # type: ignore[no-any-return]
+        return _Exchange.apply(found, self.channel, False)[:, :heads]  # type: ignore[no-any-return]
 
     def run_recurrent(self, module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
         """Run a stateful layer over the hidden [n, C] of all ranks, on each, and take this rank's part."""
