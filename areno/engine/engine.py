@@ -69,7 +69,7 @@ class Engine:
             keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
         self.roles: dict[str, Role] = {ACTOR: self.actor}
         model = self.actor.model
-        self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) else None
+        self._loop = self._rollout_loop(model) if isinstance(model, CausalLM) and model.stage is None else None
 
     def _rollout_loop(self, model: CausalLM) -> RolloutLoop:
         config = self.config
@@ -140,8 +140,8 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return self.loop.scheduler.budget_tokens
+        """Tokens that the cache holds; 0 where nothing is generated."""
+        return self._loop.scheduler.budget_tokens if self._loop is not None else 0
 
     def set_max_running(self, sequences: int | None) -> None:
         """Decode no more sequences at once, on each replica; None is what was configured. ValueError below 1."""
@@ -170,7 +170,11 @@ class Engine:
 
     @property
     def loop(self) -> RolloutLoop:
-        """The rollout loop. Raises EngineError: the actor is a reward model."""
+        """The rollout loop. Raises EngineError: the actor is a reward model, or a stage of a pipeline."""
+        if self._loop is None and self.actor.model.stage is not None:
+            raise EngineError(
+                "the stages of a pipeline generate nothing; use a layout without p, or rollouts of their own"
+            )
         if self._loop is None:
             raise EngineError("a reward model generates nothing: this trainer was made with trains='reward'")
         return self._loop

@@ -20,9 +20,11 @@ from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions, add_adapter, load_causal_lm, load_value_model
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.scoring import Scored, TokenRows, score, temperature_per_row
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
+from areno.engine.train.stage_states import whole_state
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
 
@@ -66,7 +68,13 @@ class Role:
             peers=self.peers,
             tree=self.tree,
             offload_activations=self.offload_activations,
+            pipeline=self.pipeline,
         )
+
+    @functools.cached_property
+    def pipeline(self) -> Pipeline | None:
+        """What passes rows through all stages, where this one has only some layers."""
+        return Pipeline(self.model, self.peers) if self.model.stage is not None else None
 
     def check(self, rows: Iterable[Sequence[int]]) -> None:
         """Refuse rows to score or train on that are too long, or have an id that the model does not know, by UsageError."""
@@ -100,7 +108,7 @@ class Role:
         self.check(rows)
         plain = self.model.adapter.off() if self.adapter_off and self.model.adapter else nullcontext()
         with plain, self.model.gathered():
-            return score(self.model, what, rows, micro_bs, each)
+            return score(self.model, what, rows, micro_bs, each, self.pipeline)
 
     def stage_model(self, tokenizer: Any) -> Callable[[Path], None] | None:
         """Copy the weights to the CPU, so that they can be written while training goes on.
@@ -137,10 +145,10 @@ class Role:
             pad = tokenizer.pad_token_id
             module.config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
         disable_progress_bar()  # a bar for every checkpoint would tear the live display
-        if self.peers.layout.fsdp:
+        if self.peers.layout.fsdp or self.peers.layout.pp_size > 1:
             from areno.engine.parallel.sharding import save_whole
 
-            save_whole(self.model, folder, writes=self.peers.first)
+            save_whole(self.model, folder, self.peers)
         elif self.peers.replica == 0:
             module.save_pretrained(folder, state_dict=weights)  # the ranks of a replica put their parts together
         if self.peers.first:
@@ -148,7 +156,7 @@ class Role:
 
     def save_optimizer(self, file: Path) -> None:
         """Write the optimizer's state."""
-        state = self.trained_by().state_dict()  # all ranks together
+        state = whole_state(self.trained_by().state_dict(), self.peers)  # all ranks together
         if self.peers.first:
             torch.save(state, file)
 
@@ -266,12 +274,13 @@ def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Opt
     from areno.engine.parallel.sharding import partial_names
 
     partial = partial_names(model.config, [name for name, _ in model.parameters()]) if peers.tensor.size > 1 else set()
+    tied = model.stage.tied_names(model.module) if model.stage is not None else set()
     if peers.layout.fsdp:
         from areno.engine.train.fsdp import SpreadAdamW
 
-        return SpreadAdamW(model.parameters(), config, peers, model.dtype, partial)
+        return SpreadAdamW(model.parameters(), config, peers, model.dtype, partial, tied)
     from areno.engine.train.sharded import ShardedAdamW
 
     if model.adapter is not None:
         partial |= model.adapter.partial_names()
-    return ShardedAdamW(model.parameters(), config, peers, partial)
+    return ShardedAdamW(model.parameters(), config, peers, partial, tied)

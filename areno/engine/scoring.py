@@ -1,16 +1,19 @@
 """Scoring fixed token rows with any role: log-probs, values, rewards. Nothing here keeps a gradient."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from areno.engine.cpu_threads import CPU_THREADS
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
+from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.progress import PROGRESS
 from areno.engine.train.outputs import last_tokens
 
@@ -29,35 +32,69 @@ def temperature_per_row(rows: TokenRows, temperatures: float | Sequence[float]) 
     return each
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows that are scored at once."""
+
+    rows: TokenRows
+    temperatures: Sequence[float]  # one per row
+    tokens: Tensor  # [T], of all rows end to end
+    plan: PackedPlan
+
+
 @torch.no_grad()
-def score(model: PackedModel, what: Scored, rows: TokenRows, micro_bs: int, temperatures: Sequence[float]) -> list[Any]:
+def score(
+    model: PackedModel,
+    what: Scored,
+    rows: TokenRows,
+    micro_bs: int,
+    temperatures: Sequence[float],
+    pipeline: Pipeline | None = None,
+) -> list[Any]:
     """Score rows with a policy (log-probs), or a critic or reward model (values and rewards).
 
     Returns:
         ``logprobs``: per row that of each token given the tokens before it, under the row's temperature; entry 0 is 0.0.
-        ``values``: per row the value after each token. ``rewards``: one score per row, read at its last token.
+        ``values``: per row the value after each token. ``rewards``: one score per row, read at its last token. Nothing where
+        another stage of a ``pipeline`` has the last layers.
     """
     results: list[Any] = []
-    for batch in _micro_batches(rows, micro_bs):
+    batches = _batches(model, rows, micro_bs, temperatures)
+    if pipeline is not None:
+        every = list(batches)
+
+        def finish(index: int, hidden: Tensor) -> None:
+            results.extend(_scores(model, what, every[index], hidden))
+
+        pipeline.run(every, finish, backward=False)
+        return results
+    for batch in batches:
         PROGRESS.tick()
         CPU_THREADS.apply()
-        warmth = temperatures[len(results) : len(results) + len(batch)]
-        results += _score_batch(model, what, batch, warmth)
+        results += _scores(model, what, batch, model.body(batch.tokens, batch.plan.position_ids, batch.plan))
     return results
 
 
-def _score_batch(model: PackedModel, what: Scored, rows: TokenRows, temperatures: Sequence[float]) -> list[Any]:
-    plan = PackedPlan([len(row) for row in rows], model.device)
-    tokens = torch.tensor([token for row in rows for token in row], device=model.device)
-    hidden = model.body(tokens, plan.position_ids, plan)
+def _batches(model: PackedModel, rows: TokenRows, micro_bs: int, temperatures: Sequence[float]) -> Iterator[_Batch]:
+    done = 0
+    for some in _micro_batches(rows, micro_bs):
+        plan = PackedPlan([len(row) for row in some], model.device)
+        tokens = torch.tensor([token for row in some for token in row], device=model.device)
+        yield _Batch(some, temperatures[done : done + len(some)], tokens, plan)
+        done += len(some)
+
+
+def _scores(model: PackedModel, what: Scored, batch: _Batch, hidden: Tensor) -> list[Any]:
+    """Results of a batch's rows, from its hidden states [T, C]."""
+    plan = batch.plan
     if isinstance(model, ValueModel):
         if what == "rewards":
             return model.values(hidden.index_select(0, last_tokens(plan.starts, hidden.device))).tolist()
         values = model.values(hidden).tolist()
         return [values[start:end] for start, end in pairwise(plan.starts)]
     assert isinstance(model, CausalLM)
-    scales = torch.repeat_interleave(torch.tensor(temperatures), torch.tensor(plan.lengths)).to(tokens.device)
-    logprobs = model.logprobs(hidden, torch.roll(tokens, -1), scales).tolist()
+    scales = torch.repeat_interleave(torch.tensor(batch.temperatures), torch.tensor(plan.lengths)).to(hidden.device)
+    logprobs = model.logprobs(hidden, torch.roll(batch.tokens, -1), scales).tolist()
     return [[0.0, *logprobs[start : end - 1]] for start, end in pairwise(plan.starts)]
 
 

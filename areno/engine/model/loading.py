@@ -8,14 +8,14 @@ recurrent mixer, an attention of its own) fails here by name instead of training
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +28,7 @@ from areno.engine.model.linear import use_fast_products
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.recurrent import wrap_recurrent_layers
+from areno.engine.model.stages import StageLayers, refuse_changed_input, stage_class
 from areno.engine.model.value_model import HEAD_NAMES, ValueModel, classifier_class, install_head, read_head
 from areno.engine.parallel.peers import Peers
 from areno.errors import ArenoError, UnsupportedModelError, UsageError
@@ -66,8 +67,10 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
     attention plan; the message says how that showed.
     """
     with _reading(path, options, "causal language model"):
-        module = _build(AutoModelForCausalLM, base_of(path), options)
-    return prepare(_complete(module, path, options), path, options.attn_backend)
+        config = _config_of(base_of(path), options)
+        stage = _stage_of(config, path, options)
+        module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
+    return prepare(_complete(module, path, options), path, options.attn_backend, stage)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
@@ -81,7 +84,8 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
     """
     with _reading(path, options, "sequence classifier"):
         base = base_of(path)
-        config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code)
+        config = _config_of(base, options)
+        stage = _stage_of(config, path, options)
         head = None if options.dummy else read_head(base)
         if head is None and needs_head and not (is_adapter(path) and brings_head(path)):
             raise UsageError(
@@ -90,9 +94,10 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
             )
         config.num_labels = 1 if head is None else len(head[0])
         with _quiet():
-            module = _build(classifier_class(config), base, options, config=config)
-    install_head(module, head)
-    return prepare_value_model(_complete(module, path, options), path, options.attn_backend)
+            module = _build(classifier_class(config), base, options, config, stage)
+    if stage is None or stage.last:
+        install_head(module, head)
+    return prepare_value_model(_complete(module, path, options), path, options.attn_backend, stage)
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
@@ -127,12 +132,10 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
     It is for planning: called under a mode that makes tensors without memory, it takes none.
     """
     with _reading(path, options, "sequence classifier" if classifier else "causal language model"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        config = _config_of(path, options)
         if classifier:
             config.num_labels = 1
-            module = _build(classifier_class(config), path, options, config=config)
-        else:
-            module = _build(AutoModelForCausalLM, path, options, config=config)
+        module = _build(classifier_class(config) if classifier else AutoModelForCausalLM, path, options, config)
     _switch_dropout_off(module)
     module.eval()
     wrap_recurrent_layers(module)
@@ -140,52 +143,59 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
     return ValueModel(module) if classifier else CausalLM(module)
 
 
-def prepare(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> CausalLM:
-    """Wrap a loaded causal LM: plan-driven attention, no dropout, proven on two sequences."""
+def prepare(
+    module: nn.Module, name: str = "model", attn_backend: str = "flash", stage: StageLayers | None = None
+) -> CausalLM:
+    """Wrap a loaded causal LM, or a stage of it: plan-driven attention, no dropout, proven on two sequences."""
     _repair_generation_config(module)
+    if stage is not None and not stage.last:
+        return _prepared(module, name, attn_backend, stage, wrap=CausalLM, ours=lambda _, hidden: hidden)
     return _prepared(
         module,
         name,
         attn_backend,
+        stage,
         wrap=CausalLM,
-        stock=lambda ids: module(input_ids=ids, use_cache=False).logits,
+        stock=lambda given: module(**given, use_cache=False).logits,
         ours=lambda model, hidden: model.own_logits(hidden),
     )
 
 
-def prepare_value_model(module: nn.Module, name: str = "model", attn_backend: str = "flash") -> ValueModel:
+def prepare_value_model(
+    module: nn.Module, name: str = "model", attn_backend: str = "flash", stage: StageLayers | None = None
+) -> ValueModel:
     """Wrap a loaded classifier in the same way; the proof compares hidden states."""
-    body: Any = getattr(module, str(module.base_model_prefix))
-    return _prepared(
-        module,
-        name,
-        attn_backend,
-        wrap=ValueModel,
-        stock=lambda ids: body(input_ids=ids, use_cache=False).last_hidden_state,
-        ours=lambda _, hidden: hidden,
-    )
+    return _prepared(module, name, attn_backend, stage, wrap=ValueModel, ours=lambda _, hidden: hidden)
 
 
 def _prepared(
     module: nn.Module,
     name: str,
     attn_backend: str,
+    stage: StageLayers | None,
     *,
     wrap: Callable[[nn.Module], M],
-    stock: Callable[[Tensor], Tensor],
     ours: Callable[[M, Tensor], Tensor],
+    stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
+    """The model, proven: ``ours`` makes of its hidden states what ``stock``, by default its body, says of a sequence."""
+    body: Any = getattr(module, str(module.base_model_prefix))
+    stock = stock or (lambda given: body(**given, use_cache=False).last_hidden_state)
     _switch_dropout_off(module)
     module.eval()
-    probe = _probe_tokens(module)
+    probe = _probe(module, stage)
+    kind = "inputs_embeds" if probe[0].is_floating_point() else "input_ids"
     with torch.no_grad():
-        expected = torch.cat([stock(ids[None])[0] for ids in probe]).float()
+        expected = torch.cat([stock({kind: given[None]})[0] for given in probe]).float()
     if not expected.isfinite().all():
         raise UsageError(_broken_weights(module, name))
     wrap_recurrent_layers(module)
     use_fast_products(module)
     _use_areno_attention(module, name, attn_backend)
     model = wrap(module)
+    model.stage = stage
+    if stage is not None:
+        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
     _prove(model, ours, probe, expected, name)
     return model
 
@@ -210,9 +220,34 @@ def _switch_dropout_off(module: nn.Module) -> None:
             child.p = 0.0
 
 
-def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module:
-    more |= {"dtype": options.dtype, "attn_implementation": "eager"}
+def _config_of(path: str, options: LoadOptions) -> Any:
+    return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+
+
+def _stage_of(config: Any, path: str, options: LoadOptions) -> StageLayers | None:
+    """The layers of this rank's stage; None where there is one stage. UsageError: there are too few for all stages."""
+    layout = options.peers.layout
+    if layout.pp_size == 1:
+        return None
+    if options.dummy:
+        raise UsageError(f"{options.option} {path}: random weights (dummy_load) have no stages; use a layout without p")
+    layers = int(config.get_text_config().num_hidden_layers)
+    try:
+        return StageLayers(layout, options.peers.place.stage, layers)
+    except ValueError as error:
+        raise UsageError(
+            f"{options.option} {path}: {error} of a pipeline; use fewer stages, or pp_schedule 1F1B, which needs one run "
+            "of layers per stage"
+        ) from error
+
+
+def _build(
+    kind: Any, path: str, options: LoadOptions, config: PretrainedConfig, stage: StageLayers | None = None
+) -> nn.Module:
+    more: dict[str, Any] = {"dtype": options.dtype, "attn_implementation": "eager"}
     auto = kind.__name__.startswith("AutoModel")
+    if stage is not None:
+        kind, auto = stage_class(_known_class(kind, config), stage), False
     if auto:
         more["trust_remote_code"] = options.trust_remote_code
     if options.four_bit:
@@ -227,31 +262,42 @@ def _build(kind: Any, path: str, options: LoadOptions, **more: Any) -> nn.Module
     if not sys.stderr.isatty():
         disable_progress_bar()
     tp_size = options.peers.layout.tp_size
+    if options.dummy:
+        if tp_size > 1:
+            raise UsageError(f"--tp-size {tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
+        return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
     if tp_size > 1:
-        more |= _spread(kind, path, options, more.get("config"))
-    if not options.dummy:
-        module, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, output_loading_info=True, **more)
-        _refuse_random_weights(report, options.option, path)
-        # transformers leaves the parts that are cut as views of the whole file, which they would keep in memory.
-        for parameter in module.parameters() if tp_size > 1 else ():
-            part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
-            part.data = part.detach().clone()
-        return module
-    config = more.pop("config", None)
-    config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+        more |= _spread(kind, path, options, config)
+    with nullcontext() if stage is None else _quiet():  # what other stages have is no surprise
+        module, report = kind.from_pretrained(
+            path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **more
+        )
+    _refuse_random_weights(report, options.option, path)
+    # transformers leaves the parts that are cut as views of the whole file, which they would keep in memory.
+    for parameter in module.parameters() if tp_size > 1 else ():
+        part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
+        part.data = part.detach().clone()
+    return module  # type: ignore[no-any-return]
 
 
-def _spread(kind: Any, path: str, options: LoadOptions, config: Any) -> dict[str, Any]:
+def _known_class(kind: Any, config: PretrainedConfig) -> Any:
+    """The class of ``transformers`` that a class for all architectures stands for."""
+    found = getattr(kind, "_model_mapping", {type(config): kind}).get(type(config), None)
+    if found is None or isinstance(found, tuple):
+        raise UnsupportedModelError(
+            f"{type(config).__name__}: only the classes of transformers can be cut into the stages of a pipeline; use a "
+            "layout without p"
+        )
+    return found
+
+
+def _spread(kind: Any, path: str, options: LoadOptions, config: PretrainedConfig) -> dict[str, Any]:
     """Arguments that make ``transformers`` load this rank's part."""
     from areno.engine.parallel.sharding import distributed_config  # costs a second to import, and few need it
 
-    layout = options.peers.layout
-    if options.dummy:
-        raise UsageError(f"--tp-size {layout.tp_size}: random weights (dummy_load) cannot be spread; use --tp-size 1")
-    config = config or AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     module = getattr(kind, "_model_mapping", {}).get(type(config), kind)
     own_plan = getattr(module, "_tp_plan", None) or {}
+    layout = options.peers.layout
     return {"distributed_config": distributed_config(config, own_plan, layout, options.option, path)}
 
 
@@ -318,11 +364,14 @@ def _repair_generation_config(module: Any) -> None:
         config.do_sample = True
 
 
-def _probe_tokens(module: nn.Module) -> list[Tensor]:
-    vocab = int(module.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+def _probe(module: Any, stage: StageLayers | None) -> list[Tensor]:
+    """Two sequences: of tokens [n], or of hidden states [n, C] where other stages have the layers before."""
+    config, like = module.config.get_text_config(), next(module.parameters())
     generator = torch.Generator().manual_seed(0)
-    device = next(module.parameters()).device
-    return [torch.randint(0, vocab, (n,), generator=generator).to(device) for n in _PROBE_LENGTHS]
+    if stage is None or stage.first:
+        tokens = [torch.randint(0, int(config.vocab_size), (n,), generator=generator) for n in _PROBE_LENGTHS]
+        return [ids.to(like.device) for ids in tokens]
+    return [torch.randn(n, int(config.hidden_size), generator=generator).to(like) for n in _PROBE_LENGTHS]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from areno.engine.limits import context_length, vocabulary_size
 from areno.engine.model.adapter import Adapter
 from areno.engine.model.attention import AttentionPlan
+from areno.engine.model.stages import StageLayers
 
 
 class Weights:
@@ -37,6 +38,7 @@ class PackedModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.stage: StageLayers | None = None  # which layers it has, if not all
         self.adapter: Adapter | None = None  # what is trained in place of the weights
         self.weights = Weights()
         self._prefix = cast(str, module.base_model_prefix)
@@ -97,7 +99,13 @@ class PackedModel:
         """Trainable parameters by name, tied ones once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
-    def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states [T, C] of tokens [T] at positions [T], attending as ``plan`` says."""
-        out = self._body(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, areno=plan)
-        return out.last_hidden_state[0]
+    def body(self, tokens: Tensor, position_ids: Tensor, plan: AttentionPlan, run: int | None = None) -> Tensor:
+        """Hidden states [T, C] of tokens [T] at positions [T], attending as ``plan`` says.
+
+        Of a stage they come from the hidden states [T, C] of the layers before, unless these layers are the first; ``run`` is
+        the number of the run of neighbouring layers that they pass through, None all that are here.
+        """
+        body = self._body if run is None or self.stage is None else self.stage.body_of(self._body, run)
+        given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens[None]}
+        out = body(**given, position_ids=position_ids[None], use_cache=False, areno=plan)
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]

@@ -70,6 +70,14 @@ class Channel:
         """Send rows in the order of the ranks that get them, so many to each; returns the rows that have come, by sender."""
         return rows
 
+    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ranks' tensors, which have different names, on rank 0 in the computer's memory; nothing on the others."""
+        return {name: value.cpu() for name, value in values.items()}
+
+    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On rank 0 the values of another rank, of that shape; both must call."""
+        return values
+
     def sums(self, count: int, device: torch.device) -> Sums | None:
         """Make a place to add up ``count`` numbers in, a multiple of ``size``; None where ranks share no memory."""
         return None
@@ -145,6 +153,35 @@ class Group(Channel):
         """Rank 0's values, in place."""
         self._group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
+
+    def pass_on(self, values: Tensor, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On rank 0 the values of another rank, of that shape; both must call."""
+        if self.rank:
+            self.send(values.to(self._device).contiguous(), 0).wait()
+            return values
+        found = torch.empty(shape, dtype=dtype, device=self._device)
+        self.receive(found, rank).wait()
+        return found
+
+    def to_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ranks' tensors, one at a time, on rank 0 in the computer's memory; nothing on the others."""
+        known = self.everyone([(name, tuple(value.shape), value.dtype) for name, value in values.items()])
+        found = {} if self.rank else {name: value.cpu() for name, value in values.items()}
+        for rank, entries in enumerate(known[1:], 1):
+            for name, shape, dtype in entries if self.rank in (0, rank) else ():
+                value = self.pass_on(values.get(name, torch.empty(0)), rank, shape, dtype)
+                if not self.rank:
+                    found[name] = value.cpu()
+        return found
+
+    def send(self, values: Tensor, rank: int) -> dist.Work:
+        """Begin to send values to a rank, which must not change until it is done."""
+        self.traffic["send"] += values.nbytes
+        return self._group.send([values], rank, 0)
+
+    def receive(self, values: Tensor, rank: int) -> dist.Work:
+        """Begin to receive a rank's values, in place."""
+        return self._group.recv([values], rank, 0)
 
     def _encode(self, value: Any) -> Tensor:
         return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8).to(self._device)

@@ -23,7 +23,7 @@ from areno.engine.device import rank_devices
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.limits import check_tokenizer, fitted
-from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.layout import NO_ROLLOUT, Layout
 from areno.engine.parallel.rendezvous import FolderRendezvous, NamedRendezvous, Rendezvous
 from areno.engine.parallel.server import EngineServer, RequestResult, TokenEvent
 from areno.engine.parallel.workers import STALL_S, Processes, WorkerGroup
@@ -129,6 +129,8 @@ class EngineGroup:
 
     def submit(self, requests: list[Request]) -> list[Future[RolloutResult]]:
         """Queue requests; one future each. Raises EngineError: a rank has failed, or a request cannot be answered."""
+        if self.layout.pp_size > 1:
+            raise EngineError(NO_ROLLOUT)
         # The ranks would say the same, but only later.
         requests = fitted(requests, self.context_length, self.vocab_size, self.kv_tokens)
         with self._order:

@@ -8,9 +8,14 @@ that has the same layers: the ranks of one place on the pipeline axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from areno.errors import UsageError
+
+NO_ROLLOUT = (
+    "the stages of a pipeline generate nothing; use a layout without p, or rollouts with an engine of their own"
+)
 
 
 class Place(NamedTuple):
@@ -29,6 +34,10 @@ class Layout:
     ``fsdp`` shards weights and gradients across ``dp_size`` x ``cp_size`` ranks; without it each replica has them whole, and
     only the optimizer's states are sharded. Layouts with context or expert parallelism always shard. The experts of a mixture
     are divided among ``ep_size`` of those ranks, and sharded across the rest.
+
+    The layers are cut into ``pp_size`` x ``pp_chunks`` runs of neighbours, which the stages take in turn: with two chunks the
+    first of two stages has the first and the third run. ``pp_less`` is what the first and the last run have to do beside
+    layers (embedding, output layer), counted in layers.
     """
 
     dp_size: int = 1
@@ -36,6 +45,9 @@ class Layout:
     fsdp: bool = False
     cp_size: int = 1
     ep_size: int = 1
+    pp_size: int = 1
+    pp_chunks: int = 1
+    pp_less: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.cp_size > 1 or self.ep_size > 1:
@@ -44,6 +56,11 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
+        return self.pp_size * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks that have the same layers."""
         return self.dp_size * self.cp_size * self.tp_size
 
     @property
@@ -58,8 +75,26 @@ class Layout:
         stage, replica = divmod(rest, self.dp_size)
         return Place(stage, replica, context, tensor)
 
+    def runs_of_layers(self, count: int) -> list[range]:
+        """Layers of each run, for a model of so many; run i belongs to stage i % ``pp_size``.
+
+        Each has at least one. Every further layer goes to the run that has the least to do. ValueError: there are too few.
+        """
+        runs = self.pp_size * self.pp_chunks
+        if count < runs:
+            raise ValueError(f"{count} layers cannot be divided into {runs} runs")
+        layers, work = [1] * runs, [1] * runs
+        work[0] += self.pp_less[0]
+        work[-1] += self.pp_less[1]
+        for _ in range(count - runs):
+            least = work.index(min(work))
+            layers[least] += 1
+            work[least] += 1
+        ends = list(accumulate(layers))
+        return [range(end - size, end) for end, size in zip(ends, layers, strict=True)]
+
     def leaders(self) -> list[int]:
-        """First rank of each replica."""
+        """First rank of each replica, in the first stage."""
         return [replica * self.cp_size * self.tp_size for replica in range(self.dp_size)]
 
     @classmethod

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 
 from areno.engine.parallel.channels import PATIENCE, Channel, Group, SharedGroup, meet
-from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.layout import Layout, Place
 from areno.engine.parallel.rendezvous import Rendezvous
+
+Links = dict[tuple[bool, int], Group]
+"""Groups of two ranks, the first of which sends to the second: activations to the next stage, or gradients to the one before.
+
+The key says whether they are gradients, and from which stage. Each direction has a group of its own, so that none waits for
+another, whatever the order in which the two ranks use them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +36,21 @@ class Peers:
     turns: Channel = field(default_factory=Channel)  # the same ranks, on a line of their own for the rollout loop
     experts: Channel = field(default_factory=Channel)  # ranks with the other experts of each mixture
     stage: Channel = field(default_factory=Channel)  # all ranks that have the same layers; with FSDP
+    pipeline: Channel = field(default_factory=Channel)  # ranks with the same part of the other stages
+    ends: Channel = field(default_factory=Channel)  # those of the first and the last stage, on these
+    links: Links = field(
+        default_factory=dict, hash=False
+    )  # between stages that pass activations and gradients on to each other
 
     @property
     def replica(self) -> int:
         """Number of this rank's replica."""
         return self.layout.place(self.rank).replica
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        return self.layout.place(self.rank)
 
     @property
     def alone(self) -> bool:
@@ -46,9 +63,19 @@ class Peers:
         return self.tensor.rank == 0
 
     @property
+    def predicts(self) -> bool:
+        """Whether this rank has the last layers."""
+        return self.place.stage == self.layout.pp_size - 1
+
+    @property
     def leads(self) -> bool:
         """Whether this rank speaks for its replica."""
         return self.tensor.rank == 0 and self.context.rank == 0
+
+    @property
+    def heads(self) -> bool:
+        """Whether this rank speaks for its stage."""
+        return self.rank % self.layout.stage_size == 0
 
     @property
     def first(self) -> bool:
@@ -62,7 +89,7 @@ class Peers:
 
     def smallest(self, value: int) -> int:
         """Least number over all ranks."""
-        return self.data.smallest(self.context.smallest(self.tensor.smallest(value)))
+        return self.pipeline.smallest(self.data.smallest(self.context.smallest(self.tensor.smallest(value))))
 
 
 def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) -> Peers:
@@ -80,8 +107,10 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
         size = layout.shards * layout.tp_size
         stage = _join_default_group(where, f"stage-{place.stage}", rank % size, size, device)
     elif layout.tp_size > 1:
-        _join_default_group(where, f"replica-{place.replica}", place.tensor, layout.tp_size, device)
+        _join_default_group(where, f"replica-{place.stage}-{place.replica}", place.tensor, layout.tp_size, device)
     shard, expert = divmod(place.replica * layout.cp_size + place.context, layout.ep_size)
+    column = f"{place.replica}-{place.context}-{place.tensor}"
+    at_an_end = place.stage in (0, layout.pp_size - 1)
     line = f"{place.stage}-{place.replica}-{place.context}"
     return Peers(
         layout,
@@ -93,7 +122,24 @@ def connect(layout: Layout, rank: int, where: Rendezvous, device: torch.device) 
         turns=group(f"turns-{line}", place.tensor, layout.tp_size, torch.device("cpu")),
         experts=group(f"experts-{place.stage}-{shard}-{place.tensor}", expert, layout.ep_size),
         stage=stage,
+        pipeline=group(f"pipeline-{column}", place.stage, layout.pp_size),
+        ends=group(f"ends-{column}", int(place.stage > 0), 2 if layout.pp_size > 1 else 1) if at_an_end else Channel(),
+        links=_links(layout, place.stage, f"link-{column}", where, device),
     )
+
+
+def _links(layout: Layout, stage: int, name: str, where: Rendezvous, device: torch.device) -> Links:
+    """All stages make them in one order, so nobody waits for somebody who waits."""
+    found: Links = {}
+    stages = layout.pp_size
+    for gradients in (False, True) if stages > 1 else ():
+        for sender in range(stages):
+            receiver = (sender + (-1 if gradients else 1)) % stages
+            around = sender == (0 if gradients else stages - 1)  # from the last stage to the next run of the first
+            if stage in (sender, receiver) and (layout.pp_chunks > 1 or not around):
+                own = f"{name}-{'gradients' if gradients else 'activations'}-{sender}"
+                found[gradients, sender] = meet(where, own, int(stage == receiver), 2, device)
+    return found
 
 
 def _join_default_group(where: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:

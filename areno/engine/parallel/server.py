@@ -56,7 +56,7 @@ class EngineServer:
     def limits(self) -> tuple[int | None, int, int]:
         """Context length, vocabulary size and KV tokens of the loaded engine."""
         engine = self.engine
-        return engine.context_length, engine.vocab_size, engine.kv_tokens if engine.config.trains != "reward" else 0
+        return engine.context_length, engine.vocab_size, engine.kv_tokens
 
     # -- at once, on the leaders of replicas -------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class EngineServer:
         mine = shares_of_rows([len(row) for row in rows], self.peers.layout.shards)[self.peers.reader]
         own = 1.0 if temperatures is None else [temperatures[index] for index in mine]
         found = self.engine.score(what, role, [rows[index] for index in mine], micro_bs, own)
-        return list(zip(mine, found, strict=True)) if self.peers.decides else []
+        return list(zip(mine, found, strict=True)) if self.peers.decides and self.peers.predicts else []
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with this rank's engine."""

@@ -16,9 +16,11 @@ from transformers.distributed import DistributedConfig
 
 from areno.config.machine import HEADS, heads_problem, shards_tensor_parallel
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
 from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.peers import Peers
 from areno.errors import UnsupportedModelError
 
 # Styles of an output head that put the ranks' logits together.
@@ -76,7 +78,7 @@ def vocabulary_share(module: Any) -> VocabularyShare | None:
     """Which slice of the vocabulary this rank's output head gives; None where it gives all."""
     head = module.get_output_embeddings()
     name = next((name for name, child in module.named_modules() if child is head), "")
-    if head is None or style_of(module, name) != "colwise":
+    if head is None or isinstance(head, Absent) or style_of(module, name) != "colwise":
         return None
     weight: DTensor = head.weight
     channel = Group(weight.device_mesh.get_group(), weight.device)
@@ -144,23 +146,32 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def save_whole(model: PackedModel, folder: str | Path, *, writes: bool) -> None:
-    """Write a model in Hugging Face format, tensor by tensor put together on the one rank that ``writes``.
+def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:
+    """Write a model in Hugging Face format, tensor by tensor put together on the first rank.
 
     Every rank that holds a share must call.
     """
     weights: dict[str, Tensor] = {}
     kept: dict[int, Tensor] = {}  # tied weights stay one
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
     for name, tensor in model.state().items():
-        if id(tensor) not in kept:
-            whole = whole_of(local(tensor.detach()), tensor)
-            rounded = isinstance(tensor, nn.Parameter) and whole.is_floating_point()
-            kept[id(tensor)] = whole.to("cpu", model.dtype if rounded else whole.dtype) if writes else torch.empty(0)
-        weights[name] = kept[id(tensor)]
-    if writes:
+        if id(tensor) in kept:
+            tied[name] = first_names[id(tensor)]
+            continue
+        whole = whole_of(local(tensor.detach()), tensor)
+        rounded = isinstance(tensor, nn.Parameter) and whole.is_floating_point()
+        kept[id(tensor)] = whole.to("cpu", model.dtype if rounded else whole.dtype) if peers.heads else torch.empty(0)
+        weights[name], first_names[id(tensor)] = kept[id(tensor)], name
+    weights = peers.pipeline.to_first(weights if peers.heads else {})
+    tied = {name: other for each in peers.pipeline.everyone(tied) for name, other in each.items()}
+    if peers.first:
+        weights |= {name: weights[other] for name, other in tied.items()}
         module: Any = model.module
         spread, module.config.distributed_config = getattr(module.config, "distributed_config", None), None
         try:
             module.save_pretrained(folder, state_dict=weights)
+            module.config.dtype = model.dtype  # it has written that of its shares
+            module.config.save_pretrained(folder)
         finally:
             module.config.distributed_config = spread

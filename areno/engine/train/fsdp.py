@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
-from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, make_adam
+from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
 
 
 class SpreadAdamW(Optimizer):
@@ -28,9 +28,11 @@ class SpreadAdamW(Optimizer):
         peers: Peers,
         dtype: torch.dtype,
         partial: Collection[str] = (),
+        tied: Collection[str] = (),
     ) -> None:
         super().__init__(config)
-        self.peers = peers
+        self.peers, self.is_part = peers, peers.layout.pp_size > 1
+        self._tied = [name in tied for name, _ in parameters]
         self._partial = [name in partial for name, _ in parameters]
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -48,14 +50,18 @@ class SpreadAdamW(Optimizer):
         """Look at the gradient, which every backward pass has summed over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
         found = torch.zeros(3, dtype=torch.float64, device=self._shares[0].device)
-        for parameter, share, partial in zip(self._parameters, self._shares, self._partial, strict=True):
+        kinds = zip(self._partial, self._tied, strict=True)
+        for parameter, share, (partial, tied) in zip(self._parameters, self._shares, kinds, strict=True):
             share.grad = None if parameter.grad is None else local(parameter.grad)
             if share.grad is not None:
                 if partial:
                     self.peers.tensor.sum(share.grad)
+                if tied:
+                    self.peers.ends.sum(share.grad)
                 numbers = [share.grad.double().square().sum(), torch.count_nonzero(share.grad), share.grad.numel()]
-                found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / self._copies(parameter)
-        square, nonzero, total = self.peers.stage.sum(found).tolist()
+                copies = self._copies(parameter) * (2 if tied else 1)
+                found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / copies
+        square, nonzero, total = self.peers.pipeline.sum(self.peers.stage.sum(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
 
     def _copies(self, parameter: Tensor) -> int:
@@ -91,7 +97,7 @@ class SpreadAdamW(Optimizer):
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a :class:`MasterAdamW` with the same history: whole tensors, on the first rank alone."""
+        """The state of a :class:`MasterAdamW` with the same history: whole tensors, on the first rank of a stage."""
         adam: dict[int, dict[str, Tensor]] = {}
         masters: dict[str, Tensor] = {}
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
@@ -103,18 +109,19 @@ class SpreadAdamW(Optimizer):
         return {**self._head(self._names), "adam": adam, "masters": masters}
 
     def _whole(self, share: Tensor, like: Tensor) -> Tensor:
-        """A tensor from its shares, in the computer's memory; empty on all ranks but the first."""
+        """A tensor from its shares, in the computer's memory; empty on all ranks but the first of each stage."""
         whole = whole_of(share, like)
-        return whole.cpu() if self.peers.first else torch.empty(0)
+        return whole.cpu() if self.peers.heads else torch.empty(0)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of any layout."""
         self._take_head(state, self._names, self._names if self._rounded else ())
         own: dict[int, dict[str, Tensor]] = {}
+        states = by_name(state)
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
             if self._rounded:
                 share.copy_(part_of(state["masters"][name], parameter))
-            if saved := state["adam"].get(index):
+            if saved := states.get(name):
                 own[index] = {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in MOMENTS}
         self._adam.load_state_dict({"state": own, "param_groups": self._adam.state_dict()["param_groups"]})

@@ -113,6 +113,7 @@ class Optimizer(ABC):
     """What a training step asks of an optimizer: its number of steps, the rate of the next one, the rule that makes it."""
 
     _adam: torch.optim.Optimizer
+    is_part = False  # other ranks have the other parameters
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -198,8 +199,13 @@ class Optimizer(ABC):
         }
 
     def _take_head(self, state: Mapping[str, Any], names: Sequence[str], masters: Collection[str]) -> None:
-        """Go on from where a saved state was, if it is one of these parameters and of those masters."""
-        if state["names"] != list(names) or set(state["masters"]) != set(masters):
+        """Go on from where a saved state was, if it is one of these parameters and of those masters.
+
+        A stage of a pipeline has some of the parameters, in whose order nothing is said.
+        """
+        known, saved = set(names), set(state["masters"])
+        fits = known <= set(state["names"]) if self.is_part else known == set(state["names"])
+        if not fits or set(masters) != saved & known or (saved and not masters):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
         if state.get("adam_8bit", False) != self.config.adam_8bit:
             raise ValueError(
@@ -295,10 +301,17 @@ class MasterAdamW(Optimizer):
         """Continue from :meth:`state_dict`."""
         mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
         self._take_head(state, self._names, mine)
-        self._adam.load_state_dict({"state": state["adam"], "param_groups": self._adam.state_dict()["param_groups"]})
+        saved = by_name(state)
+        adam = {index: saved[name] for index, name in enumerate(self._names) if name in saved}
+        self._adam.load_state_dict({"state": adam, "param_groups": self._adam.state_dict()["param_groups"]})
         for name, master in zip(self._names, self._masters, strict=True):
             if name in state["masters"]:
                 master.data.copy_(state["masters"][name])
+
+
+def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a saved state has of each parameter, besides its master weights."""
+    return {name: state["adam"][index] for index, name in enumerate(state["names"]) if index in state["adam"]}
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,8 @@
 """What a loss receives from each kind of model for a packed batch, beside the batch's own data."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -8,12 +10,49 @@ from torch import Tensor
 
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.packed_model import PackedModel
+from areno.engine.model.packing import PackedPlan
 from areno.engine.model.value_model import ValueModel
 from areno.engine.parallel.channels import Channel
 from areno.engine.parallel.context import ContextPlan
 from areno.engine.train.batch import PackedBatch
 
 ModelKind = Literal["policy", "value", "reward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank computes of a packed batch: all of it, or some of its tokens where ranks divide them."""
+
+    batch: PackedBatch
+    tokens: Tensor  # [T] of this rank
+    plan: PackedPlan | ContextPlan
+    scored: PackedBatch  # the batch with only the predictions that this rank makes, from its own positions
+
+    @classmethod
+    def of(cls, batch: PackedBatch, context: Channel | None = None) -> Part:
+        """This rank's; ``context`` divides the tokens."""
+        if context is None or context.size == 1:
+            return cls(batch, batch.tokens, batch.plan, batch)
+        plan = ContextPlan(batch.plan, context)
+        own = plan.within(batch.sources)
+        scored = replace(
+            batch,
+            scored=batch.scored[own],
+            sources=batch.sources[own] - plan.first,
+            targets=batch.targets[own],
+            temperatures=batch.temperatures[own],
+        )
+        return cls(batch, plan.own(batch.tokens), plan, scored)
+
+    def predicted(self, model: PackedModel, kind: ModelKind, hidden: Tensor, entropy: bool, bounds: bool) -> Tensor:
+        """What the loss is given, from hidden states [T, C]; see :func:`predict`."""
+        plan = self.plan if isinstance(self.plan, ContextPlan) else None
+        found = _outputs(model, kind, self.scored, hidden, entropy, bounds, plan)
+        if plan is not None:
+            found = {name: plan.sum(value) for name, value in found.items()}
+        predicted = found.pop("")
+        cast(dict[str, Tensor], self.batch.data).update(found)
+        return predicted
 
 
 def predict(
@@ -30,26 +69,9 @@ def predict(
     tokens of a reward model. A policy also adds to the data ``packed_entropy`` with ``entropy``, ``packed_min_logits`` and
     ``packed_max_logits`` with ``bounds``. With ``context`` each rank of it computes a part of the tokens.
     """
-    if context is None or context.size == 1:
-        hidden = model.body(batch.tokens, batch.plan.position_ids, batch.plan)
-        found = _outputs(model, kind, batch, hidden, entropy, bounds)
-    else:
-        plan = ContextPlan(batch.plan, context)
-        hidden = model.body(plan.own(batch.tokens), plan.position_ids, plan)
-        own = plan.within(batch.sources)
-        part = replace(
-            batch,
-            scored=batch.scored[own],
-            sources=batch.sources[own] - plan.first,
-            targets=batch.targets[own],
-            temperatures=batch.temperatures[own],
-        )
-        found = {
-            name: plan.sum(value) for name, value in _outputs(model, kind, part, hidden, entropy, bounds, plan).items()
-        }
-    predicted = found.pop("")
-    cast(dict[str, Tensor], batch.data).update(found)
-    return predicted
+    part = Part.of(batch, context)
+    hidden = model.body(part.tokens, part.plan.position_ids, part.plan)
+    return part.predicted(model, kind, hidden, entropy, bounds)
 
 
 def _outputs(

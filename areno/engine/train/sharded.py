@@ -15,18 +15,18 @@ when ranks exchange them.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from areno.engine.parallel.channels import Common
+from areno.engine.parallel.channels import Channel, Common
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train import adam_8bit
-from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, make_adam
+from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
 
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
@@ -45,8 +45,9 @@ class _Segment:
     parameter: nn.Parameter
     start: int
     stop: int
-    copies: int  # ranks of a replica that hold these very entries
+    copies: int  # ranks that work for a replica and hold these very entries
     partial: bool  # each of them sees only a part of the gradient
+    tied: bool  # the first and the last stage have it, and each sees a part of the gradient
 
     @property
     def quantised(self) -> bool:
@@ -67,11 +68,12 @@ class ShardedAdamW(Optimizer):
         config: OptimizerConfig,
         peers: Peers,
         partial: set[str] | frozenset[str] = frozenset(),
+        tied: Collection[str] = (),
     ) -> None:
         super().__init__(config)
-        self.peers = peers
+        self.peers, self.is_part = peers, peers.layout.pp_size > 1
         block = adam_8bit.BLOCK if config.adam_8bit else _ALIGN
-        self._segments = list(_segments(parameters, peers.layout.tp_size, partial, block))
+        self._segments = list(_segments(parameters, peers.layout.tp_size, partial, tied, block))
         self._starts = [segment.start for segment in self._segments]
         count = self._segments[-1].stop if self._segments else 0
         self._share = -(-count // (peers.data.size * block)) * block
@@ -217,15 +219,18 @@ class ShardedAdamW(Optimizer):
                 found[:2] += torch.stack([square, torch.count_nonzero(piece).double()]) / segment.copies
             found[2] += (stop - start) / segment.copies
         found[3] = float(bool(self._filled))
-        totals = self.peers.tensor.sum(self.peers.data.sum(found.to(self._device)))
+        totals = self.peers.pipeline.sum(self.peers.tensor.sum(self.peers.data.sum(found.to(self._device))))
         square, nonzero, total, seen = totals.tolist()
         return GradientStats(square**0.5, round(nonzero), round(total) if seen else 0)
 
     def _sum_partial(self, flat: Tensor) -> None:
         """Sum what each rank of a replica has seen a part of, all at once."""
-        parts = [flat[segment.start : segment.stop] for segment in self._segments if segment.partial]
+        self._sum_over(self.peers.tensor, [flat[one.start : one.stop] for one in self._segments if one.partial])
+        self._sum_over(self.peers.ends, [flat[one.start : one.stop] for one in self._segments if one.tied])
+
+    def _sum_over(self, ranks: Channel, parts: list[Tensor]) -> None:
         if parts:
-            summed = self.peers.tensor.sum(torch.cat(parts).to(self._device))
+            summed = ranks.sum(torch.cat(parts).to(self._device))
             for part, values in zip(parts, summed.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
 
@@ -369,7 +374,7 @@ class ShardedAdamW(Optimizer):
         )
         self._adam.state.clear()
         if state["adam"]:
-            self._take_states(dict(zip(names, (state["adam"][i] for i in range(len(names))), strict=True)))
+            self._take_states(by_name(state))
 
     def _take_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Take this rank's share of moments that were saved by parameter."""
@@ -394,12 +399,16 @@ class ShardedAdamW(Optimizer):
 
 
 def _segments(
-    parameters: Sequence[tuple[str, nn.Parameter]], tp_size: int, partial: set[str] | frozenset[str], block: int
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    tp_size: int,
+    partial: Collection[str],
+    tied: Collection[str],
+    block: int,
 ) -> Iterator[_Segment]:
     """Places of parameters, each of which begins at a whole block."""
     start = 0
     for name, parameter in parameters:
         stop = start + local(parameter).numel()
-        copies = tp_size if is_whole(parameter) else 1
-        yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1)
+        copies = (tp_size if is_whole(parameter) else 1) * (2 if name in tied else 1)
+        yield _Segment(name, parameter, start, stop, copies, name in partial and tp_size > 1, name in tied)
         start = -(-stop // block) * block

@@ -19,12 +19,13 @@ from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.tree import TokenTree
 from areno.engine.parallel.balance import shares_of_rows
 from areno.engine.parallel.peers import Peers
+from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.plan.memory import avoid_shortage, usable_bytes
 from areno.engine.progress import PROGRESS
 from areno.engine.train.batch import PackedBatch, count_units, pack_rows, refuse_mixed
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import Optimizer, clip_factor
-from areno.engine.train.outputs import ModelKind, predict
+from areno.engine.train.outputs import ModelKind, Part, predict
 from areno.engine.train.recompute import KEPT_SHARE, InHostMemory, KeptBytes, kept_bytes, recompute_layers
 from areno.errors import EngineError
 from areno.loss_fns.pack import LossFn, Reduction, declares_reduction, reads_bounds, reads_entropy, reduction_of
@@ -92,6 +93,7 @@ class TrainStep:
     peers: Peers = field(default_factory=Peers)
     tree: bool = False  # tokens that rows of a pass begin with are computed once, see :mod:`areno.engine.model.tree`
     offload_activations: bool = False  # what layers keep for recomputation waits in the computer's memory
+    pipeline: Pipeline | None = None  # where other stages have the other layers
     _skipped: int = 0
     _kept: KeptBytes | None = None
 
@@ -185,12 +187,18 @@ class TrainStep:
         tree: bool,
     ) -> tuple[float, Sums]:
         """The same over this replica's rows alone, out of ``rows`` of all."""
+        if tree and self.kind == "reward":
+            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         unit = reduction_of(loss_fn)
         total = count_units(rows, unit)
         measured = _Measured()
         passes = list(self._passes(mine, loss_fn, mini_bs, tree))
         alike = not self.model.weights.whole  # all ranks must make as many passes
         missing = -self.peers.data.smallest(-len(passes)) - len(passes) if alike else 0
+        spare = [[min(rows, key=lambda row: len(row.tokens))]] * missing
+        if self.pipeline is not None:
+            self._through_stages([*passes, *spare], len(passes), loss_fn, total, tree, measured)
+            return self.peers.pipeline.everyone(measured.totals())[-1]  # type: ignore[no-any-return]
         for chunk in passes:
             PROGRESS.tick()
             CPU_THREADS.apply()
@@ -204,9 +212,35 @@ class TrainStep:
             elif alike and total:
                 _backward_of_nothing(predicted)
             measured.add(loss, metrics, weight)
-        if missing:
-            self._keep_up(missing, min(rows, key=lambda row: len(row.tokens)), loss_fn, backward=total > 0)
+        self._keep_up(spare, loss_fn, backward=total > 0)
         return measured.totals()
+
+    def _through_stages(
+        self,
+        passes: Sequence[Sequence[TrainSequence]],
+        weighing: int,
+        loss_fn: LossFn,
+        total: int,
+        tree: bool,
+        measured: _Measured,
+    ) -> None:
+        """Let all stages make the passes, the first ``weighing`` of which count; the last stage measures them."""
+        assert self.pipeline is not None
+        avoid_shortage(self.model.device, self.peers.layout.world_size)
+        parts = [Part.of(pack_rows(chunk, self.model.device, tree), self.peers.context) for chunk in passes]
+        entropy, bounds, unit = reads_entropy(loss_fn), reads_bounds(loss_fn), reduction_of(loss_fn)
+
+        def finish(index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+            predicted = parts[index].predicted(self.model, self.kind, hidden, entropy, bounds)
+            if index < weighing:
+                weight = count_units(passes[index], unit) / max(total, 1)
+                loss, metrics = self._loss_of(parts[index].batch, passes[index], loss_fn, predicted)
+                measured.add(loss, metrics, weight)
+                if weight and loss.requires_grad:
+                    return loss * weight, None
+            return predicted, torch.zeros_like(predicted)
+
+        self.pipeline.run(parts, finish, backward=total > 0 and torch.is_grad_enabled())
 
     def _share(self, rows: Sequence[TrainSequence], together: int) -> Sequence[TrainSequence]:
         """Rows that this replica trains on."""
@@ -215,11 +249,11 @@ class TrainStep:
         lengths = [len(row.tokens) for row in rows]
         return [rows[i] for i in shares_of_rows(lengths, self.peers.data.size, together)[self.peers.data.rank]]
 
-    def _keep_up(self, passes: int, row: TrainSequence, loss_fn: LossFn, backward: bool) -> None:
+    def _keep_up(self, passes: Sequence[Sequence[TrainSequence]], loss_fn: LossFn, backward: bool) -> None:
         """Make passes that weigh nothing, as other ranks still make theirs: each puts every layer together with all ranks."""
-        for _ in range(passes):
+        for rows in passes:
             PROGRESS.tick()
-            predicted = self._predict(pack_rows([row], self.model.device), loss_fn)
+            predicted = self._predict(pack_rows(rows, self.model.device), loss_fn)
             if backward:
                 _backward_of_nothing(predicted)
 
@@ -236,16 +270,21 @@ class TrainStep:
         self, rows: Sequence[TrainSequence], loss_fn: LossFn, tree: bool
     ) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Loss and statistics of a pass, and what they were made from."""
-        if tree and self.kind == "reward":
-            raise ValueError("a reward model is not trained on trees; set enable_tree_training=false")
         batch = pack_rows(rows, self.model.device, tree)
         predicted = self._predict(batch, loss_fn)
+        return *self._loss_of(batch, rows, loss_fn, predicted), predicted
+
+    @staticmethod
+    def _loss_of(
+        batch: PackedBatch, rows: Sequence[TrainSequence], loss_fn: LossFn, predicted: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Loss and statistics of a pass over rows."""
         output = loss_fn(batch.data, predicted)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         tokens = torch.tensor(sum(len(row.tokens) for row in rows))
         if len(batch.tokens) < tokens:
             metrics = metrics | {"tree_token_ratio": Mean(torch.tensor(len(batch.tokens)), tokens)}
-        return loss, metrics, predicted
+        return loss, metrics
 
     def apply(self) -> dict[str, float]:
         """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
@@ -285,7 +324,8 @@ class TrainStep:
     ) -> bool:
         """Whether layers are recomputed: if nothing is said, unless a CPU's free memory has room for what passes keep."""
         chosen, layout = self.activation_checkpointing, self.peers.layout
-        if chosen is not None or self.model.device.type != "cpu" or layout.tp_size > 1 or layout.fsdp:
+        measurable = not (layout.tp_size > 1 or layout.fsdp or layout.pp_size > 1)
+        if chosen is not None or self.model.device.type != "cpu" or not measurable:
             return chosen is not False
         if self._kept is None:
             self._kept = kept_bytes(self.model)

@@ -29,7 +29,16 @@ from areno.engine.parallel.rendezvous import Rendezvous
 from areno.engine.parallel.segment import attach
 from areno.engine.progress import PROGRESS
 from areno.errors import ArenoError, EngineError
-from areno.rollouts.fleet.tensors import TensorSpec, digest, install, layout, refuse_misfit, views, whole_tensors
+from areno.rollouts.fleet.tensors import (
+    TensorSpec,
+    digest,
+    install,
+    layout,
+    refuse_misfit,
+    shapes,
+    views,
+    whole_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -283,8 +292,7 @@ class DialledStore:
 
 def own_specs(engine: Engine) -> list[TensorSpec]:
     """The trainer's own tensors in the types that its model computes with."""
-    named = engine.actor.model.module.named_parameters()
-    return [TensorSpec(name, engine.actor.model.dtype, tuple(p.shape)) for name, p in named]
+    return [TensorSpec(name, engine.actor.model.dtype, shape) for name, shape in shapes(engine).items()]
 
 
 def leave(_engine: Engine, channel: str) -> None:

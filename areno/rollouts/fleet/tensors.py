@@ -64,7 +64,7 @@ def wanted(engine: Engine) -> list[TensorSpec]:
 def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
     """Raise a UsageError, on every rank, where a trainer's tensor is missing, differs in shape, or cannot be made exactly."""
     model = engine.actor.model
-    own = dict(model.module.named_parameters())
+    own = shapes(engine)
     for spec in specs:
         held = own.get(spec.name, own.get(_base_name(spec.name)))
         if held is None:
@@ -72,10 +72,10 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
                 f"the trainer of {engine.path} has no tensor {spec.name}, which the rollout replicas want; give both the "
                 "same checkpoint and the same adapter"
             )
-        if tuple(held.shape) != spec.shape:
+        if held != spec.shape:
             raise UsageError(
                 f"the weights of {engine.path} do not fit the rollout replicas: {spec.name} has the shape "
-                f"{tuple(held.shape)} here and {spec.shape} there; load both from the same checkpoint"
+                f"{held} here and {spec.shape} there; load both from the same checkpoint"
             )
         if spec.name not in own and model.adapter is not None and not model.adapter.merges:
             raise UsageError(
@@ -87,18 +87,34 @@ def refuse_misfit(engine: Engine, specs: Sequence[TensorSpec]) -> None:
 def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
     """The wanted tensors of a trainer, one at a time, in the wanted types; its generation must be idle.
 
-    Every rank that holds a part of the model must take them all, in this order: those that share a tensor put it together.
+    Every rank that holds a part of the model must take them all, in this order: those that share a tensor put it together. What
+    other stages of a pipeline have comes to the first rank; on other ranks an entry may be empty.
     """
-    model = engine.actor.model
+    peers, model = engine.config.peers, engine.actor.model
     own = dict(model.module.named_parameters())
+    owners = {
+        name: stage for stage, names in reversed(list(enumerate(peers.pipeline.everyone(list(own))))) for name in names
+    }
     for spec in specs:
         layer, _, last = spec.name.rpartition(".")
-        like = own[spec.name if spec.name in own else _base_name(spec.name)]
-        part: Tensor = like
-        if spec.name not in own and last == "weight" and model.adapter is not None:
-            adapted: Any = model.module.get_submodule(layer)
-            part = model.adapter.sum_of(adapted)
-        yield spec, whole_of(local(part.detach()), like).to(spec.dtype)
+        stored = spec.name if spec.name in owners else _base_name(spec.name)
+        owner, whole = owners[stored], torch.empty(0)
+        if owner == peers.place.stage:
+            like = own[stored]
+            part: Tensor = like
+            if spec.name not in own and last == "weight" and model.adapter is not None:
+                adapted: Any = model.module.get_submodule(layer)
+                part = model.adapter.sum_of(adapted)
+            whole = whole_of(local(part.detach()), like).to(spec.dtype)
+        if owner > 0 and peers.heads and peers.place.stage in (0, owner):
+            whole = peers.pipeline.pass_on(whole, owner, spec.shape, spec.dtype)
+        yield spec, whole
+
+
+def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a trainer's tensors, those of other stages of a pipeline too; all ranks must call."""
+    own = {name: tuple(p.shape) for name, p in engine.actor.model.module.named_parameters()}
+    return {name: shape for each in engine.config.peers.pipeline.everyone(own) for name, shape in each.items()}
 
 
 def _base_name(name: str) -> str:

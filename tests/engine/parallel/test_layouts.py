@@ -80,12 +80,14 @@ def course(engine, folder, roles=None, file="model.safetensors", temperatures=(1
     engine.save_model(folder)
     engine.save_state(folder)
     found["weights"]["critic"] = load_file(folder / "critic" / file)
-    found["results"] = [future.result() for future in engine.submit(REQUESTS)]
     found["logprobs"] = engine.score_logprobs("actor", PROMPTS, list(temperatures))
+    found["values"] = engine.score_values("critic", PROMPTS)
+    if isinstance(engine, EngineGroup) and engine.layout.pp_size > 1:
+        return found
+    found["results"] = [future.result() for future in engine.submit(REQUESTS)]
     first = [result.sequences[0].resp_tokens for result in found["results"]]
     spoken = [request.prompt_tokens + tokens for request, tokens in zip(REQUESTS, first, strict=True)]
     found["again"] = engine.score_logprobs("actor", spoken, [1.0] * len(spoken))
-    found["values"] = engine.score_values("critic", PROMPTS)
     return found
 
 
@@ -148,10 +150,7 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
         assert group.learning_rate("actor") == 0.5
     finally:
         group.close()
-    for name, weights in truth["weights"].items():
-        assert_weights(found["weights"][name], weights)
-    for name, stats in truth["stats"].items():
-        assert found["stats"][name] == pytest.approx(stats, rel=1e-3, abs=1e-5), name
+    assert_learned(found, truth)
     for mine, theirs in zip(found["results"], truth["results"], strict=True):
         for got, expected in zip(mine.sequences, theirs.sequences, strict=True):
             assert got.resp_tokens == expected.resp_tokens
@@ -163,13 +162,43 @@ def test_training_generation_and_scores_are_those_of_one_rank(layout, checkpoint
     for request, result, again in zip(REQUESTS, found["results"], found["again"], strict=True):
         # What the sampler said of whole logits is what training says of slices.
         assert result.sequences[0].resp_logprobs == pytest.approx(again[len(request.prompt_tokens) :], abs=1e-5)
+
+
+def assert_learned(found, truth):
+    for name, weights in truth["weights"].items():
+        assert_weights(found["weights"][name], weights)
+    for name, stats in truth["stats"].items():
+        assert found["stats"][name] == pytest.approx(stats, rel=1e-3, abs=1e-5), name
     assert_near(found["logprobs"], truth["logprobs"])
     assert_near(found["values"], truth["values"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(pp_size=2), id="pp2"),
+        pytest.param(Layout(2, fsdp=True, pp_size=2), id="fsdp2xpp2", marks=pytest.mark.long),
+        pytest.param(Layout(1, 2, pp_size=2), id="tp2xpp2", marks=pytest.mark.long),
+    ],
+)
+def test_stages_train_score_and_save_and_say_that_they_do_not_generate(layout, checkpoint, truth, tmp_path):
+    group = engine(checkpoint, layout)
+    try:
+        assert_learned(course(group, tmp_path), truth)
+        measured = group.measure(rows(5, seed=3), sft_loss_fn, 2)
+        with pytest.raises(EngineError, match="the stages of a pipeline generate nothing"):
+            [future.result() for future in group.submit(REQUESTS[:1])]
+        saved = engine(tmp_path)
+        assert saved.measure(rows(5, seed=3), sft_loss_fn, 2) == pytest.approx(measured, rel=1e-4)
+        saved.close()
+    finally:
+        group.close()
 
 
 CHAINS = {
     "tensor": (Layout(2, 2), None, Layout(1, 2)),
     "fsdp": (Layout(2, 1, fsdp=True), None, Layout(2, 1), Layout(2, 1, fsdp=True)),
+    "stages": (Layout(pp_size=2), None, Layout(2, fsdp=True, pp_size=2), Layout(2, 1)),
     "divided": (Layout(2, 2, fsdp=True), Layout(1, 2, cp_size=2), None, Layout(2, 1, cp_size=2)),
 }
 

@@ -18,6 +18,7 @@ from areno.engine.parallel.sharding import local, whole_of
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.role import Role, load_role
 from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.sharded import ShardedAdamW
 from areno.loss_fns import grpo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.types import TrainSequence
 from tests.engine.test_equivalences import rows
@@ -74,17 +75,27 @@ def learn(lesson: Lesson, peers: Peers) -> Learned:
     stats = [role.training.run(batch(step, lesson.tree), loss, lesson.mini_bs) for step in range(STEPS)]
     parameters = role.model.parameters()
     weights = {name: whole_of(local(p.detach()), p).clone() for name, p in parameters}
-    return Learned(stats, gradients, weights, sum(local(p).numel() for _, p in parameters))
+    held = sum(local(p).numel() for _, p in parameters)
+    return Learned(stats, all_stages(gradients, peers), all_stages(weights, peers), held)
+
+
+def all_stages(tensors: dict[str, torch.Tensor], peers: Peers) -> dict[str, torch.Tensor]:
+    """Those of all stages of a pipeline; a gradient of a tied weight is the sum of what both see."""
+    return {name: tensor for stage in peers.pipeline.everyone(tensors) for name, tensor in stage.items()}
 
 
 def first_gradients(role: Role, lesson: Lesson, loss: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the first step, before any is clipped; {} where the optimizer keeps them in a form of its own."""
+    """Gradients of the first step, before any is clipped."""
     step = role.training
     step.set_training(True)
     step.accumulate(batch(0, lesson.tree), loss, lesson.mini_bs)
     step.set_training(False)
     step.optimizer.collect()
-    found = {n: whole_of(local(p.grad), p).clone() for n, p in role.model.parameters() if p.grad is not None}
+    if isinstance(step.optimizer, ShardedAdamW):
+        names = [name for name, _ in role.model.parameters()]
+        found = dict(zip(names, step.optimizer._wholes(step.optimizer._gradient.clone()), strict=True))
+    else:
+        found = {n: whole_of(local(p.grad), p).clone() for n, p in role.model.parameters() if p.grad is not None}
     step.optimizer.zero_grad()
     role.model.weights.release()
     return found

@@ -241,6 +241,30 @@ def test_a_trainer_of_several_ranks_feeds_replicas_of_one(policy, open_fleet, gr
         group.close()
 
 
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param(Layout(pp_size=2), id="pp2"),
+        pytest.param(Layout(2, fsdp=True, pp_size=2), id="fsdp2xpp2", marks=pytest.mark.long),
+    ],
+)
+def test_the_stages_of_a_trainer_feed_replicas_with_all_layers(policy, open_fleet, grid, tmp_path):
+    group = EngineGroup(str(policy), config(), grid)
+    try:
+        fleet = open_fleet()
+        for version, mode in enumerate(MODES, start=1):
+            learn(group, seed=version)
+            fleet.update_weights(group, version, mode, verify=True)
+            stages = [found for found in group.each_rank(parameters_of) if found]
+            assert same(replicas_of(fleet)[0], {name: value for found in stages for name, value in found.items()})
+        group.save_model(tmp_path)
+        saved = Engine(str(tmp_path), config())
+        assert answers(fleet, requests(2)) == answers(saved, requests(2))
+        saved.close()
+    finally:
+        group.close()
+
+
 @pytest.mark.long
 def test_an_adapter_travels_to_ranks_that_generate_on_spread_sums(policy, open_fleet):
     trainer = Engine(str(policy), config(adapter=LORA))

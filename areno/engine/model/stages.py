@@ -1,0 +1,154 @@
+"""The layers of a model that one stage of a pipeline has.
+
+A stage is the model's own class, made with only the stage's layers in it, so that ``transformers`` reads only their weights.
+Where others would be is a module that does nothing. The first stage has the embedding; the last one has the norm, the output
+layer, and an embedding too where the output layer's weights are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from areno.engine.parallel.layout import Layout
+from areno.errors import UnsupportedModelError
+
+
+class Absent(nn.Module):
+    """In the place of a layer that another stage has: returns what it is given."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        settings = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        self.__dict__.update(
+            settings | {"training": layer.training}
+        )  # a body may look at them, such as a type of attention
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The same hidden states."""
+        return hidden
+
+
+class StageLayers:
+    """Which runs of neighbouring layers a stage has, and the body of each.
+
+    Args:
+        layout: of the ranks.
+        stage: number of the stage.
+        layers: number of the whole model's.
+
+    Raises:
+        ValueError: there are too few.
+    """
+
+    def __init__(self, layout: Layout, stage: int, layers: int) -> None:
+        runs = layout.runs_of_layers(layers)
+        self.last_run = len(runs) - 1
+        self.first, self.last = stage == 0, stage == layout.pp_size - 1
+        self.tied = False  # whether the embedding's weights are those of the output layer; known once a stage is made
+        self.runs = {index: runs[index] for index in range(stage, len(runs), layout.pp_size)}
+
+    def held(self) -> set[int]:
+        """Numbers of all layers of the stage."""
+        return {layer for run in self.runs.values() for layer in run}
+
+    def tied_names(self, module: Any) -> set[str]:
+        """Names of parameters that the first and the last stage both have: an embedding that is the output layer too."""
+        if not self.tied or not (self.first or self.last):
+            return set()
+        weight = getattr(module, module.base_model_prefix).get_input_embeddings().weight
+        return {name for name, parameter in module.named_parameters() if parameter is weight}
+
+    def body_of(self, body: nn.Module, run: int | None) -> nn.Module:
+        """The body with one run of its layers, and the norm behind the last; None leaves out all layers and the norm."""
+        layers = self.runs[run] if run is not None else ()
+        found = copy.copy(body)
+        found._modules = dict(body._modules)
+        list_name, norm_name = parts_of_body(body)
+        found._modules[list_name] = _only(cast(nn.ModuleList, body._modules[list_name]), layers)
+        if run != self.last_run:
+            norm = body._modules[norm_name]
+            found._modules[norm_name] = norm if isinstance(norm, Absent) else Absent(cast(nn.Module, norm))
+        return found
+
+
+def _only(layers: nn.ModuleList, kept: Collection[int]) -> nn.ModuleList:
+    return nn.ModuleList(
+        layer if index in kept or isinstance(layer, Absent) else Absent(layer) for index, layer in enumerate(layers)
+    )
+
+
+def parts_of_body(body: nn.Module) -> tuple[str, str]:
+    """Names of the list of layers and of the norm behind them.
+
+    Raises UnsupportedModelError: there are other modules with weights beside the embedding.
+    """
+    embedding = body.get_input_embeddings()  # type: ignore[operator]
+    lists = [
+        name
+        for name, child in body.named_children()
+        if isinstance(child, nn.ModuleList)
+        and all(isinstance(layer, GradientCheckpointingLayer | Absent) for layer in child)
+    ]
+    others = [
+        name
+        for name, child in body.named_children()
+        if name not in lists
+        and child is not embedding
+        and (isinstance(child, Absent) or next(child.parameters(), None) is not None)
+    ]
+    if len(lists) != 1 or len(others) != 1:
+        raise UnsupportedModelError(
+            f"{type(body).__name__} cannot be cut into the stages of a pipeline: beside its embedding it has "
+            f"{', '.join([*lists, *others]) or 'nothing'}, where one list of layers and one norm are expected; use a layout "
+            "without p"
+        )
+    return lists[0], others[0]
+
+
+def stage_class(kind: type[nn.Module], layers: StageLayers) -> type[nn.Module]:
+    """The class of a model that has only a stage's layers, under the name of the whole model's."""
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        keep_stage(self, layers)
+
+    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def keep_stage(module: Any, layers: StageLayers) -> None:
+    """Replace what other stages have by :class:`Absent`."""
+    body = getattr(module, module.base_model_prefix)
+    list_name, norm_name = parts_of_body(body)
+    body._modules[list_name] = _only(body._modules[list_name], layers.held())
+    embedding, head = body.get_input_embeddings(), module.get_output_embeddings()
+    layers.tied = head is not None and bool(module.config.get_text_config().tie_word_embeddings)
+    if not (layers.first or (layers.tied and layers.last)):
+        name = next(name for name, child in body._modules.items() if child is embedding)
+        body._modules[name] = Absent(embedding)
+    if layers.last:
+        return
+    body._modules[norm_name] = Absent(body._modules[norm_name])
+    for name in [name for name, child in module._modules.items() if child is not body]:
+        module._modules[name] = Absent(module._modules[name])
+    module.all_tied_weights_keys = {}  # the last stage has the weights that are tied
+
+
+@torch.no_grad()
+def refuse_changed_input(module: Any, layers: StageLayers, name: str, plan: Any) -> None:
+    """Raise an UnsupportedModelError where a body changes hidden states before its first layer: each stage would."""
+    body = layers.body_of(getattr(module, module.base_model_prefix), None)
+    width = int(module.config.get_text_config().hidden_size)
+    like = next(module.parameters())
+    given = torch.randn(plan.tokens, width, generator=torch.Generator().manual_seed(0)).to(like)
+    out = body(inputs_embeds=given[None], position_ids=plan.position_ids[None], use_cache=False, areno=plan)
+    if not torch.equal(out.last_hidden_state[0], given):
+        raise UnsupportedModelError(
+            f"{name}: {type(module).__name__} changes embeddings before its first layer, which each stage of a pipeline would "
+            "do; use a layout without p"
+        )
