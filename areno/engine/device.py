@@ -1,5 +1,6 @@
 """Which device each thread and each rank computes on, and what goes there and back without making the host wait."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,12 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def use_deterministic_algorithms() -> None:
+    """Compute alike in every run, as far as PyTorch can: it warns of operations that have no such algorithm."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS is none of them
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def rank_devices(first: torch.device, ranks: int, present: int, chosen: list[int] | None = None) -> list[torch.device]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from areno.config.paths import base_of, tokenizer_of
 from areno.engine.backend import ACTOR
 from areno.engine.cpu_threads import CPU_THREADS
-from areno.engine.device import use_device
+from areno.engine.device import use_deterministic_algorithms, use_device
 from areno.engine.engine_config import EngineConfig
 from areno.engine.inference import DecodeProgress
 from areno.engine.limits import check_role_tokenizer, check_tokenizer
@@ -57,6 +57,8 @@ class Engine:
     def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.path, self.config = path, config
         use_device(config.device)
+        if config.deterministic:
+            use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)

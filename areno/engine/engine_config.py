@@ -39,6 +39,7 @@ class EngineConfig:
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
+    deterministic: bool = False  # PyTorch's deterministic algorithms, in the whole process
     decode_progress_interval_s: float = 10.0
     neighbours: int = 1  # engines like this one that share the machine, each with its own ranks
     shares_device: bool = False  # another process uses the same GPU

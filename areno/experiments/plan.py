@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.config.experiment.machine import resolve_for_machine
+from areno.config.experiment.roles import takes_turns
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.account import MemoryPlan, plan_sizes
@@ -143,7 +143,7 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     config = _resolved(config)
     actor: TrainEngineConfig = vars(config)["actor"]
     turns = isinstance(config, PPOConfig) and takes_turns(config)
-    layout = engines.layout_of(actor.backend, "actor")
+    layout = engines.training_layout(actor)
     trained: Any = "reward" if isinstance(config, RWConfig) else "policy"
     more = _running(config, layout.dp_size) if isinstance(config, PPOConfig) and turns else {}
     engine = engines.engine_config(actor, trains=trained, **more)
@@ -200,7 +200,7 @@ def _changes(config: Any, longest: int, on_gpu: bool) -> Iterator[Change]:
 
 def _largest_pass(config: Any, longest: int) -> int:
     """Tokens of a replica's largest microbatch as the settings are."""
-    layout = engines.layout_of(config.actor.backend, "actor")
+    layout = engines.training_layout(config.actor)
     return sum(
         ExperimentSizes(config, engines.engine_config(config.actor), layout, generates=False).microbatch(longest)[0]
     )

@@ -79,6 +79,15 @@ class ParallelStrategy:
         return self.pipeline * self.expert_tensor * self.expert
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that the experts are divided among, where they are cut t times as other layers are; 0 if that is no number.
+
+        Experts with a t of their own are on as many devices as these.
+        """
+        parts = self.expert * self.expert_tensor
+        return 0 if parts % self.tensor else parts // self.tensor
+
+    @property
     def dims(self) -> str:
         """Text after the colon, sizes of 1 left out; the hybrid form where experts have a tensor size of their own."""
         if self.expert_tensor == self.tensor:

@@ -5,22 +5,16 @@ prompt, settings that nothing reads.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from areno.config.experiment.allocation import AllocationMode, ModelAllocation
+from areno.config.experiment.backends import backend_problems
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import EXPERIMENTS, BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.named_algorithm import check_algorithm
+from areno.config.experiment.roles import CLUSTERS, engine_of, same_layout
 from areno.config.experiment.run_sections import WorkflowConfig
-from areno.config.experiment.settings import at, changed, idle, settings_of, shown, walk
-from areno.config.machine import shards_tensor_parallel
+from areno.config.experiment.settings import at, idle, settings_of, shown, walk
 from areno.config.options import nearest
 from areno.config.paths import is_address
-from areno.config.rollout_options import SERVERS
-from areno.errors import UsageError
-
-CLUSTERS = ("ray", "slurm")
-"""Schedulers that start processes on several machines."""
 
 _SECTIONS_WITH_FILES = ("saver", "recover")  # whose files may lie under a root of their own
 _OF_EACH_ROLE = {"experiment_name", "trial_name", "path", "model_type", "is_critic", "temperature", "backend"}
@@ -40,7 +34,7 @@ def check_config(config: BaseExperimentConfig) -> Iterator[str]:
     else:
         yield from _without_rollout(config)
     yield from _refusals(config)
-    yield from _backends(config)
+    yield from backend_problems(config)
     yield from _cluster(config)
 
 
@@ -109,12 +103,6 @@ def _data(config: BaseExperimentConfig) -> Iterator[str]:
     if valid is not None and not config.train_dataset.drop_last:
         because = "because an evaluation takes all rows together; leave it out"
         yield from at("valid_dataset", idle(valid, ("drop_last",), because))
-
-
-def engine_of(config: BaseExperimentConfig, role: str) -> TrainEngineConfig | None:
-    """The section of a model that is trained or that scores, if the experiment has one."""
-    engine = getattr(config, role, None)
-    return engine if isinstance(engine, TrainEngineConfig) else None
 
 
 def _models(config: BaseExperimentConfig) -> Iterator[str]:
@@ -314,55 +302,6 @@ def _strategies(config: PPOConfig) -> Iterator[str]:
             )
 
 
-def takes_turns(config: PPOConfig) -> bool:
-    """Whether the actor's engine also generates, in turn with training."""
-    strategies = config.rollout.scheduling_strategy, config.actor.scheduling_strategy
-    return any(strategy.type == "colocation" and not strategy.fork for strategy in strategies)
-
-
-def server_of(config: BaseExperimentConfig) -> str:
-    """The product whose servers generate; empty where areno's own engine does, or nothing, or the backend is malformed."""
-    if not isinstance(config, PPOConfig):
-        return ""
-    try:
-        backend = ModelAllocation.from_str(config.rollout.backend).backend
-    except UsageError:
-        return ""
-    return backend if backend in SERVERS else ""
-
-
-def addresses_of(config: PPOConfig) -> tuple[str, ...]:
-    """Servers that run already, as ``rollout.api_url`` lists them."""
-    return tuple(
-        address.strip().rstrip("/") for address in (config.rollout.api_url or "").split(",") if address.strip()
-    )
-
-
-def _servers(config: PPOConfig) -> Iterator[str]:
-    """What inference servers cannot do, and what belongs to them alone."""
-    rollout, product = config.rollout, server_of(config)
-    if not product:
-        for name in changed(rollout, ("api_url", "provider_api_key")):
-            yield f"rollout.{name} is of inference servers; give rollout.backend=vllm:dN or sglang:dN too, or leave it out"
-        return
-    where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
-    if takes_turns(config):
-        yield f"rollout.scheduling_strategy.fork false {where}: a server is a process of its own; leave it out"
-    if rollout.speculate:
-        yield f"rollout.speculate {rollout.speculate} {where}: a server guesses by its own options; leave it out"
-    addresses = addresses_of(config)
-    if rollout.api_url is not None and len(addresses) != replicas:
-        yield f"rollout.api_url lists {len(addresses)} servers {where}: give {replicas}, separated by commas"
-    elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
-        yield f"rollout.api_url {wrong[0]!r} is no address; write http://HOST:PORT"
-
-
-def same_layout(config: PPOConfig) -> bool:
-    """Whether rollout and actor divide a model in the same way."""
-    rollout, actor = (ModelAllocation.from_str(each.backend).parallel for each in (config.rollout, config.actor))
-    return rollout == actor
-
-
 def _teacher(config: PPOConfig) -> Iterator[str]:
     """A teacher is scored by the actor's engine, so that its own sections may only repeat what others say."""
     if config.teacher is None:
@@ -396,103 +335,3 @@ def _refusals(config: BaseExperimentConfig) -> Iterator[str]:
             refused.setdefault((where, words), []).append(text)
     for (where, words), names in refused.items():
         yield f"{where + ': ' if where else ''}{', '.join(names)}: {words}"
-
-
-def _backends(config: BaseExperimentConfig) -> Iterator[str]:
-    """Parse each role's backend, and say what cannot run here; in the words of allocation_mode where that was given."""
-    unsupported: list[tuple[str, str, str, ModelAllocation]] = []
-    for role, spec in roles(config).items():
-        try:
-            allocation = ModelAllocation.from_str(spec)
-        except UsageError as error:
-            yield f"{role}.backend {error}"
-            continue
-        generates = role.endswith("rollout")
-        if allocation.is_inference != generates:
-            does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
-            yield f"{role}.backend {spec} {does}; give one such as {other}"
-        elif missing := _not_there(allocation, role):
-            unsupported.append((f"{role}.backend", spec, missing, allocation))
-        elif role in ("ref", "critic") and spec != roles(config)["actor"]:
-            yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
-        else:
-            yield from _layout(config, role, allocation)
-    if unsupported and config.allocation_mode:
-        parts = "; ".join(dict.fromkeys(missing for _, _, missing, _ in unsupported))
-        mode = AllocationMode.from_str(config.allocation_mode)
-        shares = bool(mode.engines[0].name) and bool(mode.colocated())
-        better = [_replacement(engine, engine.name if shares else "") for engine in mode.engines[:2]]
-        remedy = f"on this machine write allocation_mode={('|' if shares else '+').join(better)}"
-        yield f"allocation_mode {config.allocation_mode}: {parts}; {remedy}"
-        return
-    for name, spec, missing, allocation in unsupported:
-        yield f"{name} {spec}: {missing}; write {name}={_replacement(allocation)}"
-
-
-def roles(config: BaseExperimentConfig) -> dict[str, str]:
-    """The ``backend`` of every engine of an experiment, by its section's path."""
-    return {
-        path.removesuffix(".backend"): value
-        for path, _, value in walk(config)
-        if path.endswith(".backend") and isinstance(value, str)
-    }
-
-
-def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
-    """What the engine of a role cannot do on several ranks."""
-    where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
-    if role == "rollout":
-        yield from _servers(config)
-    if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
-        yield f"actor.load_in_4bit with {where}: weights in 4 bits cannot be cut; use d alone, or leave one of the two out"
-    if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
-        yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
-    if role != "actor":
-        return
-    if allocation.world_size > 1 and actor.optimizer is not None and actor.optimizer.type == "sgd":
-        yield f"actor.optimizer.type sgd with {where}: ranks share the states of AdamW, and no other rule; use type adam"
-    if actor.fsdp.shard_weights:
-        yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
-    elif allocation.parallel.context * allocation.parallel.expert > 1:
-        yield from (f"{where}, which shards weights, {reason}" for reason in unshardable(config))
-    if allocation.backend == "archon":
-        yield from (
-            f"actor.archon.{name} with {where}: not supported; leave it out" for name in actor.archon.unsupported()
-        )
-
-
-def unshardable(config: Any) -> Iterator[str]:
-    """Why the actor's weights cannot be sharded across its ranks (FSDP2)."""
-    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "leave one of the two out"
-    if parallel.data * parallel.context == 1:
-        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
-    if parallel.tensor > 1 and not shards_tensor_parallel():
-        yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
-    if config.actor.use_lora:
-        yield f"with actor.use_lora: adapters are not sharded; {remedy}"
-    for role in ("actor", "critic"):
-        engine = getattr(config, role, None)
-        if engine is not None and engine.optimizer is not None:
-            if engine.optimizer.type != "adam":
-                yield f"with {role}.optimizer.type {engine.optimizer.type}: only fp32 AdamW is sharded so; {remedy}"
-            if engine.optimizer.offload:
-                yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
-
-
-def _not_there(allocation: ModelAllocation, role: str) -> str:
-    products = {"megatron": "the backend megatron"}
-    if role != "rollout":
-        products |= {name: f"a server of {name} for this role" for name in SERVERS}
-    parallel = allocation.parallel
-    missing = [products[allocation.backend]] if allocation.backend in products else []
-    if parallel.pipeline > 1 and allocation.backend not in SERVERS:
-        missing.append(f"pipeline parallelism of {parallel.pipeline}")
-    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not supported" if missing else ""
-
-
-def _replacement(allocation: ModelAllocation, name: str = "") -> str:
-    """What does the same work on as many devices."""
-    tensor = allocation.parallel.tensor
-    data = allocation.world_size // tensor
-    backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")
-    return f"{backend}:d{data}" + (f"t{tensor}" if tensor > 1 else "")

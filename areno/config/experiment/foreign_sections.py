@@ -1,16 +1,22 @@
-"""Sections of other software: the servers of SGLang and vLLM, and Archon, Megatron and 8-bit training, which nothing reads.
+"""Sections of other software: the servers of SGLang and vLLM, and the training backends Archon and Megatron.
 
-All keep their documented defaults, so that existing files load.
+All keep their documented defaults, so that existing files load. areno's engine trains in place of the two backends: layouts and
+the settings that have an equivalent act on it, the others it decides itself.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from areno.config.experiment.settings import section, setting
+from areno.config.experiment.settings import changed, section, setting
 
 UNUSED_BACKEND = "the section of a backend that is not used"
-OWN_ENGINE = "areno's engine, which trains in place of Archon, decides this itself"
+OWN_ENGINE = "areno's engine, which trains in place of this backend, decides this itself"
+_RECOMPUTES = "gradient_checkpointing says whether layers are recomputed"
+_STATES = "optimizer.type says in which format the states are"
+_SHARDED_STATES = "optimizer states are always sharded across replicas"
+_ROUTER = "routers compute in fp32, as transformers has them"
+_EXCHANGE = "tokens reach their experts by an all-to-all exchange"
 _SGLANG = "Option of SGLang's server with this name."
 _sglang = partial(setting, help=_SGLANG)
 _VLLM = "Option of vLLM's server with this name."
@@ -18,8 +24,29 @@ _vllm = partial(setting, help=_VLLM)
 _ARCHON = "Setting of Archon with this name."
 _archon = partial(setting, help=_ARCHON, no_effect=OWN_ENGINE)
 _MEGATRON = "Setting of Megatron-Core with this name."
-_megatron = partial(setting, help=_MEGATRON, no_effect=UNUSED_BACKEND)
-_fp8 = partial(setting, no_effect=UNUSED_BACKEND, help="Setting of Transformer Engine's FP8 with this name.")
+_megatron = partial(setting, help=_MEGATRON, no_effect=OWN_ENGINE)
+_fp8 = partial(setting, no_effect=OWN_ENGINE, help="Setting of Transformer Engine's FP8 with this name.")
+
+NO_STAGES = "there is one stage, as backend has no p"
+ZERO_BUBBLE = (
+    "runs as Interleaved1F1B: layers are recomputed in the backward pass, which cutting it in two would do twice"
+)
+_DETERMINISTIC = "deterministic algorithms of PyTorch are used"
+_NO_FP8 = (
+    "8-bit products need a GPU of compute capability 8.9 or newer, and areno has not been proven on one; leave it out, which "
+    "trains in actor.dtype"
+)
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is cut into the stages of a pipeline."""
+
+    interleaved: bool = False  # each stage has several runs of neighbouring layers
+    runs: int | None = None  # of a stage; None follows from the others
+    layers_per_run: int | None = None
+    less: tuple[int, int] = (0, 0)  # layers that the first and the last run have less than others
 
 
 @dataclass
@@ -136,24 +163,63 @@ class ArchonEngineConfig:
     ac_memory_budget: float = _archon(0.5)
     ac_preserve_rng_state: bool = _archon(False)
     ac_debug: bool = _archon(False)
-    pp_schedule: str = _archon(
-        "Interleaved1F1B", choices=("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    pp_schedule: str = setting(
+        "Interleaved1F1B",
+        "With p: 1F1B cuts the layers into one run per stage, the others into two. The zero-bubble schedules run as "
+        "Interleaved1F1B.",
+        choices=("1F1B", "Interleaved1F1B", *_ZERO_BUBBLE),
     )
-    pp_layers_per_stage: int | None = _archon(None, minimum=1)
-    pp_first_stage_less_layers: int = _archon(1, minimum=0)
-    pp_last_stage_less_layers: int = _archon(1, minimum=0)
-    reshard_after_forward_policy: str = _archon("default", choices=("default", "always", "never"))
+    pp_layers_per_stage: int | None = setting(None, "With p: layers of a run; null is as the schedule says.", minimum=1)
+    pp_first_stage_less_layers: int = setting(
+        1, "With p: what the embedding weighs in the first run, in layers.", minimum=0
+    )
+    pp_last_stage_less_layers: int = setting(
+        1, "With p: what the output layer weighs in the last run, in layers.", minimum=0
+    )
+    reshard_after_forward_policy: str = setting(
+        "default",
+        "Whether sharded layers are freed between forward and backward; default: without p.",
+        choices=("default", "always", "never"),
+    )
     fp8_config: ArchonFP8Config = section(ArchonFP8Config, "8-bit training.", no_effect=OWN_ENGINE)
-    use_deterministic_algorithms: bool = _archon(False)
+    use_deterministic_algorithms: bool = setting(
+        False, "Use PyTorch's deterministic algorithms; it warns of operations that have none."
+    )
     moe_router_dtype: str | None = _archon("fp32", choices=("fp32",))
 
+    @property
+    def stages(self) -> Stages:
+        """How layers are cut with p."""
+        less = self.pp_first_stage_less_layers, self.pp_last_stage_less_layers
+        return Stages(self.pp_schedule != "1F1B", None, self.pp_layers_per_stage, less)
+
+    def reshards(self, pipeline: int) -> bool:
+        """Whether sharded layers are freed between forward and backward, with so many stages."""
+        policy = self.reshard_after_forward_policy
+        return pipeline == 1 if policy == "default" else policy == "always"
+
+    def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
+        """Settings that change nothing with so many stages, with the reason."""
+        names = [name for name in vars(self) if name.startswith("pp_")]
+        if pipeline == 1:
+            yield from ((name, NO_STAGES) for name in changed(self, names))
+        elif self.pp_schedule in _ZERO_BUBBLE:
+            yield "pp_schedule", ZERO_BUBBLE
+
+    def mapped(self) -> Iterator[tuple[str, str]]:
+        """Settings that have a value of their own and act on areno's engine, and what they do there."""
+        if self.reshard_after_forward_policy != "default":
+            frees = self.reshard_after_forward_policy == "always"
+            yield "reshard_after_forward_policy", f"sharded layers are {'freed' if frees else 'kept'} after forward"
+        if self.use_deterministic_algorithms:
+            yield "use_deterministic_algorithms", _DETERMINISTIC
+
     def unsupported(self) -> Iterator[str]:
-        """What areno's engine cannot do of what is asked for; it decides itself what the other settings are about."""
-        for name in ("offload_params", "enable_compile", "use_deterministic_algorithms"):
-            if getattr(self, name):
-                yield f"{name} true"
+        """What areno's engine cannot do of what is asked for, with the reason."""
+        if self.offload_params:
+            yield "offload_params true: weights stay on their devices; leave it out"
         if self.fp8_config.mode != "disabled":
-            yield f"fp8_config.mode {self.fp8_config.mode}"
+            yield f"fp8_config.mode {self.fp8_config.mode}: {_NO_FP8}"
 
 
 @dataclass
@@ -164,7 +230,7 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: bool = _megatron(False)
     overlap_param_gather: bool = _megatron(False)
     align_param_gather: bool = _megatron(False)
-    use_distributed_optimizer: bool = _megatron(True)
+    use_distributed_optimizer: bool = setting(True, _MEGATRON, no_effect=_SHARDED_STATES)
     check_for_nan_in_grad: bool = _megatron(False)
     bucket_size: int | None = _megatron(None)
     average_in_collective: bool = _megatron(False)
@@ -196,32 +262,69 @@ class MegatronEngineConfig:
     """Settings of the backend megatron."""
 
     wrap_with_ddp: bool = _megatron(True)
-    use_torch_fsdp2: bool = _megatron(False)
-    use_custom_fsdp: bool = _megatron(False)
+    use_torch_fsdp2: bool = setting(False, "Shard weights and gradients across replicas, as fsdp.shard_weights does.")
+    use_custom_fsdp: bool = setting(False, "The same.")
     ddp: DistributedDataParallelConfig = section(
-        DistributedDataParallelConfig, "Data parallelism.", no_effect=UNUSED_BACKEND
+        DistributedDataParallelConfig, "Data parallelism.", no_effect=OWN_ENGINE
     )
-    virtual_pipeline_parallel_size: int = _megatron(1)
+    virtual_pipeline_parallel_size: int = setting(1, "With p: runs of neighbouring layers per stage.", minimum=1)
     overlap_param_gather_with_optimizer_step: bool = _megatron(False)
-    use_precision_aware_optimizer: bool = _megatron(False)
-    main_grads_dtype: str = _megatron("float32")
-    main_params_dtype: str = _megatron("float32")
-    exp_avg_dtype: str = _megatron("float32")
-    exp_avg_sq_dtype: str = _megatron("float32")
+    use_precision_aware_optimizer: bool = setting(False, _MEGATRON, no_effect=_STATES)
+    main_grads_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
+    main_params_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
+    exp_avg_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
+    exp_avg_sq_dtype: str = setting("float32", _MEGATRON, no_effect=_STATES)
     async_save: bool = _megatron(False)
     use_checkpoint_opt_param_scheduler: bool = _megatron(True)
-    use_deterministic_algorithms: bool = _megatron(False)
-    recompute_granularity: str | None = _megatron("full")
-    recompute_method: str | None = _megatron("uniform")
-    recompute_num_layers: int | None = _megatron(1)
-    distribute_saved_activations: bool | None = _megatron(None)
-    recompute_modules: list[str] | None = setting(None, _MEGATRON, no_effect=UNUSED_BACKEND)
-    moe_router_dtype: str | None = _megatron("fp32")
+    use_deterministic_algorithms: bool = setting(
+        False, "Use PyTorch's deterministic algorithms; it warns of operations that have none."
+    )
+    recompute_granularity: str | None = setting("full", _MEGATRON, no_effect=_RECOMPUTES)
+    recompute_method: str | None = setting("uniform", _MEGATRON, no_effect=_RECOMPUTES)
+    recompute_num_layers: int | None = setting(1, _MEGATRON, no_effect=_RECOMPUTES)
+    distribute_saved_activations: bool | None = setting(None, _MEGATRON, no_effect=_RECOMPUTES)
+    recompute_modules: list[str] | None = setting(None, _MEGATRON, no_effect=_RECOMPUTES)
+    moe_router_dtype: str | None = setting("fp32", _MEGATRON, no_effect=_ROUTER)
     moe_shared_expert_overlap: bool = _megatron(False)
-    moe_enable_deepep: bool = _megatron(False)
-    moe_token_dispatcher_type: str = _megatron("alltoall")
+    moe_enable_deepep: bool = setting(False, _MEGATRON, no_effect=_EXCHANGE)
+    moe_token_dispatcher_type: str = setting("alltoall", _MEGATRON, no_effect=_EXCHANGE)
     moe_permute_fusion: bool = _megatron(False)
-    fp8_config: FP8EngineConfig | None = section(None, "8-bit training; null is off.", no_effect=UNUSED_BACKEND)
+    fp8_config: FP8EngineConfig | None = section(None, "8-bit training; null is off.", no_effect=OWN_ENGINE)
     bridge_type: str = _megatron("mbridge", choices=("mbridge", "megatron-bridge"))
     use_mbridge_save: bool = _megatron(False)
     use_bridge_for_update_weights: bool = _megatron(False)
+
+    @property
+    def stages(self) -> Stages:
+        """How layers are cut with p."""
+        return Stages(self.virtual_pipeline_parallel_size > 1, self.virtual_pipeline_parallel_size)
+
+    @staticmethod
+    def reshards(pipeline: int) -> bool:
+        """Whether sharded layers are freed between forward and backward."""
+        return True
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights and gradients are sharded across replicas."""
+        return self.use_torch_fsdp2 or self.use_custom_fsdp
+
+    def unused(self, pipeline: int) -> Iterator[tuple[str, str]]:
+        """Settings that change nothing with so many stages, with the reason."""
+        if pipeline == 1 and self.virtual_pipeline_parallel_size > 1:
+            yield "virtual_pipeline_parallel_size", NO_STAGES
+
+    def mapped(self) -> Iterator[tuple[str, str]]:
+        """Settings that have a value of their own and act on areno's engine, and what they do there."""
+        if (runs := self.virtual_pipeline_parallel_size) > 1:
+            yield "virtual_pipeline_parallel_size", f"each stage has {runs} runs of layers"
+        for name in ("use_torch_fsdp2", "use_custom_fsdp"):
+            if getattr(self, name):
+                yield name, "weights are sharded as by fsdp.shard_weights"
+        if self.use_deterministic_algorithms:
+            yield "use_deterministic_algorithms", _DETERMINISTIC
+
+    def unsupported(self) -> Iterator[str]:
+        """What areno's engine cannot do of what is asked for, with the reason."""
+        if self.fp8_config is not None:
+            yield f"fp8_config: {_NO_FP8}"

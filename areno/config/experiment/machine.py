@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns, unshardable
+from areno.config.experiment.backends import unshardable
 from areno.config.experiment.engine_sections import AUTO, TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.roles import CLUSTERS, engine_of, roles, same_layout, server_of, takes_turns
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.experiment.worker_sections import SchedulingStrategy
 from areno.config.parser import Problems
@@ -138,7 +139,8 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
     actor = engine_of(config, "actor")
     parallel = ModelAllocation.from_str(actor.backend).parallel if actor is not None else None
     if actor is not None and parallel and actor.fsdp.shard_weights is None and parallel.data * parallel.context > 1:
-        yield "actor.fsdp", actor.fsdp, "shard_weights", not any(unshardable(config))
+        asked = not actor.backend.startswith("megatron") or actor.megatron.shards_weights
+        yield "actor.fsdp", actor.fsdp, "shard_weights", asked and not any(unshardable(config))
     devices = machine.gpus or needed
     if not machine.nodes and _asked(config) is None and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices

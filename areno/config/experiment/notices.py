@@ -3,14 +3,16 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from areno.config.experiment.checks import engine_of, server_of
+from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.foreign_sections import UNUSED_BACKEND
+from areno.config.experiment.roles import engine_of, server_of
 from areno.config.experiment.settings import changed, walk
 from areno.config.experiment.worker_sections import READ_BY
 from areno.config.rollout_options import SERVERS
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
+_FOREIGN = ("archon", "megatron")  # sections of engines in whose place areno's trains
 _NO_AGENT = ("rlvr", "multi_turn")
 
 
@@ -24,7 +26,24 @@ def notice(config: BaseExperimentConfig) -> str:
         section, _, name = path.rpartition(".")
         sections.setdefault(reason, {}).setdefault(section, {})[name] = None
     lines = [f"  {_listed(places)}: {reason}" for reason, places in sections.items()]
-    return "\n".join(["settings that are accepted and change nothing here:", *lines]) if lines else ""
+    if lines:
+        lines.insert(0, "settings that are accepted and change nothing here:")
+    if taken := [f"  {path}: {what}" for path, what in _mapped(config)]:
+        lines += [f"settings of {backend_of(config)} that act on areno's engine, which trains in its place:", *taken]
+    return "\n".join(lines)
+
+
+def _mapped(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Settings of another backend's section, and what they do here."""
+    backend, actor = backend_of(config), engine_of(config, "actor")
+    if actor is not None and backend in _FOREIGN:
+        yield from ((f"actor.{backend}.{name}", what) for name, what in getattr(actor, backend).mapped())
+
+
+def backend_of(config: BaseExperimentConfig) -> str:
+    """The backend in whose name the actor trains; empty where it is malformed."""
+    actor = engine_of(config, "actor")
+    return actor.backend.partition(":")[0].partition("[")[0].partition("(")[0].strip() if actor is not None else ""
 
 
 def _listed(places: dict[str, dict[str, None]]) -> str:
@@ -43,17 +62,32 @@ def _listed(places: dict[str, dict[str, None]]) -> str:
 
 def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
     """Give each setting, or whole section, that has a value of its own and changes nothing, with the reason."""
+    backend, unused = backend_of(config), set()
     for path, entry, value in walk(config):
         reason = entry.info.no_effect
+        if entry.name in _FOREIGN and entry.name != backend and entry.is_section:
+            unused.add(path)
+            if value != type(value)():
+                yield path, UNUSED_BACKEND
+        if any(path.startswith(f"{section}.") for section in unused):
+            continue
         if config.scheduler.type in READ_BY.get(reason, ()):
             continue
         if reason and value != entry.default and not (entry.is_section and value is None):
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _servers(config)
+    yield from _of_the_backend(config)
     yield from _evaluation(config)
     yield from _of_the_actor(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
+
+
+def _of_the_backend(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    actor, backend = engine_of(config, "actor"), backend_of(config)
+    if actor is not None and backend in _FOREIGN:
+        stages = ModelAllocation.from_str(actor.backend).parallel.pipeline
+        yield from ((f"actor.{backend}.{name}", why) for name, why in getattr(actor, backend).unused(stages))
 
 
 def _changed(where: str, section: Any, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:

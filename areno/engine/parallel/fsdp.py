@@ -52,7 +52,9 @@ class SpreadWeights(Weights):
                 _to_fp32(part, sharded)
             known = {**part._forward_pre_hooks, **part._forward_hooks}
             own_mesh = expert_mesh if id(part) in mixtures else mesh
-            fully_shard(part, mesh=own_mesh, mp_policy=policy, reshard_after_forward=part is not module)
+            fully_shard(
+                part, mesh=own_mesh, mp_policy=policy, reshard_after_forward=layout.reshards and part is not module
+            )
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
                 self._hooks += [(hooks, key, hook) for key, hook in hooks.items() if key not in known]
             sharded |= set(map(id, part.parameters()))

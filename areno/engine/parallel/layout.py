@@ -37,7 +37,8 @@ class Layout:
 
     The layers are cut into ``pp_size`` x ``pp_chunks`` runs of neighbours, which the stages take in turn: with two chunks the
     first of two stages has the first and the third run. ``pp_less`` is what the first and the last run have to do beside
-    layers (embedding, output layer), counted in layers.
+    layers (embedding, output layer), counted in layers. ``reshards`` says whether layers that FSDP has put together are freed
+    between forward and backward.
     """
 
     dp_size: int = 1
@@ -48,6 +49,7 @@ class Layout:
     pp_size: int = 1
     pp_chunks: int = 1
     pp_less: tuple[int, int] = (0, 0)
+    reshards: bool = True
 
     def __post_init__(self) -> None:
         if self.cp_size > 1 or self.ep_size > 1:

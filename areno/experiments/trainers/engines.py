@@ -3,17 +3,21 @@
 import importlib.util
 import math
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import addresses_of, server_of
 from areno.config.experiment.engine_sections import MicroBatchSpec, TrainEngineConfig
 from areno.config.experiment.engine_sections import OptimizerConfig as OptimizerSection
 from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.foreign_sections import Stages
 from areno.config.experiment.machine import Machine
+from areno.config.experiment.roles import addresses_of, server_of
 from areno.config.experiment.server_arguments import server_arguments
+from areno.config.paths import base_of
 from areno.config.update_options import ALL_LINEAR
 from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
@@ -34,14 +38,44 @@ from areno.rollouts.servers.start import ServerOptions, command_of, context_leng
 _ROWS_PER_PASS = 8
 
 
-def layout_of(backend: str, section: str, fsdp: bool = False) -> Layout:
-    """Ranks of an engine from its ``backend``; with ``fsdp`` its weights are sharded across replicas."""
-    parallel = ModelAllocation.from_str(backend, section).parallel
-    if parallel.pipeline > 1 or parallel.expert_tensor != parallel.tensor:
+def training_layout(actor: TrainEngineConfig) -> Layout:
+    """Ranks of the actor's engine, and what each has of the model. UsageError: its layers do not divide so."""
+    allocation = ModelAllocation.from_str(actor.backend, "actor")
+    parallel = allocation.parallel
+    layout = Layout(
+        parallel.data,
+        parallel.tensor,
+        bool(actor.fsdp.shard_weights),
+        parallel.context,
+        parallel.expert_ranks,
+        parallel.pipeline,
+    )
+    if allocation.backend == "fsdp":
+        return layout
+    section: Any = getattr(actor, allocation.backend)
+    layout = replace(layout, reshards=section.reshards(parallel.pipeline))
+    return _with_stages(layout, section.stages, actor) if parallel.pipeline > 1 else layout
+
+
+def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> Layout:
+    """The layout with runs of layers for each stage."""
+    config: Any = AutoConfig.from_pretrained(base_of(actor.path))
+    layers, size = int(config.get_text_config().num_hidden_layers), layout.pp_size
+    runs = stages.runs or (2 if stages.interleaved and layers >= 2 * size else 1)
+    if stages.layers_per_run is not None:
+        total = -(-(layers + sum(stages.less)) // stages.layers_per_run)
+        if total % size:
+            raise UsageError(
+                f"actor.archon.pp_layers_per_stage {stages.layers_per_run} cuts the {layers} layers of {actor.path} into "
+                f"{total} runs, which {size} stages cannot share; use {-(-(layers + sum(stages.less)) // (runs * size))}"
+            )
+        runs = total // size
+    if layers < runs * size:
         raise UsageError(
-            f"{section}.backend {backend!r}: models are divided by d, t, c and e only; use archon:d..t..c..e.."
+            f"actor.backend {actor.backend}: the {layers} layers of {actor.path} are too few for {size} stages of {runs} "
+            f"runs of layers each; use fewer stages or runs"
         )
-    return Layout(parallel.data, parallel.tensor, fsdp, parallel.context, parallel.expert)
+    return replace(layout, pp_chunks=runs, pp_less=stages.less)
 
 
 def this_machine() -> Machine:
@@ -84,8 +118,14 @@ def engine_config(
         tree_training=section.enable_tree_training,
         offload_activations=section.offload_activations,
         dummy_load=section.init_from_scratch,
+        deterministic=_deterministic(section),
         **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
     )
+
+
+def _deterministic(section: TrainEngineConfig) -> bool:
+    backend = ModelAllocation.from_str(section.backend).backend if section.backend else ""
+    return backend in ("archon", "megatron") and getattr(section, backend).use_deterministic_algorithms
 
 
 def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
@@ -176,8 +216,8 @@ def rollout_devices(config: PPOConfig, gpus: int) -> list[torch.device] | None:
     """A device per rank of rollout: behind those of the actor, or with ``colocation`` the same ones; None is the CPU."""
     if not gpus:
         return None
-    first = layout_of(config.actor.backend, "actor").world_size
+    first = ModelAllocation.from_str(config.actor.backend).world_size
     if "colocation" in (config.rollout.scheduling_strategy.type, config.actor.scheduling_strategy.type):
         first = 0
-    ranks = layout_of(config.rollout.backend, "rollout").world_size
+    ranks = ModelAllocation.from_str(config.rollout.backend).world_size
     return [torch.device("cuda", (first + rank) % gpus) for rank in range(ranks)]

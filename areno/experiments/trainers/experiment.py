@@ -31,10 +31,10 @@ from areno.experiments.cluster import open_launcher
 from areno.experiments.folders import ExperimentFolders, open_log
 from areno.experiments.trainers.engines import (
     engine_config,
-    layout_of,
     machine_of,
     make_engine,
     schedule_of,
+    training_layout,
 )
 from areno.experiments.trainers.report import ExperimentReporter
 from areno.experiments.trainers.rows import RowSource, load_dataset
@@ -186,8 +186,7 @@ class ExperimentTrainer(TrainingLoop):
             config = replace(config, adapter=replace(config.adapter, adapter_path=str(checkpoint)))
         elif checkpoint is not None:
             section = replace(section, path=str(checkpoint))
-        layout = layout_of(actor.backend, "actor", bool(actor.fsdp.shard_weights))
-        return make_engine(section, config, layout, self.launcher)
+        return make_engine(section, config, training_layout(actor), self.launcher)
 
     def _engine_options(self) -> dict[str, Any]:
         """What the engine needs besides training."""

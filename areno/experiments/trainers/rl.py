@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from areno.config.experiment.allocation import ModelAllocation
-from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.experiments import PPOConfig
+from areno.config.experiment.roles import takes_turns
 from areno.engine.backend import ACTOR, Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.workers import STALL_S

@@ -257,6 +257,21 @@ EFFECTS: dict[str, str] = {
     "FSDPEngineConfig.shard_weights": _PROCESSES + "test_ranks_train_as_one_process_does",
 }
 _ARGUMENTS = "tests/experiments/servers/test_arguments.py::"
+_LAYOUT = "tests/experiments/test_training_layout.py::"
+EFFECTS |= {
+    f"ArchonEngineConfig.{name}": _LAYOUT + "test_a_backend_gives_ranks"
+    for name in (
+        *("pp_schedule", "pp_layers_per_stage", "pp_first_stage_less_layers", "pp_last_stage_less_layers"),
+        "reshard_after_forward_policy",
+    )
+}
+EFFECTS |= {
+    "ArchonEngineConfig.use_deterministic_algorithms": _LAYOUT + "test_deterministic_algorithms_are_asked_for",
+    "MegatronEngineConfig.use_deterministic_algorithms": _LAYOUT + "test_deterministic_algorithms_are_asked_for",
+    "MegatronEngineConfig.virtual_pipeline_parallel_size": _LAYOUT + "test_a_backend_gives_ranks",
+    "MegatronEngineConfig.use_torch_fsdp2": _LAYOUT + "test_weights_are_sharded_where_a_backend_does_so",
+    "MegatronEngineConfig.use_custom_fsdp": _LAYOUT + "test_weights_are_sharded_where_a_backend_does_so",
+}
 EFFECTS |= {
     f"{cls.__name__}.{entry.name}": _ARGUMENTS + f"test_each_setting_of_{product}_is_an_option"
     for product, cls in (("vllm", vLLMConfig), ("sglang", SGLangConfig))

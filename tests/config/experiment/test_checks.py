@@ -344,11 +344,25 @@ def test_allocation_mode_gives_each_role_its_backend():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.backend": "areno:d2p2"}, "parallelism of 2 is not supported; write rollout.backend=areno:d4"),
-        ({"actor.backend": "megatron:d4t2"}, "the backend megatron is not supported; write actor.backend=fsdp:d4t2"),
-        ({"actor.backend": "archon:d2p2"}, "pipeline parallelism of 2 is not supported; write actor.backend=fsdp:d4"),
-        ({"actor.backend": "archon:d2", "actor.archon.enable_compile": True}, "actor.archon.enable_compile true with"),
-        ({"actor.backend": "archon:d2", "actor.archon.fp8_config.mode": "blockwise"}, "fp8_config.mode blockwise with"),
+        ({"rollout.backend": "areno:d2p2"}, "parallelism of 2 are not supported; write rollout.backend=areno:d4"),
+        (
+            {"actor.backend": "archon:p2", "actor.use_lora": True},
+            "actor.use_lora with actor.backend archon:p2: stages of",
+        ),
+        (
+            {"actor.backend": "megatron:p2", "rollout.scheduling_strategy.type": "colocation"}
+            | {"rollout.scheduling_strategy.target": "actor", "rollout.scheduling_strategy.fork": False},
+            "with actor.backend megatron:p2 the actor generates nothing",
+        ),
+        (
+            {"actor.backend": "archon:d2", "actor.archon.offload_params": True},
+            "actor.archon.offload_params true: weights",
+        ),
+        (
+            {"actor.backend": "archon:d2", "actor.archon.fp8_config.mode": "blockwise"},
+            "fp8_config.mode blockwise: 8-bit",
+        ),
+        ({"actor.backend": "megatron:(attn:d2t2|ffn:d4)"}, "must be a multiple of t = 2 and divide d x c x t = 4; use"),
         ({"actor.backend": "fsdp:c2", "actor.use_lora": True}, "fsdp:c2, which shards weights, with actor.use_lora"),
         ({"actor.backend": "fsdp:d2", "actor.optimizer.type": "sgd"}, "actor.optimizer.type sgd with actor.backend"),
         ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
@@ -392,11 +406,11 @@ def test_what_is_not_supported_says_so_and_what_to_write(changes, words):
 def test_an_allocation_that_cannot_run_here_is_one_message():
     base = changed(RL, {"rollout": {}})
     base["actor"] = {key: value for key, value in RL["actor"].items() if key != "backend"}
-    text = refused({"allocation_mode": "sglang.d4p1m1+d2p2m1", "ref": {}}, base)
+    text = refused({"allocation_mode": "areno.d2p2m1+d2p2m1", "ref": {}}, base)
     assert "\n" not in text
     for part in ("pipeline parallelism of 2", "allocation_mode=areno:d4+fsdp:d4"):
         assert part in text
-    accepted({"allocation_mode": "areno:d4+fsdp:d4"}, base)
+    accepted({"allocation_mode": "areno:d4+megatron:d2p2"}, base)
 
 
 def test_every_setting_has_help_in_a_sentence():

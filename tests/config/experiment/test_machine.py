@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from areno.config.experiment import SFTConfig, config_from
-from areno.config.experiment.checks import takes_turns
 from areno.config.experiment.machine import Machine, devices_needed, resolve_for_machine
 from areno.config.experiment.notices import notice
+from areno.config.experiment.roles import takes_turns
 from areno.errors import UsageError
 from areno.experiments.checks import check_inputs
 from tests.config.experiment.samples import SFT, rl

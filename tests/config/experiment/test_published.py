@@ -48,7 +48,7 @@ REMEDIES = {
     "vision": ["~sglang.enable_multimodal"],
     "ray": [],
     "slurm": [],
-    "megatron": ["actor.backend=fsdp:d2t2", "ref.backend=fsdp:d2t2"],
+    "megatron": ["~actor.megatron.fp8_config"],
     "cpu": [],
 }
 

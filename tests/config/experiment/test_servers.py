@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areno.config.experiment.checks import server_of
+from areno.config.experiment.roles import server_of
 from tests.config.experiment.test_checks import accepted, refused
 
 

@@ -1,0 +1,139 @@
+"""Checks of the engines of an experiment: which can run here, and how each may be divided among ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from areno.config.experiment.allocation import AllocationMode, ModelAllocation, ParallelStrategy
+from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
+from areno.config.experiment.roles import addresses_of, roles, server_of, takes_turns
+from areno.config.experiment.settings import changed
+from areno.config.machine import shards_tensor_parallel
+from areno.config.rollout_options import SERVERS
+from areno.errors import UsageError
+
+
+def backend_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    """Parse each role's backend, and say what cannot run here; in the words of allocation_mode where that was given."""
+    unsupported: list[tuple[str, str, str, ModelAllocation]] = []
+    for role, spec in roles(config).items():
+        try:
+            allocation = ModelAllocation.from_str(spec)
+        except UsageError as error:
+            yield f"{role}.backend {error}"
+            continue
+        generates = role.endswith("rollout")
+        if allocation.is_inference != generates:
+            does, other = ("trains", "areno:d1") if generates else ("generates", "fsdp:d1")
+            yield f"{role}.backend {spec} {does}; give one such as {other}"
+        elif missing := _not_there(allocation, role):
+            unsupported.append((f"{role}.backend", spec, missing, allocation))
+        elif role in ("ref", "critic") and spec != roles(config)["actor"]:
+            yield f"{role}.backend {spec} differs from actor.backend: {role} lives on the actor's ranks; leave it out"
+        else:
+            yield from _layout(config, role, allocation)
+    if unsupported and config.allocation_mode:
+        parts = "; ".join(dict.fromkeys(missing for _, _, missing, _ in unsupported))
+        mode = AllocationMode.from_str(config.allocation_mode)
+        shares = bool(mode.engines[0].name) and bool(mode.colocated())
+        better = [_replacement(engine, engine.name if shares else "") for engine in mode.engines[:2]]
+        remedy = f"on this machine write allocation_mode={('|' if shares else '+').join(better)}"
+        yield f"allocation_mode {config.allocation_mode}: {parts}; {remedy}"
+        return
+    for name, spec, missing, allocation in unsupported:
+        yield f"{name} {spec}: {missing}; write {name}={_replacement(allocation)}"
+
+
+def _servers(config: PPOConfig) -> Iterator[str]:
+    """What inference servers cannot do, and what belongs to them alone."""
+    rollout, product = config.rollout, server_of(config)
+    if not product:
+        for name in changed(rollout, ("api_url", "provider_api_key")):
+            yield f"rollout.{name} is of inference servers; give rollout.backend=vllm:dN or sglang:dN too, or leave it out"
+        return
+    where, replicas = f"with rollout.backend {rollout.backend}", ModelAllocation.from_str(rollout.backend).parallel.data
+    if takes_turns(config):
+        yield f"rollout.scheduling_strategy.fork false {where}: a server is a process of its own; leave it out"
+    if rollout.speculate:
+        yield f"rollout.speculate {rollout.speculate} {where}: a server guesses by its own options; leave it out"
+    addresses = addresses_of(config)
+    if rollout.api_url is not None and len(addresses) != replicas:
+        yield f"rollout.api_url lists {len(addresses)} servers {where}: give {replicas}, separated by commas"
+    elif wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
+        yield f"rollout.api_url {wrong[0]!r} is no address; write http://HOST:PORT"
+
+
+def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str]:
+    """What the engine of a role cannot do on several ranks."""
+    where, tensor, actor = f"{role}.backend {allocation.spec}", allocation.parallel.tensor, config.actor
+    if role == "rollout":
+        yield from _servers(config)
+    if role in ("actor", "rollout") and tensor > 1 and actor.load_in_4bit:
+        yield f"actor.load_in_4bit with {where}: weights in 4 bits cannot be cut; use d alone, or leave one of the two out"
+    if role == "rollout" and tensor > 1 and config.rollout.speculate and not server_of(config):
+        yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
+    if role != "actor":
+        return
+    if allocation.world_size > 1 and actor.optimizer is not None and actor.optimizer.type == "sgd":
+        yield f"actor.optimizer.type sgd with {where}: ranks share the states of AdamW, and no other rule; use type adam"
+    if actor.fsdp.shard_weights:
+        yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
+    elif allocation.parallel.context * allocation.parallel.expert_ranks > 1:
+        yield from (f"{where}, which shards weights, {reason}" for reason in unshardable(config))
+    if allocation.backend != "fsdp":
+        yield from (f"actor.{allocation.backend}.{text}" for text in getattr(actor, allocation.backend).unsupported())
+    yield from _stages(config, allocation, where)
+
+
+def _stages(config: Any, allocation: ModelAllocation, where: str) -> Iterator[str]:
+    """What pipeline and expert parallelism do not go with."""
+    parallel, actor = allocation.parallel, config.actor
+    if parallel.pipeline > 1:
+        for name in ("use_lora", "init_from_scratch"):
+            if getattr(actor, name):
+                yield f"actor.{name} with {where}: stages of a pipeline train all weights of a checkpoint; leave p out"
+        if isinstance(config, PPOConfig) and takes_turns(config):
+            yield (
+                f"rollout and training take turns, and with {where} the actor generates nothing: its layers are on several "
+                "stages; give rollout devices of its own (scheduling_strategy.type=separation), or leave p out"
+            )
+    shards, parts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
+    if not parallel.expert_ranks or shards % parallel.expert_ranks:
+        yield (
+            f"{where}: each copy of the experts lies on e x t = {parts} devices, which must be a multiple of t = "
+            f"{parallel.tensor} and divide d x c x t = {shards * parallel.tensor}; use "
+            f"{allocation.backend}:{ParallelStrategy(**{**vars(parallel), 'expert': 1, 'expert_tensor': 0}).dims}"
+        )
+
+
+def unshardable(config: Any) -> Iterator[str]:
+    """Why the actor's weights cannot be sharded across its ranks (FSDP2)."""
+    parallel, remedy = ModelAllocation.from_str(config.actor.backend).parallel, "leave one of the two out"
+    if parallel.data * parallel.context == 1:
+        yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
+    if parallel.tensor > 1 and not shards_tensor_parallel():
+        yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
+    if config.actor.use_lora:
+        yield f"with actor.use_lora: adapters are not sharded; {remedy}"
+    for role in ("actor", "critic"):
+        engine = getattr(config, role, None)
+        if engine is not None and engine.optimizer is not None:
+            if engine.optimizer.type != "adam":
+                yield f"with {role}.optimizer.type {engine.optimizer.type}: only fp32 AdamW is sharded so; {remedy}"
+            if engine.optimizer.offload:
+                yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
+
+
+def _not_there(allocation: ModelAllocation, role: str) -> str:
+    if allocation.backend in SERVERS and role != "rollout":
+        return f"a server of {allocation.backend} for this role is not supported"
+    if allocation.backend == "areno" and allocation.parallel.pipeline > 1:
+        return f"rollouts with pipeline parallelism of {allocation.parallel.pipeline} are not supported"
+    return ""
+
+
+def _replacement(allocation: ModelAllocation, name: str = "") -> str:
+    """What does the same work on as many devices."""
+    tensor = allocation.parallel.tensor
+    data = allocation.world_size // tensor
+    backend = ("areno" if allocation.is_inference else "fsdp") + (f"[{name}]" if name else "")
+    return f"{backend}:d{data}" + (f"t{tensor}" if tensor > 1 else "")

@@ -1,0 +1,135 @@
+"""What a backend and the settings of its section make of the ranks: a mapping, seen without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areno.config.experiment import GRPOConfig, config_from
+from areno.config.experiment.notices import notice
+from areno.engine.parallel.layout import Layout
+from areno.errors import UsageError
+from areno.experiments.trainers.engines import engine_config, training_layout
+from tests.config.experiment.samples import SAMPLES, changed
+from tests.support.tiny import save_tiny_checkpoint
+
+LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("model") / "deep", "llama", layers=LAYERS))
+
+
+def experiment(model: str, backend: str, changes: dict[str, Any]) -> GRPOConfig:
+    tree = changed(SAMPLES[GRPOConfig], {"actor.path": model, "actor.backend": backend} | changes)
+    return config_from(tree, GRPOConfig)
+
+
+@pytest.fixture
+def actor(model):
+    def of(backend: str, **settings: Any):
+        changes = {f"actor.{name.replace('__', '.')}": value for name, value in settings.items()}
+        return experiment(model, backend, changes).actor
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "layout"),
+    [
+        ("fsdp:d2t2", {}, Layout(2, 2)),
+        ("fsdp:d2c2", {}, Layout(2, cp_size=2)),
+        ("archon:d4e2", {}, Layout(4, ep_size=2)),
+        ("archon:d2t2p2c2e4", {"archon__pp_schedule": "1F1B"}, Layout(2, 2, cp_size=2, ep_size=4, pp_size=2)),
+        ("archon:p2", {}, Layout(pp_size=2, pp_chunks=2)),
+        ("archon:p8", {}, Layout(pp_size=8)),  # too few layers for two runs of each stage
+        ("archon:p2", {"archon__pp_layers_per_stage": 7}, Layout(pp_size=2)),
+        ("archon:p2", {"archon__reshard_after_forward_policy": "always"}, Layout(pp_size=2, pp_chunks=2)),
+        ("archon:d2", {"archon__reshard_after_forward_policy": "never"}, Layout(2, reshards=False)),
+        ("megatron:d2p2", {}, Layout(2, pp_size=2)),
+        ("megatron:p2", {"megatron__virtual_pipeline_parallel_size": 3}, Layout(pp_size=2, pp_chunks=3)),
+        ("megatron:(attn:d4t2|ffn:d2e4)", {}, Layout(4, 2, ep_size=2)),
+        ("megatron:(attn:d4|ffn:d2t2)", {}, Layout(4, ep_size=2)),
+    ],
+)
+def test_a_backend_gives_ranks(actor, backend, settings, layout):
+    found = training_layout(actor(backend, **settings))
+    staged, always = layout.pp_size > 1, settings.get("archon__reshard_after_forward_policy") == "always"
+    assert found == Layout(
+        layout.dp_size,
+        layout.tp_size,
+        layout.fsdp,
+        layout.cp_size,
+        layout.ep_size,
+        layout.pp_size,
+        layout.pp_chunks,
+        (1, 1) if staged and backend.startswith("archon") else (0, 0),
+        always or (layout.reshards and not (staged and backend.startswith("archon"))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        (Layout(pp_size=2), [6, 6]),
+        (Layout(pp_size=2, pp_less=(1, 1)), [6, 6]),
+        (Layout(pp_size=3, pp_less=(1, 1)), [4, 5, 3]),
+        (Layout(pp_size=2, pp_chunks=2, pp_less=(1, 1)), [3, 4, 3, 2]),
+        (Layout(pp_size=4, pp_less=(3, 2)), [2, 4, 4, 2]),
+        (Layout(pp_size=5), [3, 3, 2, 2, 2]),
+        (Layout(pp_size=4, pp_chunks=3, pp_less=(4, 4)), [1] * 12),
+    ],
+)
+def test_layers_are_divided_by_what_each_run_has_to_do(layout, runs):
+    found = layout.runs_of_layers(LAYERS)
+    assert [len(run) for run in found] == runs
+    assert [layer for run in found for layer in run] == list(range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "words"),
+    [
+        (
+            "archon:p2",
+            {"archon__pp_layers_per_stage": 5},
+            "cuts the 12 layers of .* into 3 runs, which 2 stages cannot",
+        ),
+        (
+            "megatron:p4",
+            {"megatron__virtual_pipeline_parallel_size": 4},
+            "12 layers of .* too few for 4 stages of 4 runs",
+        ),
+        ("megatron:p16", {}, "too few for 16 stages of 1 runs"),
+    ],
+)
+def test_layers_that_do_not_divide_are_refused(actor, backend, settings, words):
+    with pytest.raises(UsageError, match=words):
+        training_layout(actor(backend, **settings))
+
+
+def test_weights_are_sharded_where_a_backend_does_so(actor):
+    assert training_layout(actor("megatron:d2", fsdp__shard_weights=True)).fsdp
+    section = actor("megatron:d2", megatron__use_torch_fsdp2=True).megatron
+    assert section.shards_weights
+    assert not actor("megatron:d2").megatron.shards_weights
+
+
+@pytest.mark.parametrize("backend", ["archon", "megatron"])
+def test_deterministic_algorithms_are_asked_for(actor, backend):
+    wanted = {f"{backend}__use_deterministic_algorithms": True, "dtype": "float32"}
+    assert engine_config(actor(f"{backend}:d1", **wanted)).deterministic
+    assert not engine_config(actor("fsdp:d1", **wanted)).deterministic
+
+
+def test_the_notice_says_what_acts_and_what_does_not(model):
+    changes = {"actor.megatron.virtual_pipeline_parallel_size": 2, "actor.archon.ac_mode": "full"}
+    text = notice(experiment(model, "megatron:d2p2", changes | {"actor.megatron.async_save": True}))
+    assert (
+        "actor.megatron.async_save: areno's engine, which trains in place of this backend, decides this itself" in text
+    )
+    assert "actor.archon: the section of a backend that is not used" in text
+    assert "actor.megatron.virtual_pipeline_parallel_size: each stage has 2 runs of layers" in text
+    text = notice(experiment(model, "archon:p2", {"actor.archon.pp_schedule": "ZBVZeroBubble"}))
+    assert "actor.archon.pp_schedule: runs as Interleaved1F1B" in text
