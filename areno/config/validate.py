@@ -288,14 +288,12 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
             f"--fsdp with --world-size {options.world_size}{tensor}: there is one replica, so no other to shard weights with; "
             f"give --world-size {2 * options.world_size} or more, or --no-fsdp"
         )
-    unshared = {
-        "--lora-rank": options.uses_lora,
-        "--adam-8bit": options.adam_8bit,
-        "--offload-optimizer": options.offload_optimizer,
-    }
-    for option, wanted in unshared.items():
-        if wanted:
-            yield f"--fsdp with {option}: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
+    if options.offload_optimizer:
+        yield "--fsdp with --offload-optimizer: sharded states stay on their devices; leave one of the two out"
+    if options.load_in_4bit:
+        yield "--fsdp with --load-in-4bit: weights in 4 bits are not sharded; leave one of the two out"
+    if options.uses_lora and options.tp_size > 1:
+        yield "--fsdp with --lora-rank and --tp-size: adapters of layers that ranks cut are not sharded; use --tp-size 1"
     if options.tune_params:
         yield "--fsdp with --tune-params: the memory of spread weights is not planned yet; give the sizes, or --no-fsdp"
 

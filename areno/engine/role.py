@@ -133,7 +133,7 @@ class Role:
         ``weights`` are written in place of the model's own; see :meth:`stage_model`.
         """
         if self.model.adapter is not None:
-            if self.peers.replica == 0:
+            if self.peers.replica == 0 or self.peers.layout.fsdp:
                 self.model.adapter.save(folder, writes=self.peers.first)
             if self.peers.first:
                 tokenizer.save_pretrained(folder)
@@ -209,7 +209,8 @@ def load_role(
     if options.peers.layout.fsdp:
         from areno.engine.parallel.fsdp import spread_over_replicas
 
-        spread_over_replicas(model, options.peers, trained=optimizer is not None)
+        reduces = torch.bfloat16 if optimizer is not None and optimizer.reduce_bf16 else torch.float32
+        spread_over_replicas(model, options.peers, trained=optimizer is not None, reduces=reduces)
     if optimizer is None:
         return Role(name, path, kind, model, peers=options.peers)
     own = _optimizer(model, optimizer, options.peers)
@@ -250,27 +251,21 @@ def _check_choices(
             f"--load-in-4bit with --tp-size {layout.tp_size}: weights in 4 bits cannot be spread over ranks; "
             "leave one of the two out: --world-size N alone keeps the model whole on each device"
         )
+    if not layout.fsdp:
+        return
     chosen = {
-        "--lora-rank": adapter is not None,
-        "optimizer.type sgd": optimizer is not None and optimizer.sgd,
-        "--adam-8bit": optimizer is not None and optimizer.adam_8bit,
-        "--offload-optimizer": optimizer is not None and optimizer.offload,
+        "--load-in-4bit: weights in 4 bits": adapter is not None and adapter.load_in_4bit,
+        "--lora-rank and --tp-size: adapters of layers that ranks cut": adapter is not None and layout.tp_size > 1,
+        "--offload-optimizer: states in the computer's memory": optimizer is not None and optimizer.offload,
     }
-    for option, wanted in chosen.items():
-        if wanted and layout.fsdp:
-            raise UsageError(
-                f"{option} with --fsdp: replicas share all weights out with fp32 AdamW only, so far; leave one of the two out"
-            )
+    for what, wanted in chosen.items():
+        if wanted:
+            raise UsageError(f"--fsdp with {what} are not sharded; leave one of the two out")
 
 
 def _optimizer(model: PackedModel, config: OptimizerConfig, peers: Peers) -> Optimizer:
     if peers.alone:
         return MasterAdamW(model.parameters(), config)
-    if config.sgd:
-        raise UsageError(
-            f"optimizer.type sgd with {peers.layout.world_size} ranks: replicas share the states of AdamW out, and no other "
-            "rule yet; use adam"
-        )
     from areno.engine.parallel.sharding import partial_names
 
     partial = partial_names(model.config, [name for name, _ in model.parameters()]) if peers.tensor.size > 1 else set()

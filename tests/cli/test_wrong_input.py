@@ -65,11 +65,13 @@ TRAIN = [
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],
         "--fsdp with --world-size 2, --tp-size 2: there is one replica, so no other to shard weights with; give --world-size 4",
     ),
-    ([*GSPO, "--fsdp", "--world-size", "2", "--lora-rank", "4"], "--fsdp with --lora-rank: replicas share all weights"),
-    ([*GSPO, "--fsdp", "--world-size", "2", "--adam-8bit"], "--fsdp with --adam-8bit: replicas share all weights out"),
+    (
+        [*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2", "--lora-rank", "4"],
+        "--fsdp with --lora-rank and --tp-size: adapters of layers that ranks cut are not sharded; use --tp-size 1",
+    ),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--offload-optimizer"],
-        "--fsdp with --offload-optimizer: replicas share all weights out with fp32 AdamW only",
+        "--fsdp with --offload-optimizer: sharded states stay on their devices; leave one of the two out",
     ),
     ([*GSPO, "--world-size", "2", "--stall-timeout", "0"], "--stall-timeout must be positive, got 0.0"),
     ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),

@@ -49,7 +49,9 @@ def outcome(task, tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["fsdp:c2", "fsdp:d2t2", "archon:d2e2", "archon:d2t2e2", "archon:p2", "megatron:d2p2"])
+@pytest.mark.parametrize(
+    "backend", ["fsdp:c2", "fsdp:d2t2", "archon:d2e2", "archon:d2t2e2", "archon:p2", "megatron:d2p2"]
+)
 def test_a_run_with_a_divided_trainer_is_that_of_one_rank(backend, task, mixture, outcome):
     model = mixture if "e" in backend.partition(":")[2] else task.model
     samples, weights = outcome(backend, model)

@@ -59,16 +59,17 @@ def test_the_rate_follows_its_formula(sft, changes, rates):
     assert sft({**SIX, **given}).column("sft/lr") == pytest.approx(rates)
 
 
-def test_moments_may_be_kept_in_8_bits(sft):
+def test_moments_may_be_kept_in_8_bits_or_16(sft):
     sizes = []
-    for kind in ("adam", "adam_8bit"):
+    for kind, dtype in (("adam", torch.float32), ("adam_8bit", torch.uint8), ("adam_bf16", torch.bfloat16)):
         run = sft({**SIX, "actor.optimizer.type": kind, "recover.mode": "auto", "recover.freq_steps": 6})
         (file,) = run.checkpoints.glob("recover/step_000006/trainer_state/optimizer.pt")
         found = {name: value.dtype for name, value in moments(torch.load(file))}
         sizes.append(file.stat().st_size)
-        assert (torch.uint8 in found.values()) == (kind == "adam_8bit")
+        assert dtype in found.values()
         assert run.column("sft/loss")[-1] < run.column("sft/loss")[0]
     assert sizes[1] < 0.7 * sizes[0]
+    assert sizes[2] < 0.6 * sizes[0]
 
 
 def moments(state: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -111,6 +112,7 @@ RULES: list[dict[str, Any]] = [
     {"eps": 0.01},
     {"gradient_clipping": 0.05},
     {"type": "sgd", "lr": 0.3, "weight_decay": 0.1},
+    {"type": "adam_bf16"},
 ]
 
 

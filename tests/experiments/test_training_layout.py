@@ -9,6 +9,7 @@ import pytest
 from areno.config.experiment import GRPOConfig, config_from
 from areno.config.experiment.notices import notice
 from areno.engine.parallel.layout import Layout
+from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import engine_config, training_layout
 from tests.config.experiment.samples import SAMPLES, changed
@@ -121,6 +122,16 @@ def test_deterministic_algorithms_are_asked_for(actor, backend):
     wanted = {f"{backend}__use_deterministic_algorithms": True, "dtype": "float32"}
     assert engine_config(actor(f"{backend}:d1", **wanted)).deterministic
     assert not engine_config(actor("fsdp:d1", **wanted)).deterministic
+
+
+def test_number_formats_of_states_and_gradients_reach_the_optimizer(actor):
+    def made(**settings: Any) -> OptimizerConfig:
+        return engine_config(actor("fsdp:d2", dtype="float32", **settings)).optimizer
+
+    assert (made().moments, made().reduce_bf16) == ("fp32", False)
+    assert made(optimizer_dtype="bfloat16").moments == made(optimizer__type="adam_bf16").moments == "bf16"
+    assert made(optimizer_dtype="bfloat16", optimizer__type="adam_8bit").moments == "8bit"
+    assert made(grad_reduce_dtype="bfloat16").reduce_bf16
 
 
 def test_the_notice_says_what_acts_and_what_does_not(model):

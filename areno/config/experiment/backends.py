@@ -73,8 +73,6 @@ def _layout(config: Any, role: str, allocation: ModelAllocation) -> Iterator[str
         yield f"rollout.speculate {config.rollout.speculate} with {where}: only replicas of one rank guess ahead; use d alone"
     if role != "actor":
         return
-    if allocation.world_size > 1 and actor.optimizer is not None and actor.optimizer.type == "sgd":
-        yield f"actor.optimizer.type sgd with {where}: ranks share the states of AdamW, and no other rule; use type adam"
     if actor.fsdp.shard_weights:
         yield from (f"actor.fsdp.shard_weights true {reason}" for reason in unshardable(config))
     elif allocation.parallel.context * allocation.parallel.expert_ranks > 1:
@@ -112,15 +110,14 @@ def unshardable(config: Any) -> Iterator[str]:
         yield f"with actor.backend {config.actor.backend}: there is one replica; use d2 or more, or leave it out"
     if parallel.tensor > 1 and not shards_tensor_parallel():
         yield f"with actor.backend {config.actor.backend}: t and sharding need transformers 5.23 or newer; {remedy}"
-    if config.actor.use_lora:
-        yield f"with actor.use_lora: adapters are not sharded; {remedy}"
+    if config.actor.load_in_4bit:
+        yield f"with actor.load_in_4bit: weights in 4 bits are not sharded; {remedy}"
+    if config.actor.use_lora and parallel.tensor > 1:
+        yield f"with actor.use_lora: adapters of layers that t cuts are not sharded; {remedy}, or use d alone"
     for role in ("actor", "critic"):
         engine = getattr(config, role, None)
-        if engine is not None and engine.optimizer is not None:
-            if engine.optimizer.type != "adam":
-                yield f"with {role}.optimizer.type {engine.optimizer.type}: only fp32 AdamW is sharded so; {remedy}"
-            if engine.optimizer.offload:
-                yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
+        if engine is not None and engine.optimizer is not None and engine.optimizer.offload:
+            yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
 
 
 def _not_there(allocation: ModelAllocation, role: str) -> str:

@@ -58,10 +58,8 @@ class OptimizerConfig:
 
     type: str = setting(
         "adam",
-        "adam is AdamW with fp32 moments; adam_8bit keeps moments in 8 bits; adam_bf16 keeps them in bf16 with Kahan "
-        "summation; sgd has none.",
+        "adam is AdamW with fp32 moments; adam_8bit keeps moments in 8 bits, adam_bf16 in bf16; sgd has none.",
         choices=("adam", "sgd", "adam_8bit", "adam_bf16"),
-        refused_values={"adam_bf16": "moments in bf16 are not supported; write type=adam, whose moments are in fp32"},
     )
     lr: float = setting(0.001, "Peak learning rate.", above=0)
     weight_decay: float = setting(0.01, "Decoupled weight decay.", minimum=0)
@@ -257,17 +255,15 @@ class TrainEngineConfig:
     )
     grad_reduce_dtype: str = setting(
         "float32",
-        "Number format in which gradients are added up across ranks.",
+        "Number format in which gradients are added up across ranks that send them to each other.",
         choices=DTYPES[1:],
         synonyms=DTYPE_SYNONYMS,
-        refused="gradients are added up in float32 only; remove it",
     )
     optimizer_dtype: str = setting(
         "float32",
-        "Number format of master weights and optimizer state.",
+        "Number format of Adam's moments; master weights stay float32, or small updates would be lost.",
         choices=DTYPES[1:],
         synonyms=DTYPE_SYNONYMS,
-        refused="master weights and moments are float32 only; remove it",
     )
     optimizer: OptimizerConfig | None = section(None, "How the model is trained; null trains nothing.")
     weight_update_mode: str = setting(

@@ -53,7 +53,10 @@ def resolve_for_machine(config: BaseExperimentConfig, machine: Machine) -> list[
 
 def _reason(config: Any, machine: Machine, name: str) -> str:
     if name == "shard_weights":
-        return next(unshardable(config), config.actor.backend).partition(";")[0]
+        why = next(unshardable(config), config.actor.backend).partition(";")[0]
+        return (
+            why if _shards(config.actor) else f"with {config.actor.backend} and these settings only states are sharded"
+        )
     if machine.gpus:
         return "GPU"
     return "processes on the CPU" if name == "n_gpus_per_node" else "CPU"
@@ -131,6 +134,13 @@ def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
             yield f"{path} {value}: on a GPU nothing is guessed ahead; use {path}=0"
 
 
+def _shards(actor: TrainEngineConfig) -> bool:
+    """Whether weights are sharded where nothing is said: where they and their states weigh most, and a backend does so."""
+    if actor.backend.startswith("megatron"):
+        return bool(actor.megatron.shards_weights)
+    return not actor.use_lora and (actor.optimizer is None or actor.optimizer.type == "adam")
+
+
 def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[str, Any, str, Any]]:
     """What is left to the machine: path and section, name, and the value for it."""
     cluster, needed = config.cluster, max(devices_needed(config), 1)
@@ -139,8 +149,7 @@ def _choices(config: BaseExperimentConfig, machine: Machine) -> Iterator[tuple[s
     actor = engine_of(config, "actor")
     parallel = ModelAllocation.from_str(actor.backend).parallel if actor is not None else None
     if actor is not None and parallel and actor.fsdp.shard_weights is None and parallel.data * parallel.context > 1:
-        asked = not actor.backend.startswith("megatron") or actor.megatron.shards_weights
-        yield "actor.fsdp", actor.fsdp, "shard_weights", asked and not any(unshardable(config))
+        yield "actor.fsdp", actor.fsdp, "shard_weights", _shards(actor) and not any(unshardable(config))
     devices = machine.gpus or needed
     if not machine.nodes and _asked(config) is None and cluster.n_gpus_per_node != devices:
         yield "cluster", cluster, "n_gpus_per_node", devices

@@ -150,8 +150,13 @@ class Adapter:
         return set()
 
     def state(self) -> dict[str, Tensor] | None:
-        """The whole tensors to be saved, where they are not simply the module's."""
-        return None
+        """The whole tensors to be saved, where they are not simply the module's; every rank must call."""
+        trained = {name: p for name, p in self._wrapped.named_parameters() if p.requires_grad}
+        if not any(hasattr(p, "placements") for p in trained.values()):
+            return None
+        from areno.engine.parallel.sharding import local, whole_of  # costs a second to import, and few need it
+
+        return {name: whole_of(local(p.detach()), p) for name, p in trained.items()}
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors`` if this rank ``writes``; all ranks must call."""

@@ -27,9 +27,12 @@ class SpreadWeights(Weights):
 
     Args:
         module: the model, whole; from here on it holds this rank's shares, in fp32 if they are ``trained``.
+        reduces: type in which gradients are added up.
     """
 
-    def __init__(self, module: nn.Module, peers: Peers, device: torch.device, trained: bool) -> None:
+    def __init__(
+        self, module: nn.Module, peers: Peers, device: torch.device, trained: bool, reduces: torch.dtype = torch.float32
+    ) -> None:
         self.dtype = next(module.parameters()).dtype
         self.whole = False
         layout = peers.layout
@@ -41,8 +44,9 @@ class SpreadWeights(Weights):
             self._experts = divide_experts(module, expert_mesh["ep", "tp"], peers.experts)
             expert_mesh = expert_mesh["efsdp"]
         mixtures = {id(divided.module) for divided in self._experts}
-        rounded = trained and self.dtype != torch.float32
-        policy = MixedPrecisionPolicy(self.dtype, torch.float32) if rounded else MixedPrecisionPolicy()
+        # Beside an adapter, which is fp32 already, the weights are frozen in the type that they compute in.
+        rounded = trained and self.dtype != torch.float32 and all(p.requires_grad for p in module.parameters())
+        policy = MixedPrecisionPolicy(self.dtype if rounded else None, reduces)
         layers = [divided.module for divided in self._experts]
         layers += [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
@@ -105,9 +109,11 @@ class SpreadWeights(Weights):
         return self._root.areno_pass(work)  # type: ignore[no-any-return]
 
 
-def spread_over_replicas(model: PackedModel, peers: Peers, *, trained: bool) -> None:
+def spread_over_replicas(
+    model: PackedModel, peers: Peers, *, trained: bool, reduces: torch.dtype = torch.float32
+) -> None:
     """Leave this rank its share of a model that is whole; every rank must call, with the same model."""
-    model.weights = SpreadWeights(model.module, peers, model.device, trained)
+    model.weights = SpreadWeights(model.module, peers, model.device, trained, reduces)
 
 
 def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
@@ -118,7 +124,7 @@ def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:
-    """Parameters only, and not those with these ids: tables that a model computes with keep their type."""
+    """Trained parameters only, and not those with these ids: tables that a model computes with keep their type."""
     for parameter in part.parameters():
-        if parameter.is_floating_point() and id(parameter) not in but:
+        if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in but:
             parameter.data = parameter.data.float()

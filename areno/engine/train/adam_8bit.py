@@ -159,7 +159,7 @@ class Adam8bit(torch.optim.Optimizer):
         assert parameter.grad is not None
         state["step"] += 1
         if "mean" in state:
-            self._move(parameter, parameter.grad, state["mean"], state["square"], group, state["step"])
+            move(parameter, parameter.grad, state["mean"], state["square"], group, state["step"])
             return
         mean = Quantised(state["mean_codes"], state["mean_scales"], True)
         root = Quantised(state["root_codes"], state["root_scales"], False)
@@ -171,19 +171,9 @@ class Adam8bit(torch.optim.Optimizer):
             first, last = begin // BLOCK, -(-own.stop // BLOCK)
             m, r = mean.read(first, last), root.read(first, last)
             v = r.square_().view(-1)
-            self._move(weights[own], gradient[own], m.view(-1)[:count], v[:count], group, state["step"])
+            move(weights[own], gradient[own], m.view(-1)[:count], v[:count], group, state["step"])
             mean.write(first, last, m)
             root.write(first, last, v.sqrt_().view(-1, BLOCK))
-
-    @staticmethod
-    def _move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
-        """One AdamW step of weights w with gradient g and moments m and v, all of one shape, in place."""
-        (beta1, beta2), rate = group["betas"], group["lr"]
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        w.mul_(1 - rate * group["weight_decay"])
-        denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-        w.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``; PyTorch's own would turn the codes into floating point."""
@@ -193,6 +183,16 @@ class Adam8bit(torch.optim.Optimizer):
             parameter = parameters[index]
             moved = {name: v.to(parameter.device) if isinstance(v, Tensor) else v for name, v in saved.items()}
             self.state[parameter] = moved
+
+
+def move(w: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
+    """One AdamW step of weights w with gradient g and moments m and v, all of one shape, in place."""
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    w.mul_(1 - rate * group["weight_decay"])
+    denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    w.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
 
 
 def is_quantised(count: int) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from areno.engine.parallel.peers import Peers
 from areno.engine.parallel.sharding import local, part_of, whole_of
+from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
 
 
@@ -38,7 +39,15 @@ class SpreadAdamW(Optimizer):
         self._parameters = [parameter for _, parameter in parameters]
         self._shares = [nn.Parameter(local(parameter.detach())) for parameter in self._parameters]  # the same memory
         self._rounded = dtype != torch.float32
-        self._adam = make_adam(self._shares, config)
+        self._adam = make_adam(self._groups(), config)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Shares of tensors; those whose moments are in 8 bits are apart, by the size of the whole tensor in every layout."""
+        if not self.config.adam_8bit:
+            return [{"params": self._shares}]
+        kinds = [adam_8bit.is_quantised(parameter.numel()) for parameter in self._parameters]
+        shares = list(zip(self._shares, kinds, strict=True))
+        return [{"params": [s for s, own in shares if own == kind], "quantised": kind} for kind in (True, False)]
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -82,11 +91,13 @@ class SpreadAdamW(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        return sum(p.numel() for p in self._parameters) * (12 if self._rounded else 8)
+        count = sum(p.numel() for p in self._parameters)
+        return self.config.moment_bytes(count) + (4 * count if self._rounded else 0)
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's shares, which are the master weights, and of their moments, there yet or not."""
-        return sum(share.numel() for share in self._shares) * (12 if moments else 4)
+        count = sum(share.numel() for share in self._shares)
+        return 4 * count + (self.config.moment_bytes(count) if moments else 0)
 
     def gradients(self) -> list[Tensor]:
         """Gradients of this rank's shares, as far as there are any."""
@@ -102,11 +113,18 @@ class SpreadAdamW(Optimizer):
         masters: dict[str, Tensor] = {}
         for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
             if moments := self._adam.state.get(share):
-                adam[index] = {"step": moments["step"].detach().clone()}
-                adam[index] |= {key: self._whole(moments[key], parameter) for key in MOMENTS}
+                adam[index] = self._whole_moments(moments, parameter, share)
             if self._rounded:
                 masters[name] = self._whole(share.detach(), parameter)
         return {**self._head(self._names), "adam": adam, "masters": masters}
+
+    def _whole_moments(self, moments: dict[str, Any], parameter: Tensor, share: Tensor) -> dict[str, Any]:
+        if not self.config.adam_8bit:
+            found = {"step": moments["step"].detach().clone()}
+            return found | {key: self._whole(moments[key], parameter) for key in MOMENTS}
+        parts = adam_8bit.moments_in(moments, share.numel())
+        mean, second = (self._whole(part.reshape(share.shape), parameter) for part in parts)
+        return adam_8bit.state_of(moments["step"], mean, second, adam_8bit.is_quantised(parameter.numel()))
 
     def _whole(self, share: Tensor, like: Tensor) -> Tensor:
         """A tensor from its shares, in the computer's memory; empty on all ranks but the first of each stage."""
@@ -117,11 +135,22 @@ class SpreadAdamW(Optimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of any layout."""
         self._take_head(state, self._names, self._names if self._rounded else ())
-        own: dict[int, dict[str, Tensor]] = {}
         states = by_name(state)
-        for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
+        self._adam.state.clear()
+        for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):
             if self._rounded:
                 share.copy_(part_of(state["masters"][name], parameter))
             if saved := states.get(name):
-                own[index] = {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in MOMENTS}
-        self._adam.load_state_dict({"state": own, "param_groups": self._adam.state_dict()["param_groups"]})
+                own = self._own_moments(saved, parameter)
+                self._adam.state[share] = {
+                    key: value.clone().to(share.device) if isinstance(value, Tensor) else value
+                    for key, value in own.items()
+                }
+
+    def _own_moments(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """This rank's part of the moments of a parameter."""
+        if not self.config.adam_8bit:
+            return {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in MOMENTS}
+        wholes = adam_8bit.moments_in(saved, parameter.numel())
+        mean, second = (part_of(whole.view(parameter.shape), parameter) for whole in wholes)
+        return adam_8bit.state_of(saved["step"], mean, second, adam_8bit.is_quantised(parameter.numel()))

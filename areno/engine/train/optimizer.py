@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.device import read_all
-from areno.engine.train import adam_8bit
+from areno.engine.train import adam_8bit, adam_bf16
 from areno.engine.train.schedule import DecayStyle, LrSchedule
 from areno.errors import UsageError
 
@@ -29,8 +29,8 @@ from areno.errors import UsageError
 class OptimizerConfig:
     """Optimizer of one trainable role; :class:`LrSchedule` has the meaning of the rate fields.
 
-    ``adam_8bit`` keeps the moments in 8 bits. ``sgd`` has none: it follows the gradient. ``offload`` keeps masters, moments
-    and summed gradients in the computer's memory, and updates there; it is for models on a GPU.
+    ``adam_8bit`` keeps the moments in 8 bits, ``adam_bf16`` in 16. ``sgd`` has none: it follows the gradient. ``offload`` keeps
+    masters, moments and summed gradients in the computer's memory, and updates there; it is for models on a GPU.
     """
 
     lr: float = 1e-4
@@ -43,8 +43,27 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     grad_clip_norm: float | None = None
     adam_8bit: bool = False
+    adam_bf16: bool = False
     sgd: bool = False
     offload: bool = False
+    reduce_bf16: bool = False  # gradients that ranks send each other are rounded to bf16
+
+    @property
+    def moments(self) -> str:
+        """Name of the format that moments are kept in; a saved state goes on in the same one."""
+        return "8bit" if self.adam_8bit else "bf16" if self.adam_bf16 else "fp32"
+
+    def moment_bytes(self, count: int, quantised: bool | None = None) -> int:
+        """Bytes of both moments of so many weights; ``quantised`` says it of tensors whose size does not."""
+        if self.adam_8bit:
+            return adam_8bit.state_bytes(count, quantised)
+        return (4 if self.adam_bf16 else 0 if self.sgd else 8) * count
+
+    def working_bytes(self, device: torch.device) -> int:
+        """About what an update takes on such a device beside states and gradients."""
+        if self.adam_bf16:
+            return adam_bf16.WORKING_BYTES
+        return adam_8bit.working_bytes(device) if self.adam_8bit else 0
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str) -> OptimizerConfig:
@@ -93,6 +112,8 @@ def make_adam(
     rates: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
     if config.adam_8bit:
         return adam_8bit.Adam8bit(tensors, **rates)
+    if config.adam_bf16:
+        return adam_bf16.AdamBf16(tensors, **rates)
     return torch.optim.AdamW(tensors, fused=True, **rates)
 
 
@@ -103,6 +124,8 @@ def take_moments(adam: torch.optim.Optimizer) -> None:
             return
         if isinstance(adam, adam_8bit.Adam8bit):
             adam.moments_of(parameter, quantised)
+        elif isinstance(adam, adam_bf16.AdamBf16):
+            adam.moments_of(parameter)
         elif not adam.state[parameter]:
             # Written to: zeros_like takes no memory yet.
             moments = {name: torch.empty_like(parameter).zero_() for name in MOMENTS}
@@ -194,7 +217,7 @@ class Optimizer(ABC):
             "steps": self.steps,
             "constant_rate": self._constant_rate,
             "names": list(names),
-            "adam_8bit": self.config.adam_8bit,
+            "moments": self.config.moments,
             "sgd": self.config.sgd,
         }
 
@@ -207,9 +230,11 @@ class Optimizer(ABC):
         fits = known <= set(state["names"]) if self.is_part else known == set(state["names"])
         if not fits or set(masters) != saved & known or (saved and not masters):
             raise ValueError("the saved optimizer belongs to another model or --dtype")
-        if state.get("adam_8bit", False) != self.config.adam_8bit:
+        kept = state.get("moments", "8bit" if state.get("adam_8bit") else "fp32")
+        if kept != self.config.moments:
             raise ValueError(
-                "the saved optimizer keeps its moments in another precision; use the --adam-8bit of its run"
+                f"the saved optimizer keeps its moments in {kept}, this run in {self.config.moments}; use the --adam-8bit "
+                "(optimizer.type) of its run"
             )
         if state.get("sgd", False) != self.config.sgd:
             raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
@@ -266,14 +291,13 @@ class MasterAdamW(Optimizer):
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of master weights and moments, whether these are there yet or not; or of masters alone."""
         masters = sum(4 * m.numel() for p, m in zip(self._parameters, self._masters, strict=True) if p is not m)
-        if not moments or self.config.sgd:
+        if not moments:
             return masters
-        low = None if self.config.adam_8bit else False
-        return masters + sum(adam_8bit.state_bytes(master.numel(), low) for master in self._masters)
+        return masters + sum(self.config.moment_bytes(master.numel()) for master in self._masters)
 
     def step_bytes(self, device: torch.device) -> int:
         """About what a step takes on such a device beside states and gradients."""
-        return adam_8bit.working_bytes(device) if self.config.adam_8bit else 0
+        return self.config.working_bytes(device)
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights, as memory holds them and a checkpoint does."""

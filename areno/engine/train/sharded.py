@@ -246,8 +246,10 @@ class ShardedAdamW(Optimizer):
             return flat
         part = torch.empty(self._share, device=self._home)
         by_rank = flat.view(self.peers.data.size, -1)
+        kind = torch.bfloat16 if self.config.reduce_bf16 else torch.float32
         for window in self._windows():
-            part[window] = self.peers.data.sum_part(by_rank[:, window].reshape(-1).to(self._device)).to(self._home)
+            sent = by_rank[:, window].reshape(-1).to(self._device, kind)
+            part[window] = self.peers.data.sum_part(sent).to(part)
         return part
 
     def _joined(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -286,8 +288,7 @@ class ShardedAdamW(Optimizer):
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
         counts = [segment.parameter.numel() for segment in self._segments]
         masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(counts)
-        low = None if self.config.adam_8bit else False
-        return masters + sum(adam_8bit.state_bytes(count, low) for count in counts)
+        return masters + sum(self.config.moment_bytes(count) for count in counts)
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
@@ -295,7 +296,7 @@ class ShardedAdamW(Optimizer):
         if not moments:
             return masters
         kept = [(piece.numel(), quantised) for piece, quantised, _ in self._pieces]
-        return masters + sum(adam_8bit.state_bytes(*one) for one in kept)
+        return masters + sum(self.config.moment_bytes(*one) for one in kept)
 
     def step_bytes(self, device: torch.device) -> int:
         """About what a step takes on such a device beside states and gradients: a share, and what is exchanged."""
@@ -306,7 +307,7 @@ class ShardedAdamW(Optimizer):
         if self.config.offload:
             return passing
         own = 4 * self._share if several and not shared else 0
-        return own + max(passing, adam_8bit.working_bytes(device) if self.config.adam_8bit else 0)
+        return own + max(passing, self.config.working_bytes(device))
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -386,7 +387,8 @@ class ShardedAdamW(Optimizer):
                 self._adam.state[piece] = adam_8bit.state_of(count, first.clone(), second.clone(), quantised)
             else:
                 step = count.detach().clone().to(self._home)
-                self._adam.state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+                kind = torch.bfloat16 if self.config.adam_bf16 else torch.float32
+                self._adam.state[piece] = {"step": step, "exp_avg": first.to(kind), "exp_avg_sq": second.to(kind)}
 
     def _saved(self, segment: _Segment, states: dict[str, dict[str, Any]], which: int) -> Tensor:
         """This rank's part of a saved moment."""

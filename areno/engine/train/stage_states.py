@@ -33,6 +33,6 @@ def whole_state(state: dict[str, Any], peers: Peers) -> dict[str, Any]:
         if key == _MASTER:
             masters[name] = value
         else:
-            found[name][key] = int(value) if key == "step" and state["adam_8bit"] else value
+            found[name][key] = int(value) if key == "step" and state["moments"] == "8bit" else value
     adam = {index: entries for index, entries in enumerate(found.values()) if entries}
     return state | {"names": list(found), "adam": adam, "masters": masters}

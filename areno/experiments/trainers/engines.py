@@ -111,7 +111,7 @@ def engine_config(
         device=torch.device("cuda" if (torch.cuda.is_available() if gpu is None else gpu) else "cpu"),
         dtype=getattr(torch, section.dtype),
         trains=trains,
-        optimizer=optimizer_of(section.optimizer) if section.optimizer is not None else OptimizerConfig(),
+        optimizer=_optimizer(section),
         adapter=adapter,
         attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
@@ -128,6 +128,16 @@ def _deterministic(section: TrainEngineConfig) -> bool:
     return backend in ("archon", "megatron") and getattr(section, backend).use_deterministic_algorithms
 
 
+def _optimizer(section: TrainEngineConfig) -> OptimizerConfig:
+    """The optimizer in the formats that the model's section asks for."""
+    if section.optimizer is None:
+        return OptimizerConfig()
+    config = optimizer_of(section.optimizer)
+    config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
+    config.reduce_bf16 = section.grad_reduce_dtype == "bfloat16"
+    return config
+
+
 def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
     """The optimizer; its rate is set anew for each update, see :func:`schedule_of`."""
     return OptimizerConfig(
@@ -138,6 +148,7 @@ def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
         grad_clip_norm=section.gradient_clipping,
         sgd=section.type == "sgd",
         adam_8bit=section.type == "adam_8bit",
+        adam_bf16=section.type == "adam_bf16",
         offload=section.offload,
     )
 

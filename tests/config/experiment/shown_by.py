@@ -266,6 +266,8 @@ EFFECTS |= {
     )
 }
 EFFECTS |= {
+    "TrainEngineConfig.grad_reduce_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",
+    "TrainEngineConfig.optimizer_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",
     "ArchonEngineConfig.use_deterministic_algorithms": _LAYOUT + "test_deterministic_algorithms_are_asked_for",
     "MegatronEngineConfig.use_deterministic_algorithms": _LAYOUT + "test_deterministic_algorithms_are_asked_for",
     "MegatronEngineConfig.virtual_pipeline_parallel_size": _LAYOUT + "test_a_backend_gives_ranks",

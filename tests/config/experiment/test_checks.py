@@ -363,8 +363,10 @@ def test_allocation_mode_gives_each_role_its_backend():
             "fp8_config.mode blockwise: 8-bit",
         ),
         ({"actor.backend": "megatron:(attn:d2t2|ffn:d4)"}, "must be a multiple of t = 2 and divide d x c x t = 4; use"),
-        ({"actor.backend": "fsdp:c2", "actor.use_lora": True}, "fsdp:c2, which shards weights, with actor.use_lora"),
-        ({"actor.backend": "fsdp:d2", "actor.optimizer.type": "sgd"}, "actor.optimizer.type sgd with actor.backend"),
+        (
+            {"actor.backend": "fsdp:c2t2", "actor.use_lora": True},
+            "fsdp:t2c2, which shards weights, with actor.use_lora: adapters of layers that t cuts are not sharded",
+        ),
         ({"actor.load_in_4bit": True}, "actor.load_in_4bit true has no effect without an adapter; set use_lora too"),
         ({"actor.offload_activations": True}, "has no effect without gradient_checkpointing"),
         *(
@@ -376,9 +378,11 @@ def test_allocation_mode_gives_each_role_its_backend():
         *(
             ({"actor.backend": "fsdp:d2", "actor.fsdp.shard_weights": True} | more, words)
             for more, words in (
-                ({"actor.use_lora": True}, "with actor.use_lora: adapters are not sharded"),
+                (
+                    {"actor.use_lora": True, "actor.load_in_4bit": True},
+                    "with actor.load_in_4bit: weights in 4 bits are",
+                ),
                 ({"actor.optimizer.offload": True}, "with actor.optimizer.offload"),
-                ({"critic.optimizer.type": "adam_8bit"}, "with critic.optimizer.type adam_8bit: only fp32 AdamW"),
             )
         ),
         ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),

@@ -258,11 +258,10 @@ def test_what_cannot_be_combined_is_refused_before_anything_is_loaded():
             UsageError, match=f"fsdp with world_size={ranks}, .*: there is one replica.* or leave fsdp out"
         ):
             Layout.of(ranks, ranks, None, fsdp=True)
-    options = LoadOptions(dtype=torch.float32, peers=Peers(FSDP))
-    for option, optimizer, adapter in (
-        ("--lora-rank", OptimizerConfig(), AdapterOptions(rank=4)),
-        ("--adam-8bit", OptimizerConfig(adam_8bit=True), None),
-        ("optimizer.type sgd", OptimizerConfig(sgd=True), None),
+    for option, layout, optimizer, adapter in (
+        ("--load-in-4bit", FSDP, OptimizerConfig(), AdapterOptions(rank=4, load_in_4bit=True)),
+        ("--lora-rank and --tp-size", Layout(2, 2, fsdp=True), OptimizerConfig(), AdapterOptions(rank=4)),
     ):
-        with pytest.raises(UsageError, match=f"{option} with --fsdp"):
+        options = LoadOptions(dtype=torch.float32, peers=Peers(layout))
+        with pytest.raises(UsageError, match=f"--fsdp with {option}: .* are not sharded"):
             load_role("actor", "/nowhere", "policy", options, optimizer, True, adapter)

@@ -5,11 +5,14 @@ The truth is one rank of the same code, which other tests compare with stock tra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from areno.engine.parallel.layout import Layout
+from areno.engine.train.optimizer import OptimizerConfig
 from tests.engine.parallel.trainee import Learned, Lesson, Trainees
 from tests.support.tiny import save_tiny_checkpoint
 
@@ -80,6 +83,8 @@ CASES = [
     Case("qwen3_5", STAGES["d2p2"], True),
     Case("gpt_oss", STAGES["p2c2"], True),
     Case("qwen3_moe", STAGED_EXPERTS["d2p2e2"], True),
+    Case("qwen3", SHARDED["d2"], True, {"lora": True}),
+    Case("llama", SHARDED["d2c2"], False, {"lora": True, "tree": True}),
     Case("llama", STAGES["p4"], False, {"loss": "value"}),
     Case("llama", STAGES["p2v2"], False, {"loss": "value"}, tied=True),
     Case("llama", STAGES["p4"], False, {"mini_bs": 8, "tree": True}, tied=True),
@@ -151,3 +156,25 @@ def test_a_layout_learns_what_one_process_learns(case, trainees, checkpoints):
         assert max(held) < 1.2 * expected.held / layout.world_size
     else:  # stages have different parts
         assert sum(held) < (1.7 if case.tied else 1.2) * expected.held * (1 if layout.fsdp else layout.dp_size)
+
+
+@pytest.mark.parametrize("layout", [SHARDED["d2"], STAGES["p2"], Layout(2)], ids=["sharded", "stages", "whole"])
+def test_plain_gradient_descent_is_that_of_one_process(layout, trainees, checkpoints):
+    lesson = Lesson(checkpoints(Case("llama", layout)), settings=OptimizerConfig(lr=0.1, sgd=True))
+    assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
+
+
+def test_gradients_may_be_sent_in_16_bits(trainees, checkpoints):
+    lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])))
+    rounded = replace(lesson, settings=replace(lesson.settings, reduce_bf16=True))
+    found, expected = trainees.learn(SHARDED["d2"], rounded)[0].gradients, trainees.alone(lesson).gradients
+    gaps = [float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items()]
+    assert 2**-12 < max(gaps) < 2**-7
+
+
+def test_weights_beside_an_adapter_are_sharded_in_the_type_that_they_compute_in(trainees, checkpoints):
+    lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])), lora=True, dtype=torch.bfloat16)
+    found, expected = trainees.learn(SHARDED["d2"], lesson), trainees.alone(lesson)
+    for name, tensor in expected.weights.items():
+        assert (found[0].weights[name] - tensor).norm() < 0.05 * tensor.norm(), name
+    assert sum(one.held for one in found) < 1.2 * expected.held

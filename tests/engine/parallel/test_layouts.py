@@ -234,19 +234,23 @@ def test_a_state_moves_between_layouts(chain, checkpoint, truth, tmp_path):
     assert json.loads((source / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
+LOW_CHAIN = [(Layout(2, 1), 2), (None, 1), (Layout(1, 2), 1), (Layout(2, fsdp=True), 1), (Layout(pp_size=2), 1)]
+
+
 @pytest.mark.long
-def test_low_moments_move_between_layouts_with_the_run(checkpoint, tmp_path):
-    """Two updates on replicas, one in one process, one spread over ranks, against four in one process."""
-    settings = OptimizerConfig(**SETTINGS, adam_8bit=True)
+@pytest.mark.parametrize("moments", ["adam_8bit", "adam_bf16"])
+def test_low_moments_move_between_layouts_with_the_run(moments, checkpoint, tmp_path):
+    """Two updates on replicas, one in one process, one on each of two layouts, against five in one process."""
+    settings = OptimizerConfig(**SETTINGS, **{moments: True})
     config = EngineConfig(optimizer=settings, kv_cache_tokens=4096, decode="eager")
     source = checkpoint
-    for index, (layout, steps) in enumerate([(Layout(2, 1), 2), (None, 1), (Layout(1, 2), 1)]):
+    for index, (layout, steps) in enumerate(LOW_CHAIN):
         made = Engine(str(source), config) if layout is None else EngineGroup(str(source), config, layout)
         try:
             if index:
                 made.load_state(source)
             for step in range(steps):
-                lesson(made, "grpo", index + step)
+                lesson(made, "grpo", (index + step) % STEPS)
             source = tmp_path / f"{index}"
             source.mkdir()
             made.save_model(source)
@@ -254,9 +258,9 @@ def test_low_moments_move_between_layouts_with_the_run(checkpoint, tmp_path):
         finally:
             made.close()
     alone = Engine(str(checkpoint), config)
-    for index, steps in enumerate((2, 1, 1)):
+    for index, (_, steps) in enumerate(LOW_CHAIN):
         for step in range(steps):
-            lesson(alone, "grpo", index + step)
+            lesson(alone, "grpo", (index + step) % STEPS)
     alone.save_model(tmp_path / "alone")
     alone.close()
     got, expected = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "alone"))

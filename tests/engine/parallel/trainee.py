@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.peers import Peers, connect
@@ -42,6 +43,8 @@ class Lesson:
     mini_bs: int = 2
     recompute: bool = True
     tree: bool = False
+    lora: bool = False
+    dtype: torch.dtype = torch.float32
     settings: OptimizerConfig = field(default_factory=lambda: OPTIMIZER, hash=False)
 
 
@@ -68,8 +71,9 @@ def batch(step: int, tree: bool) -> list[TrainSequence]:
 def learn(lesson: Lesson, peers: Peers) -> Learned:
     """Train; every rank must call."""
     kind, loss = LOSSES[lesson.loss]
-    options = LoadOptions(dtype=torch.float32, peers=peers)
-    role = load_role("actor", lesson.path, kind, options, lesson.settings, lesson.recompute)
+    options = LoadOptions(dtype=lesson.dtype, peers=peers)
+    adapter = AdapterOptions(rank=4) if lesson.lora else None
+    role = load_role("actor", lesson.path, kind, options, lesson.settings, lesson.recompute, adapter)
     role.tree = lesson.tree
     gradients = first_gradients(role, lesson, loss)
     stats = [role.training.run(batch(step, lesson.tree), loss, lesson.mini_bs) for step in range(STEPS)]

@@ -1,0 +1,66 @@
+"""AdamW whose moments are bf16: half the memory of fp32 ones, for weights or masters that are fp32.
+
+Each step computes in fp32 and rounds the moments to the nearest bf16 number. Weights are never rounded so: an update of a
+thousandth of a weight would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areno.engine.train.adam_8bit import move
+
+_CHUNK = 1 << 20  # numbers that are in fp32 at once
+WORKING_BYTES = 16 * _CHUNK
+
+
+class AdamBf16(torch.optim.Optimizer):
+    """In place of :class:`torch.optim.AdamW`, over contiguous fp32 tensors; its state has the same names."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every tensor that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, self.moments_of(parameter))
+
+    def moments_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """State of a tensor: its step count and both moments, zero before the first step."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            zeros = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = zeros
+        return state
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["step"] += 1
+        flat = (parameter.view(-1), gradient.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        for w, g, mean, square in zip(*(values.split(_CHUNK) for values in flat), strict=True):
+            m, v = mean.float(), square.float()
+            move(w, g, m, v, group, int(state["step"]))
+            mean.copy_(m)
+            square.copy_(v)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``; PyTorch's own would make the moments fp32."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for index, saved in state_dict["state"].items():
+            home = parameters[index].device
+            self.state[parameters[index]] = {name: value.to(home) for name, value in saved.items()}
