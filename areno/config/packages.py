@@ -14,6 +14,7 @@ _PACKAGE = Path(__file__).parents[1]
 _IMPORTED = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "gguf": ("gguf",),
+    "kernels": ("kernels",),
     "lora": ("peft",),
     "qlora": ("peft", "bitsandbytes"),
 }

@@ -288,8 +288,6 @@ def _fsdp(options: TrainOptions) -> Iterator[str]:
             f"--fsdp with --world-size {options.world_size}{tensor}: there is one replica, so no other to shard weights with; "
             f"give --world-size {2 * options.world_size} or more, or --no-fsdp"
         )
-    if options.offload_optimizer:
-        yield "--fsdp with --offload-optimizer: sharded states stay on their devices; leave one of the two out"
     if options.load_in_4bit:
         yield "--fsdp with --load-in-4bit: weights in 4 bits are not sharded; leave one of the two out"
     if options.uses_lora and options.tp_size > 1:

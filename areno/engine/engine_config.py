@@ -39,6 +39,7 @@ class EngineConfig:
     max_running: int = 64
     trust_remote_code: bool = False
     dummy_load: bool = False
+    use_kernels: bool = False  # of the Hugging Face hub, in place of layers
     deterministic: bool = False  # PyTorch's deterministic algorithms, in the whole process
     decode_progress_interval_s: float = 10.0
     neighbours: int = 1  # engines like this one that share the machine, each with its own ranks
@@ -60,4 +61,5 @@ class EngineConfig:
             attn_backend=self.attn_backend,
             option=option,
             peers=self.peers,
+            use_kernels=self.use_kernels,
         )

@@ -256,7 +256,6 @@ def _check_choices(
     chosen = {
         "--load-in-4bit: weights in 4 bits": adapter is not None and adapter.load_in_4bit,
         "--lora-rank and --tp-size: adapters of layers that ranks cut": adapter is not None and layout.tp_size > 1,
-        "--offload-optimizer: states in the computer's memory": optimizer is not None and optimizer.offload,
     }
     for what, wanted in chosen.items():
         if wanted:

@@ -69,10 +69,6 @@ TRAIN = [
         [*GSPO, "--fsdp", "--world-size", "4", "--tp-size", "2", "--lora-rank", "4"],
         "--fsdp with --lora-rank and --tp-size: adapters of layers that ranks cut are not sharded; use --tp-size 1",
     ),
-    (
-        [*GSPO, "--fsdp", "--world-size", "2", "--offload-optimizer"],
-        "--fsdp with --offload-optimizer: sharded states stay on their devices; leave one of the two out",
-    ),
     ([*GSPO, "--world-size", "2", "--stall-timeout", "0"], "--stall-timeout must be positive, got 0.0"),
     ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),
     ([*GSPO, "--algo", "dpo"], "--reward-fn-path reward.py has no effect with --algo dpo, which generates nothing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,29 @@ def test_number_formats_of_states_and_gradients_reach_the_optimizer(actor):
     assert made(optimizer_dtype="bfloat16").moments == made(optimizer__type="adam_bf16").moments == "bf16"
     assert made(optimizer_dtype="bfloat16", optimizer__type="adam_8bit").moments == "8bit"
     assert made(grad_reduce_dtype="bfloat16").reduce_bf16
+
+
+def test_ways_to_shard_reach_the_layout(actor):
+    plain = training_layout(actor("fsdp:d2"))
+    names = ["LlamaAttention", "LlamaMLP"]
+    for settings, expected in (
+        ({"fsdp__offload_params": True}, replace(plain, offloads=True)),
+        ({"fsdp__memory_efficient_load": True}, replace(plain, reads_once=True)),
+        ({"fsdp__wrap_policy__transformer_layer_cls_to_wrap": names}, replace(plain, units=tuple(names))),
+    ):
+        assert training_layout(actor("fsdp:d2", **settings)) == expected
+    assert training_layout(actor("archon:d2", archon__offload_params=True)).offloads
+    assert not training_layout(actor("fsdp:d2", archon__offload_params=True)).offloads
+    wanted = {"dtype": "float32", "fsdp__per_layer_optim_step": True}
+    assert engine_config(actor("fsdp:d2", **wanted)).optimizer.offload
+
+
+def test_kernels_of_the_hub_need_their_package(actor, monkeypatch):
+    monkeypatch.setattr("areno.config.packages.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"use_kernels needs the packages kernels; install them: .*"):
+        actor("fsdp:d1", use_kernels=True)
+    monkeypatch.setattr("areno.config.packages.importlib.util.find_spec", lambda name: name)
+    assert engine_config(actor("fsdp:d1", use_kernels=True, dtype="float32")).load_options().use_kernels
 
 
 def test_the_notice_says_what_acts_and_what_does_not(model):

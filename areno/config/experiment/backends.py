@@ -114,10 +114,6 @@ def unshardable(config: Any) -> Iterator[str]:
         yield f"with actor.load_in_4bit: weights in 4 bits are not sharded; {remedy}"
     if config.actor.use_lora and parallel.tensor > 1:
         yield f"with actor.use_lora: adapters of layers that t cuts are not sharded; {remedy}, or use d alone"
-    for role in ("actor", "critic"):
-        engine = getattr(config, role, None)
-        if engine is not None and engine.optimizer is not None and engine.optimizer.offload:
-            yield f"with {role}.optimizer.offload: sharded states stay on their devices; {remedy}"
 
 
 def _not_there(allocation: ModelAllocation, role: str) -> str:

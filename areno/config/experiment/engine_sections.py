@@ -29,7 +29,6 @@ NO_OFFLOAD = (
 """Why engines cannot be moved out of device memory."""
 
 _fp16 = partial(setting, no_effect="read by fp16 training only; bfloat16 and float32 have no loss scale")
-_BY_LAYER = "decoder layers are wrapped one by one; remove it"
 
 AUTO = "auto"
 """Value of a setting that takes what the machine has."""
@@ -156,7 +155,7 @@ class FSDPWrapPolicy:
     """Which modules are sharded together."""
 
     transformer_layer_cls_to_wrap: list[str] | None = setting(
-        None, "Class names of the layers; null takes the decoder layers that transformers names.", refused=_BY_LAYER
+        None, "Class names of the modules that are sharded one by one; null takes the decoder layers."
     )
 
 
@@ -169,23 +168,21 @@ class FSDPEngineConfig:
         "Shard weights and gradients across the d replicas (FSDP2); false shards the optimizer's state only (ZeRO-1).",
         shown="true for fp32 AdamW on d2 or more, without t and LoRA",
     )
-    wrap_policy: FSDPWrapPolicy | None = section(None, "Which modules are sharded together.", refused=_BY_LAYER)
-    offload_params: bool = setting(False, "Keep parameters in host memory between uses.", refused=NO_OFFLOAD)
+    wrap_policy: FSDPWrapPolicy | None = section(None, "Which modules are sharded together.")
+    offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
     memory_efficient_load: bool = setting(
         False,
-        "Read weights on rank 0 only and send them to the others, instead of once per rank.",
-        refused="each rank reads the weights itself; remove it",
+        "With sharded weights, read them on one rank and send them to the others layer by layer; no rank but it holds all.",
     )
     per_layer_optim_step: bool = setting(
         False,
-        "Keep optimizer state in host memory and step layer by layer on the GPU.",
-        refused="states do not travel layer by layer; write optimizer.offload=true instead",
+        "GPU only: keep optimizer states in host memory, as optimizer.offload does; updates are made there.",
     )
     optim_step_prefetch_layers: int = setting(
         1,
         "Layers whose optimizer state is fetched ahead with per_layer_optim_step.",
         minimum=0,
-        no_effect="read with per_layer_optim_step only",
+        no_effect="states that wait in host memory are updated there, and not fetched",
     )
     shard_vision_across_sp: bool = setting(
         False,
@@ -217,8 +214,7 @@ class TrainEngineConfig:
     )
     use_kernels: bool = setting(
         False,
-        "Replace layers by kernels of the Hugging Face hub.",
-        refused="kernels of the hub in place of layers are not supported; remove it",
+        "Let kernels of the Hugging Face hub compute layers that they have been written for.",
     )
     init_from_scratch: bool = setting(False, "Start from random weights of the model's shape.")
     is_critic: bool = setting(False, "The model gives one number per token (critic, reward model), not a policy.")
@@ -312,6 +308,8 @@ class TrainEngineConfig:
             yield "attn_impl", f"{name!r} is unknown{nearest(name, ATTENTION)}; {choices}"
         elif name not in ATTENTION_HERE:
             yield "attn_impl", f"{name} is not supported; leave it out, or choose {', '.join(ATTENTION_HERE[1:])}"
+        if self.use_kernels and (missing := missing_packages("kernels")):
+            yield "use_kernels", f"needs {missing}"
         if not self.use_lora:
             names = ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
             yield from idle(self, names, "without an adapter; set use_lora too")

@@ -156,7 +156,7 @@ class ArchonEngineConfig:
     """Settings of the backend archon."""
 
     attn_type: str = _archon("varlen", choices=("varlen", "sdpa", "tree"))
-    offload_params: bool = _archon(False)
+    offload_params: bool = setting(False, "GPU only: keep parameters in host memory between uses.")
     enable_compile: bool = _archon(False)
     ac_mode: str = _archon("selective", choices=("none", "full", "selective", "memory_budget"))
     selective_ac_option: str = _archon("op")
@@ -211,13 +211,13 @@ class ArchonEngineConfig:
         if self.reshard_after_forward_policy != "default":
             frees = self.reshard_after_forward_policy == "always"
             yield "reshard_after_forward_policy", f"sharded layers are {'freed' if frees else 'kept'} after forward"
+        if self.offload_params:
+            yield "offload_params", "parameters wait in host memory, as with fsdp.offload_params"
         if self.use_deterministic_algorithms:
             yield "use_deterministic_algorithms", _DETERMINISTIC
 
     def unsupported(self) -> Iterator[str]:
         """What areno's engine cannot do of what is asked for, with the reason."""
-        if self.offload_params:
-            yield "offload_params true: weights stay on their devices; leave it out"
         if self.fp8_config.mode != "disabled":
             yield f"fp8_config.mode {self.fp8_config.mode}: {_NO_FP8}"
 

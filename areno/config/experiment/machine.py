@@ -125,10 +125,13 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         )
 
 
+_FOR_GPUS = ("offload", "offload_activations", "offload_params", "per_layer_optim_step")  # move things to host memory
+
+
 def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
     """Settings for a GPU on a machine without one, and the other way round."""
     for path, entry, value in walk(config):
-        if entry.name in ("offload", "offload_activations") and value and not machine.gpus:
+        if entry.name in _FOR_GPUS and value and not machine.gpus:
             yield f"{path} true has no effect on a CPU, whose memory holds everything anyway; leave it out"
         if entry.name == "speculate" and value and machine.gpus:
             yield f"{path} {value}: on a GPU nothing is guessed ahead; use {path}=0"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
@@ -56,6 +57,7 @@ class LoadOptions:
     dummy: bool = False  # build the architecture with random weights and read only the configuration
     attn_backend: str = "flash"
     four_bit: bool = False  # hold the weights of linear layers in 4 bits, which then cannot be trained
+    use_kernels: bool = False  # of the Hugging Face hub, in place of layers that they have been written for
     option: str = "--ckpt"  # what an error message calls the place that named the checkpoint
     peers: Peers = field(default_factory=Peers)
 
@@ -70,7 +72,7 @@ def load_causal_lm(path: str, options: LoadOptions) -> CausalLM:
         config = _config_of(base_of(path), options)
         stage = _stage_of(config, path, options)
         module = _build(AutoModelForCausalLM, base_of(path), options, config, stage)
-    return prepare(_complete(module, path, options), path, options.attn_backend, stage)
+    return prepare(_complete(module, path, options), path, options.attn_backend, stage, proves=options.peers.reads)
 
 
 def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = False) -> ValueModel:
@@ -97,7 +99,8 @@ def load_value_model(path: str, options: LoadOptions, *, needs_head: bool = Fals
             module = _build(classifier_class(config), base, options, config, stage)
     if stage is None or stage.last:
         install_head(module, head)
-    return prepare_value_model(_complete(module, path, options), path, options.attn_backend, stage)
+    whole = _complete(module, path, options)
+    return prepare_value_model(whole, path, options.attn_backend, stage, proves=options.peers.reads)
 
 
 def add_adapter(model: M, kind: str, adapter: AdapterOptions, path: str) -> M:
@@ -144,17 +147,26 @@ def load_shape(path: str, options: LoadOptions, *, classifier: bool) -> PackedMo
 
 
 def prepare(
-    module: nn.Module, name: str = "model", attn_backend: str = "flash", stage: StageLayers | None = None
+    module: nn.Module,
+    name: str = "model",
+    attn_backend: str = "flash",
+    stage: StageLayers | None = None,
+    *,
+    proves: bool = True,
 ) -> CausalLM:
-    """Wrap a loaded causal LM, or a stage of it: plan-driven attention, no dropout, proven on two sequences."""
+    """Wrap a loaded causal LM, or a stage of it: plan-driven attention, no dropout, proven on two sequences.
+
+    ``proves`` is False where another rank has the weights, and proves it.
+    """
     _repair_generation_config(module)
     if stage is not None and not stage.last:
-        return _prepared(module, name, attn_backend, stage, wrap=CausalLM, ours=lambda _, hidden: hidden)
+        return _prepared(module, name, attn_backend, stage, proves, wrap=CausalLM, ours=lambda _, hidden: hidden)
     return _prepared(
         module,
         name,
         attn_backend,
         stage,
+        proves,
         wrap=CausalLM,
         stock=lambda given: module(**given, use_cache=False).logits,
         ours=lambda model, hidden: model.own_logits(hidden),
@@ -162,10 +174,15 @@ def prepare(
 
 
 def prepare_value_model(
-    module: nn.Module, name: str = "model", attn_backend: str = "flash", stage: StageLayers | None = None
+    module: nn.Module,
+    name: str = "model",
+    attn_backend: str = "flash",
+    stage: StageLayers | None = None,
+    *,
+    proves: bool = True,
 ) -> ValueModel:
     """Wrap a loaded classifier in the same way; the proof compares hidden states."""
-    return _prepared(module, name, attn_backend, stage, wrap=ValueModel, ours=lambda _, hidden: hidden)
+    return _prepared(module, name, attn_backend, stage, proves, wrap=ValueModel, ours=lambda _, hidden: hidden)
 
 
 def _prepared(
@@ -173,12 +190,15 @@ def _prepared(
     name: str,
     attn_backend: str,
     stage: StageLayers | None,
+    proves: bool,
     *,
     wrap: Callable[[nn.Module], M],
     ours: Callable[[M, Tensor], Tensor],
     stock: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> M:
     """The model, proven: ``ours`` makes of its hidden states what ``stock``, by default its body, says of a sequence."""
+    if not proves:
+        return _made(module, name, attn_backend, stage, wrap)
     body: Any = getattr(module, str(module.base_model_prefix))
     stock = stock or (lambda given: body(**given, use_cache=False).last_hidden_state)
     _switch_dropout_off(module)
@@ -189,14 +209,23 @@ def _prepared(
         expected = torch.cat([stock({kind: given[None]})[0] for given in probe]).float()
     if not expected.isfinite().all():
         raise UsageError(_broken_weights(module, name))
+    model = _made(module, name, attn_backend, stage, wrap)
+    if stage is not None:
+        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
+    _prove(model, ours, probe, expected, name)
+    return model
+
+
+def _made(
+    module: nn.Module, name: str, attn_backend: str, stage: StageLayers | None, wrap: Callable[[nn.Module], M]
+) -> M:
+    _switch_dropout_off(module)
+    module.eval()
     wrap_recurrent_layers(module)
     use_fast_products(module)
     _use_areno_attention(module, name, attn_backend)
     model = wrap(module)
     model.stage = stage
-    if stage is not None:
-        refuse_changed_input(module, stage, name, PackedPlan([_PROBE_LENGTHS[0]], model.device))
-    _prove(model, ours, probe, expected, name)
     return model
 
 
@@ -268,6 +297,10 @@ def _build(
         return kind.from_config(config, **more) if auto else kind._from_config(config, **more)
     if tp_size > 1:
         more |= _spread(kind, path, options, config)
+    if options.use_kernels:
+        more["use_kernels"] = True
+    if not options.peers.reads:
+        return _without_weights(kind, config, auto, more)
     with nullcontext() if stage is None else _quiet():  # what other stages have is no surprise
         module, report = kind.from_pretrained(
             path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **more
@@ -277,6 +310,14 @@ def _build(
     for parameter in module.parameters() if tp_size > 1 else ():
         part = getattr(parameter, "_local_tensor", parameter)  # DTensor gives no other access to the tensor itself
         part.data = part.detach().clone()
+    return module  # type: ignore[no-any-return]
+
+
+def _without_weights(kind: Any, config: PretrainedConfig, auto: bool, more: dict[str, Any]) -> nn.Module:
+    """The architecture, whose weights another rank reads and sends: memory that nobody writes to takes none."""
+    with no_init_weights():
+        module: Any = kind.from_config(config, **more) if auto else kind._from_config(config, **more)
+    module.tie_weights()  # part of what was left out
     return module  # type: ignore[no-any-return]
 
 

@@ -13,13 +13,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areno.engine.model.packed_model import PackedModel, Weights
 from areno.engine.parallel.experts import DividedExperts, divide_experts
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.peers import Peers
+from areno.errors import UsageError
 
 
 class SpreadWeights(Weights):
@@ -36,6 +44,8 @@ class SpreadWeights(Weights):
         self.dtype = next(module.parameters()).dtype
         self.whole = False
         layout = peers.layout
+        if layout.reads_once and layout.ep_size > 1:  # before the experts are divided
+            _receive(module, peers, set())
         mesh, expert_mesh = _mesh(module, layout, device), None
         self._experts: list[DividedExperts] = []
         if layout.ep_size > 1:
@@ -47,17 +57,24 @@ class SpreadWeights(Weights):
         # Beside an adapter, which is fp32 already, the weights are frozen in the type that they compute in.
         rounded = trained and self.dtype != torch.float32 and all(p.requires_grad for p in module.parameters())
         policy = MixedPrecisionPolicy(self.dtype if rounded else None, reduces)
-        layers = [divided.module for divided in self._experts]
-        layers += [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+        layers = [divided.module for divided in self._experts] + _units(module, layout.units)
+        pinned = device.type == "cuda"  # page-locked memory, from which a GPU reads at full speed
+        offload = CPUOffloadPolicy(pin_memory=pinned) if layout.offloads else OffloadPolicy()
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         sharded: set[int] = set()
         for part in (*layers, module):  # the last takes what the layers leave: embedding, last norm, output layer
+            if layout.reads_once and layout.ep_size == 1:
+                _receive(part, peers, sharded)
             if rounded:
                 _to_fp32(part, sharded)
             known = {**part._forward_pre_hooks, **part._forward_hooks}
             own_mesh = expert_mesh if id(part) in mixtures else mesh
             fully_shard(
-                part, mesh=own_mesh, mp_policy=policy, reshard_after_forward=layout.reshards and part is not module
+                part,
+                mesh=own_mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=layout.reshards and part is not module,
             )
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
                 self._hooks += [(hooks, key, hook) for key, hook in hooks.items() if key not in known]
@@ -121,6 +138,28 @@ def _mesh(module: Any, layout: Layout, device: torch.device) -> DeviceMesh:
     if layout.tp_size == 1:
         return init_device_mesh(device.type, (layout.shards,), mesh_dim_names=("fsdp",))
     return module._mesh_manager.get_mesh("fsdp")  # type: ignore[no-any-return]
+
+
+def _receive(part: nn.Module, peers: Peers, known: set[int]) -> None:
+    """Take the parameters of a part that are not ``known`` from the rank that has read them."""
+    for parameter in part.parameters():
+        if id(parameter) not in known:
+            peers.from_reader(parameter.detach())
+
+
+def _units(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """Modules that are sharded one by one: those of classes with these names, else the decoder layers."""
+    if not names:
+        return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+    found = [child for child in module.modules() if type(child).__name__ in names and child is not module]
+    if missing := sorted(set(names) - {type(child).__name__ for child in found}):
+        known = sorted(
+            {type(child).__name__ for child in module.modules() if next(child.parameters(), None) is not None}
+        )
+        raise UsageError(
+            f"fsdp.wrap_policy: {type(module).__name__} has no module of class {', '.join(missing)}; it has {', '.join(known)}"
+        )
+    return found[::-1]  # what is inside of another one comes first
 
 
 def _to_fp32(part: nn.Module, but: set[int]) -> None:

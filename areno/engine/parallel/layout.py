@@ -38,7 +38,9 @@ class Layout:
     The layers are cut into ``pp_size`` x ``pp_chunks`` runs of neighbours, which the stages take in turn: with two chunks the
     first of two stages has the first and the third run. ``pp_less`` is what the first and the last run have to do beside
     layers (embedding, output layer), counted in layers. ``reshards`` says whether layers that FSDP has put together are freed
-    between forward and backward.
+    between forward and backward; ``units`` are the classes of modules that it shards one by one, if not decoder layers; with
+    ``offloads`` shards wait in the computer's memory. With
+    ``reads_once`` one rank reads the weights of a stage and sends them to the others.
     """
 
     dp_size: int = 1
@@ -50,6 +52,9 @@ class Layout:
     pp_chunks: int = 1
     pp_less: tuple[int, int] = (0, 0)
     reshards: bool = True
+    units: tuple[str, ...] = ()
+    offloads: bool = False
+    reads_once: bool = False
 
     def __post_init__(self) -> None:
         if self.cp_size > 1 or self.ep_size > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from areno.engine.parallel.channels import PATIENCE, Channel, Group, SharedGroup, meet
 from areno.engine.parallel.layout import Layout, Place
@@ -86,6 +87,17 @@ class Peers:
     def reader(self) -> int:
         """Number of the group that reads the same rows: replicas, or their parts where work is no pass over whole rows."""
         return self.replica * self.layout.cp_size + self.context.rank
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads weights: all do, unless one reads for those with the same layers."""
+        return not (self.layout.fsdp and self.layout.reads_once) or self.heads
+
+    def from_reader(self, values: Tensor) -> None:
+        """Values of the rank that reads, in place, on all with the same layers."""
+        if self.place.replica == 0:
+            self.context.spread(values)
+        self.data.spread(values)
 
     def smallest(self, value: int) -> int:
         """Least number over all ranks."""

@@ -37,9 +37,16 @@ class SpreadAdamW(Optimizer):
         self._partial = [name in partial for name, _ in parameters]
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._shares = [nn.Parameter(local(parameter.detach())) for parameter in self._parameters]  # the same memory
+        self._shares = [nn.Parameter(self._master(parameter)) for parameter in self._parameters]
+        meshes = [p.device_mesh.device_type for p in self._parameters if isinstance(p, DTensor)]
+        self._device = torch.device(meshes[0] if meshes else "cpu")  # ranks talk there, wherever shares wait
         self._rounded = dtype != torch.float32
         self._adam = make_adam(self._groups(), config)
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        """What the rule updates: this rank's share itself, or with ``offload`` a copy in the computer's memory."""
+        own = local(parameter.detach())
+        return own.to("cpu", copy=True) if self.config.offload else own
 
     def _groups(self) -> list[dict[str, Any]]:
         """Shares of tensors; those whose moments are in 8 bits are apart, by the size of the whole tensor in every layout."""
@@ -58,18 +65,20 @@ class SpreadAdamW(Optimizer):
     def collect(self) -> GradientStats:
         """Look at the gradient, which every backward pass has summed over the ranks."""
         # In double: counts beyond 2^24 must stay exact.
-        found = torch.zeros(3, dtype=torch.float64, device=self._shares[0].device)
+        found = torch.zeros(3, dtype=torch.float64, device=self._device)
         kinds = zip(self._partial, self._tied, strict=True)
         for parameter, share, (partial, tied) in zip(self._parameters, self._shares, kinds, strict=True):
-            share.grad = None if parameter.grad is None else local(parameter.grad)
-            if share.grad is not None:
+            share.grad = None
+            if parameter.grad is not None:
+                gradient = local(parameter.grad).to(self._device)
                 if partial:
-                    self.peers.tensor.sum(share.grad)
+                    self.peers.tensor.sum(gradient)
                 if tied:
-                    self.peers.ends.sum(share.grad)
-                numbers = [share.grad.double().square().sum(), torch.count_nonzero(share.grad), share.grad.numel()]
+                    self.peers.ends.sum(gradient)
+                numbers = [gradient.double().square().sum(), torch.count_nonzero(gradient), gradient.numel()]
                 copies = self._copies(parameter) * (2 if tied else 1)
                 found += torch.tensor(numbers, dtype=torch.float64, device=found.device) / copies
+                share.grad = gradient.to(share.device)
         square, nonzero, total = self.peers.pipeline.sum(self.peers.stage.sum(found)).tolist()
         return GradientStats(square**0.5, round(nonzero), round(total))
 
@@ -87,7 +96,14 @@ class SpreadAdamW(Optimizer):
     @torch.no_grad()
     def step(self) -> float:
         """Apply the collected gradient; returns the learning rate that was used."""
-        return self._update()
+        rate = self._update()
+        self._publish()
+        return rate
+
+    def _publish(self) -> None:
+        if self.config.offload:
+            for parameter, share in zip(self._parameters, self._shares, strict=True):
+                local(parameter.detach()).copy_(share)
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
@@ -128,7 +144,7 @@ class SpreadAdamW(Optimizer):
 
     def _whole(self, share: Tensor, like: Tensor) -> Tensor:
         """A tensor from its shares, in the computer's memory; empty on all ranks but the first of each stage."""
-        whole = whole_of(share, like)
+        whole = whole_of(share.to(self._device), like)
         return whole.cpu() if self.peers.heads else torch.empty(0)
 
     @torch.no_grad()
@@ -146,6 +162,7 @@ class SpreadAdamW(Optimizer):
                     key: value.clone().to(share.device) if isinstance(value, Tensor) else value
                     for key, value in own.items()
                 }
+        self._publish()
 
     def _own_moments(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """This rank's part of the moments of a parameter."""

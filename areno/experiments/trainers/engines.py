@@ -50,6 +50,13 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
         parallel.expert_ranks,
         parallel.pipeline,
     )
+    wrapped = actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap if actor.fsdp.wrap_policy is not None else None
+    layout = replace(
+        layout,
+        units=tuple(wrapped or ()),
+        offloads=actor.fsdp.offload_params or (allocation.backend == "archon" and actor.archon.offload_params),
+        reads_once=actor.fsdp.memory_efficient_load,
+    )
     if allocation.backend == "fsdp":
         return layout
     section: Any = getattr(actor, allocation.backend)
@@ -119,6 +126,7 @@ def engine_config(
         offload_activations=section.offload_activations,
         dummy_load=section.init_from_scratch,
         deterministic=_deterministic(section),
+        use_kernels=section.use_kernels,
         **{"decode": "eager", **more},  # rollout has engines of its own, or says otherwise
     )
 
@@ -134,6 +142,7 @@ def _optimizer(section: TrainEngineConfig) -> OptimizerConfig:
         return OptimizerConfig()
     config = optimizer_of(section.optimizer)
     config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
+    config.offload |= section.fsdp.per_layer_optim_step
     config.reduce_bf16 = section.grad_reduce_dtype == "bfloat16"
     return config
 

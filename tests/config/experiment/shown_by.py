@@ -266,6 +266,13 @@ EFFECTS |= {
     )
 }
 EFFECTS |= {
+    f"FSDPEngineConfig.{name}": _LAYOUT + "test_ways_to_shard_reach_the_layout"
+    for name in ("offload_params", "memory_efficient_load", "per_layer_optim_step", "wrap_policy")
+}
+EFFECTS |= {
+    "FSDPWrapPolicy.transformer_layer_cls_to_wrap": _LAYOUT + "test_ways_to_shard_reach_the_layout",
+    "ArchonEngineConfig.offload_params": _LAYOUT + "test_ways_to_shard_reach_the_layout",
+    "TrainEngineConfig.use_kernels": _LAYOUT + "test_kernels_of_the_hub_need_their_package",
     "TrainEngineConfig.grad_reduce_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",
     "TrainEngineConfig.optimizer_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",
     "ArchonEngineConfig.use_deterministic_algorithms": _LAYOUT + "test_deterministic_algorithms_are_asked_for",

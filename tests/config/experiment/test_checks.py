@@ -355,10 +355,6 @@ def test_allocation_mode_gives_each_role_its_backend():
             "with actor.backend megatron:p2 the actor generates nothing",
         ),
         (
-            {"actor.backend": "archon:d2", "actor.archon.offload_params": True},
-            "actor.archon.offload_params true: weights",
-        ),
-        (
             {"actor.backend": "archon:d2", "actor.archon.fp8_config.mode": "blockwise"},
             "fp8_config.mode blockwise: 8-bit",
         ),
@@ -382,7 +378,6 @@ def test_allocation_mode_gives_each_role_its_backend():
                     {"actor.use_lora": True, "actor.load_in_4bit": True},
                     "with actor.load_in_4bit: weights in 4 bits are",
                 ),
-                ({"actor.optimizer.offload": True}, "with actor.optimizer.offload"),
             )
         ),
         ({"actor.backend": "areno:d1"}, "generates; give one such as fsdp:d1"),

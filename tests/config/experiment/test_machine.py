@@ -103,10 +103,8 @@ def test_replicas_shard_their_weights_where_that_is_possible():
         ({"actor__fsdp__shard_weights": False}, False),
         ({"actor__use_lora": True}, False),
         ({"actor__optimizer__type": "adam_8bit"}, False),
-        ({"actor__optimizer__offload": True}, False),
         ({"actor__backend": "fsdp:d2t2"}, True),
         ({"actor__backend": "fsdp:c2"}, True),
-        ({"critic__optimizer": {"offload": True}}, False),
         ({"actor__backend": "megatron:d2"}, False),
         ({"actor__backend": "fsdp:d1"}, None),
     ):

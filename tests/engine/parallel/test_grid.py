@@ -158,6 +158,35 @@ def test_a_layout_learns_what_one_process_learns(case, trainees, checkpoints):
         assert sum(held) < (1.7 if case.tied else 1.2) * expected.held * (1 if layout.fsdp else layout.dp_size)
 
 
+SHARDINGS = {
+    "kept between forward and backward": replace(SHARDED["d2"], reshards=False),
+    "attention and mlp apart": replace(SHARDED["d2"], units=("Qwen3Attention", "Qwen3MLP")),
+    "read once": replace(SHARDED["d2c2"], reads_once=True),
+    "in host memory": replace(SHARDED["d2"], offloads=True),
+    "stages read once": replace(STAGES["d2p2v2"], reads_once=True),
+}
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_ways_to_shard_change_no_number(kind, trainees, checkpoints):
+    layout = SHARDINGS[kind]
+    case = Case("qwen3", layout, tied=layout.pp_size > 1)
+    lesson = Lesson(checkpoints(case))
+    assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
+
+
+def test_experts_that_one_rank_has_read_are_those_of_the_checkpoint(trainees, checkpoints):
+    layout = replace(EXPERTS["d2e2"], reads_once=True)
+    lesson = Lesson(checkpoints(Case("qwen3_moe", layout)))
+    assert_same(trainees.learn(layout, lesson)[0], trainees.alone(lesson))
+
+
+def test_sharded_states_may_wait_in_host_memory(trainees, checkpoints):
+    lesson = Lesson(checkpoints(Case("llama", SHARDED["d2"])))
+    offloaded = replace(lesson, settings=replace(lesson.settings, offload=True))
+    assert_same(trainees.learn(SHARDED["d2"], offloaded)[0], trainees.alone(lesson))
+
+
 @pytest.mark.parametrize("layout", [SHARDED["d2"], STAGES["p2"], Layout(2)], ids=["sharded", "stages", "whole"])
 def test_plain_gradient_descent_is_that_of_one_process(layout, trainees, checkpoints):
     lesson = Lesson(checkpoints(Case("llama", layout)), settings=OptimizerConfig(lr=0.1, sgd=True))

