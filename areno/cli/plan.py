@@ -7,10 +7,15 @@ from areno.config.parser import PLAN, train_help
 from areno.config.prepare import prepare_plan
 
 TUNE = "--tune-params"
+FIT = "--fit"
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
+    if FIT in argv:
+        from areno.engine.plan.fit import run as fit
+
+        return fit(argv)
     words = [word for word in argv if word != "--json"]
     if "-h" in argv or "--help" in argv:
         print(train_help(words, PLAN), end="")

@@ -98,7 +98,7 @@ class Pipeline:
             nonlocal gradient
             hidden = self.model.body(given, batch.plan.position_ids, batch.plan, run)
             if not is_last:
-                return hidden
+                return hidden.clone() if hidden._is_view() else hidden  # FSDP warns of views
             found = finish(index, hidden)
             result, gradient = found if found is not None else (hidden, None)
             return result

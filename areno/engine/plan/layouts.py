@@ -1,0 +1,242 @@
+"""What a training layout asks of each rank: bytes held and bytes sent in a step, from the sizes of a model.
+
+These are sums that can be written down; :mod:`areno.engine.plan.account` plans a run of whole models exactly. The terms are
+explained in ``docs/layouts.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from areno.engine.parallel.layout import Layout
+
+MASTER = 4  # bytes of a master weight, of a summed gradient, and of each moment in fp32
+# Layers that FSDP has together at once: the one that is computed, and the next one, which is on its way.
+_TOGETHER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Numbers of weights, and widths."""
+
+    layers: int
+    layer: int  # weights of a layer, without its experts
+    experts: int  # weights of a layer's experts
+    root: int  # embedding, last norm and output layer, tied weights once
+    tied: bool  # the embedding is the output layer too
+    hidden: int
+    queries: int  # heads times their width
+    keys: int  # key heads times their width
+    middle: int  # width of an MLP, of all experts of a token
+    per_token: int  # experts of a token; 0 without a mixture
+    experts_of_layer: int
+    vocab: int
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.layers * (self.layer + self.experts) + self.root
+
+    @property
+    def active(self) -> int:
+        """Weights that a token is multiplied with."""
+        share = self.per_token / self.experts_of_layer if self.per_token else 1
+        return int(self.layers * (self.layer + share * self.experts)) + self.root
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ModelSizes:
+        """From a configuration; the model is made without memory."""
+        with torch.device("meta"):
+            module: Any = AutoModelForCausalLM.from_config(config)
+        text: Any = config.get_text_config()
+        named = {name: p.numel() for name, p in module.named_parameters()}
+        inside = {name: n for name, n in named.items() if ".layers." in name}
+        experts = sum(n for name, n in inside.items() if ".experts." in name)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        chosen = int(getattr(text, "num_experts_per_tok", None) or 0) if experts else 0
+        middle = int((getattr(text, "moe_intermediate_size", None) if chosen else None) or text.intermediate_size)
+        return cls(
+            layers=text.num_hidden_layers,
+            layer=(sum(inside.values()) - experts) // text.num_hidden_layers,
+            experts=experts // text.num_hidden_layers,
+            root=sum(named.values()) - sum(inside.values()),
+            tied=bool(text.tie_word_embeddings),
+            hidden=text.hidden_size,
+            queries=text.num_attention_heads * width,
+            keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
+            middle=middle * max(chosen, 1),
+            per_token=chosen,
+            experts_of_layer=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
+            vocab=text.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained: ``tokens`` of a microbatch of one replica, and so many of these in an optimizer step."""
+
+    tokens: int
+    microbatches: int = 1
+    compute: int = 2  # bytes of a number in forward and backward passes
+    moments: int = 2 * MASTER  # bytes of both moments of a weight
+    recomputes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """What the rank that holds most holds, by purpose."""
+
+    weights: int  # with master weights
+    moments: int
+    gradients: int
+    gathered: int  # weights and gradients that are whole for the time that something is computed with them
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All at once."""
+        return self.weights + self.moments + self.gradients + self.gathered + self.activations
+
+
+def rank_bytes(model: ModelSizes, layout: Layout, training: Training) -> RankBytes:
+    """Bytes of the rank that holds most, at the peak of a step."""
+    return max((_of_stage(model, layout, training, stage) for stage in range(layout.pp_size)), key=lambda b: b.total)
+
+
+def _of_stage(model: ModelSizes, layout: Layout, training: Training, stage: int) -> RankBytes:
+    runs = layout.runs_of_layers(model.layers)
+    layers = sum(len(run) for run in runs[stage :: layout.pp_size])
+    root = model.root
+    if layout.pp_size > 1:  # the first stage has the embedding, the last one the output layer
+        root = (root if model.tied else root // 2) if stage in (0, layout.pp_size - 1) else 0
+    dense, experts, t = layers * model.layer + root, layers * model.experts, layout.tp_size
+    b, kept = training.compute, training.moments
+    if not layout.fsdp:
+        own = (dense + experts) // t
+        alone = layout.world_size == 1 and b == MASTER  # then the weights are the master weights
+        masters = 0 if alone else MASTER * own // layout.dp_size
+        weights, gradients, gathered = b * own + masters, MASTER * own, 0
+        moments = kept * own // layout.dp_size
+    else:
+        # Experts are divided among ep_size ranks, and sharded across the rest: as many bytes on each as without.
+        own = (dense + experts) // (t * layout.shards)
+        weights, gradients, moments = MASTER * own, MASTER * own, kept * own
+        layer = (model.layer + model.experts // layout.ep_size) // t
+        # Weights, and in backward what is sent of their gradients beside them; the root's stay for the whole pass.
+        gathered = _TOGETHER * layer * (b + MASTER) + (root // t) * (b + MASTER)
+    activations = _activations(model, layout, training, stage, layers)
+    if layout.fsdp and training.microbatches == 1:  # gradients are shared out as activations go
+        gradients = max(gradients - gathered - activations, 0)
+    return RankBytes(weights, moments, gradients, gathered, activations)
+
+
+def _activations(model: ModelSizes, layout: Layout, training: Training, stage: int, layers: int) -> int:
+    """Inputs of layers that wait for their backward pass, what one layer holds meanwhile, and logits."""
+    tokens, b = -(-training.tokens // layout.cp_size), training.compute
+    kept = waiting_passes(layout, stage, training.microbatches) / layout.pp_chunks
+    inner = 3 * model.hidden + (2 * model.queries + 2 * model.keys + 3 * model.middle) // layout.tp_size
+    waiting = int(kept * layers * tokens * b * (model.hidden if training.recomputes else model.hidden + inner))
+    inside = 2 * tokens * b * inner
+    chunk = min(tokens, max(2**23 // model.vocab, 1)) if stage == layout.pp_size - 1 else 0
+    return waiting + inside + 3 * MASTER * chunk * model.vocab // layout.tp_size
+
+
+def waiting_passes(layout: Layout, stage: int, microbatches: int) -> int:
+    """Most forward passes of runs of layers that wait for their backward passes on a stage.
+
+    Those of :func:`areno.engine.parallel.schedule.make_schedule`.
+    """
+    stages, chunks = layout.pp_size, layout.pp_chunks
+    first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    return min(first + 1, microbatches * chunks)
+
+
+def sent_bytes(model: ModelSizes, layout: Layout, training: Training) -> dict[str, int]:
+    """Bytes that a rank sends in an optimizer step, by axis; of the replicas' weights and gradients under ``data``."""
+    tokens, b, passes = training.tokens // layout.cp_size, training.compute, training.microbatches
+    layers, t = model.layers // layout.pp_size, layout.tp_size
+    again = 1 if training.recomputes else 0  # forward passes are made twice
+    experts = layers * model.experts // (t * layout.ep_size)
+    dense, root = layers * model.layer // t, model.root // (layout.pp_size * t)
+    found: dict[str, float] = {}
+    if layout.fsdp:
+        gathers = 2 if layout.reshards else 1
+        rest, of_experts = _rest(layout.shards), _rest(layout.shards // layout.ep_size)
+        found["data"] = passes * (dense * (gathers * b + MASTER) + root * (b + MASTER)) * rest
+        found["data"] += passes * experts * (gathers * b + MASTER) * of_experts
+    else:
+        found["data"] = (MASTER + b) * (dense + experts + root) * _rest(layout.dp_size)
+    # A sum over t ranks sends twice (t - 1) / t of it: two of a layer forward, and two backward.
+    found["tensor"] = passes * layers * (4 + 2 * again) * tokens * model.hidden * b * 2 * _rest(t)
+    attention = 2 * model.queries + 2 * max(model.keys, layout.cp_size * model.keys // model.queries)
+    found["context"] = passes * layers * (2 + again) * tokens * attention // t * b * _rest(layout.cp_size)
+    found["pipeline"] = passes * 2 * layout.pp_chunks * tokens * model.hidden * b * _rest(layout.pp_size)
+    if model.tied and layout.pp_size > 1:  # both ends have the embedding, and add its gradient up
+        found["pipeline"] += (
+            2 * MASTER * model.vocab * model.hidden // (t * layout.pp_size * (layout.shards if layout.fsdp else 1))
+        )
+    found["experts"] = (
+        passes * layers * (4 + 2 * again) * tokens * model.per_token * model.hidden * b * _rest(layout.ep_size)
+    )
+    return {axis: int(count) for axis, count in found.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What a device does in a second, roughly."""
+
+    operations: float = 4e14
+    node: float = 2e11  # bytes to other devices of the node
+    network: float = 2e10  # bytes to devices of other nodes
+    per_node: int = 8
+
+
+def seconds(model: ModelSizes, layout: Layout, training: Training, machines: Machines) -> float:
+    """About how long a step takes, to compare layouts by: sums over t, c and e are waited for, others only beyond computing."""
+    sent, d = sent_bytes(model, layout, training), layout
+    near = d.world_size <= machines.per_node
+    inner = d.tp_size * d.cp_size * d.ep_size <= machines.per_node
+    waited = sum(sent.get(axis, 0) for axis in ("tensor", "context", "experts"))
+    operations = (8 if training.recomputes else 6) * model.active * training.tokens * training.microbatches
+    work = operations / (
+        machines.operations * d.tp_size * d.cp_size * d.pp_size * (1 - idle_share(d, training.microbatches))
+    )
+    beside = (sent.get("data", 0) + sent.get("pipeline", 0)) / (machines.node if near else machines.network)
+    return max(work, beside) + waited / (machines.node if inner else machines.network)
+
+
+def _rest(size: int) -> float:
+    """Share of something that is with the other ranks."""
+    return (size - 1) / size
+
+
+def idle_share(layout: Layout, microbatches: int) -> float:
+    """Share of a step in which a stage waits for others."""
+    waits = (layout.pp_size - 1) / layout.pp_chunks
+    return waits / (microbatches + waits)
+
+
+def layouts_of(devices: int, model: ModelSizes, per_node: int = 8) -> Iterator[Layout]:
+    """Layouts for so many devices, the one that sends least first: whole replicas, sharded ones, then cut layers and stages."""
+    yield Layout(devices)
+    for tensor in _powers(min(devices, per_node, model.keys)):
+        for stages in _powers(min(devices // tensor, model.layers)):
+            for context in _powers(min(devices // (tensor * stages), per_node)):
+                data = devices // (tensor * stages * context)
+                if data * tensor * stages * context != devices:
+                    continue
+                for experts in _powers(data * context if model.per_token else 1):
+                    if data * context > 1 or stages * tensor > 1:
+                        yield Layout(data, tensor, data * context > 1, context, experts, stages)
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2

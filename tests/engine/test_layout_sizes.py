@@ -1,0 +1,96 @@
+"""Sums over layouts, against real models, real schedules and what processes hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areno.cli.main import main
+from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.schedule import make_schedule
+from areno.engine.plan.layouts import ModelSizes, Training, layouts_of, rank_bytes, sent_bytes, waiting_passes
+from tests.support.tiny import save_tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ModelSizes(32, 200_000_000, 0, 1_000_000_000, False, 4096, 4096, 1024, 14336, 0, 0, 128_000)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_are_those_of_the_model(family, tied, tmp_path):
+    path = save_tiny_checkpoint(tmp_path / family, family, heads=4, hidden=64, layers=3, tie_word_embeddings=tied)
+    sizes, module = ModelSizes.of(AutoConfig.from_pretrained(path)), AutoModelForCausalLM.from_pretrained(path)
+    assert sizes.parameters == pytest.approx(sum(p.numel() for p in module.parameters()), abs=3)
+    assert (sizes.per_token > 0) == ("moe" in family or "oss" in family)
+    assert sizes.active < sizes.parameters if sizes.per_token else sizes.active == sizes.parameters
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_passes_that_wait_are_those_of_the_schedule(stages, chunks):
+    for microbatches in (stages, 4 * stages):
+        for stage, actions in enumerate(make_schedule(stages, chunks, microbatches)):
+            waiting = [sum(-1 if a.backward else 1 for a in actions[:end]) for end in range(len(actions) + 1)]
+            layout = Layout(pp_size=stages, pp_chunks=chunks)
+            assert waiting_passes(layout, stage, microbatches) == max(waiting)
+
+
+def test_bytes_are_the_formulas_of_the_page():
+    n, training = MODEL.parameters, Training(tokens=4096, microbatches=4)
+    whole = rank_bytes(MODEL, Layout(8), training)
+    assert (whole.weights, whole.moments, whole.gradients) == (2 * n + 4 * n // 8, n, 4 * n)
+    sharded = rank_bytes(MODEL, Layout(8, fsdp=True), training)
+    assert (sharded.weights, sharded.moments, sharded.gradients) == (4 * n // 8, n, 4 * n // 8)
+    assert sharded.gathered == 6 * (2 * MODEL.layer + MODEL.root)
+    assert rank_bytes(MODEL, Layout(8, fsdp=True), Training(4096, 4, moments=2)).moments == n // 4
+    assert sent_bytes(MODEL, Layout(8), training)["data"] == 6 * n * 7 // 8
+    ring = sent_bytes(MODEL, Layout(1, 2), training)["tensor"]
+    assert ring == 4 * 32 * 6 * 2 * 4096 * 4096 * 2 // 2
+
+
+def test_every_layout_uses_all_devices():
+    for devices in (1, 2, 6, 8):
+        found = list(layouts_of(devices, MODEL))
+        assert found[0] == Layout(devices)
+        assert all(layout.world_size == devices for layout in found)
+
+
+def fit(capsys, *words: str) -> tuple[int, str]:
+    code = main(["plan", "--fit", *words])
+    captured = capsys.readouterr()
+    return code, captured.out or captured.err
+
+
+def test_the_command_proposes_what_fits(tmp_path, capsys):
+    path = str(save_tiny_checkpoint(tmp_path / "moe", "qwen3_moe", heads=4, hidden=64))
+    code, text = fit(capsys, "--ckpt", path, "--devices", "4", "--device-memory", "1", "--json")
+    entries = json.loads(text)
+    assert code == 0
+    assert entries == sorted(entries, key=lambda entry: entry["seconds"])
+    assert all(entry["bytes"] <= 0.9 * 2**30 for entry in entries)
+    code, text = fit(capsys, "--ckpt", path, "--devices", "4")
+    assert code == 0
+    assert "megatron:d4" in text
+    code, text = fit(capsys, "--ckpt", path, "--devices", "2", "--device-memory", "0.001")
+    assert code == 1
+    assert "no layout holds them; use more devices" in text
+    code, text = fit(capsys, "--ckpt", path, "--devices", "0")
+    assert code == 2
+    assert "--devices 0: use at least 1" in text
+
+
+@pytest.mark.long
+def test_planned_memory_is_what_the_fullest_rank_holds():
+    command = [sys.executable, "benchmarks/layouts.py", "--rows", "8", "--microbatches", "4", "--steps", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])["layouts"]
+    assert len(found) == 14
+    shares = {name: round(entry["held"] / entry["planned"], 3) for name, entry in found.items()}
+    outside = {name: share for name, share in shares.items() if not 0.9 <= share <= 1.1}
+    assert len(outside) <= 2, outside  # what the system counts as resident varies by a few per cent
+    assert all(0.8 <= share <= 1.2 for share in outside.values()), outside
