@@ -4,13 +4,14 @@
 #   bash benchmarks/gpu.sh OUT kernel rollout         these stages, where a command may not run for long
 #   bash benchmarks/gpu.sh OUT --device cpu --tiny    the same programs over small shapes, without a GPU
 #   bash benchmarks/gpu.sh OUT --engine vllm          the stage that proves a server of vLLM, or of sglang, as rollout replica
+#   bash benchmarks/gpu.sh OUT layouts                layouts of a trainer on all GPUs that there are
 #   bash benchmarks/gpu.sh --list                     the stages, and the seconds that each may take
 # Needs torch, transformers and a checkout; installs and downloads nothing, models are made on the spot. PYTHON names the
 # interpreter. A stage that fails or runs out of time stops no other and leaves what it has measured; the exit status is the
 # number of those that did.
 set -u
 stages="capture:300 kernel:470 correctness:470 rollout:470 train:400 memory:300 top_p:300 paged_tests:470 cycle:470"
-optional="server:470"
+optional="server:470 layouts:470"
 usage="usage: $0 OUT [--device cpu] [--tiny] [--engine vllm|sglang] [STAGE...], or $0 --list"
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ "${1:-}" = --list ] && { tr ' :' '\n ' <<< "$stages $optional"; exit 0; }
@@ -22,7 +23,7 @@ while [ $# -gt 0 ]; do
     --device) options+=("$1" "${2:-}"); shift;;
     --tiny) options+=("$1");;
     --engine) options+=("$1" "${2:-}"); chosen="$chosen server"; shift;;
-    *) case " $stages" in *" $1:"*) chosen="$chosen $1";; *) echo "no stage $1; $usage" >&2; exit 64;; esac;;
+    *) case " $stages $optional" in *" $1:"*) chosen="$chosen $1";; *) echo "no stage $1; $usage" >&2; exit 64;; esac;;
   esac
   shift
 done

@@ -4,16 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import AutoConfig
+
 from areno.config.experiment.allocation import ModelAllocation
 from areno.config.experiment.engine_sections import TrainEngineConfig
 from areno.config.experiment.experiments import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areno.config.experiment.loader import experiment_class, load_expr_config, settled
 from areno.config.experiment.machine import resolve_for_machine
 from areno.config.experiment.roles import takes_turns
+from areno.config.paths import base_of
 from areno.engine.engine_config import EngineConfig
 from areno.engine.parallel.layout import Layout
 from areno.engine.plan.account import MemoryPlan, plan_sizes
 from areno.engine.plan.advice import Change, halves, least_changes
+from areno.engine.plan.layouts import ModelSizes, Training, rank_bytes
 from areno.engine.plan.memory import available_bytes
 from areno.engine.plan.sizes import MAX_SCORED_TOKENS, HeldRole, Sizes, fill
 from areno.engine.plan.table import plan_numbers, plan_table, verdict
@@ -119,7 +123,9 @@ class ExperimentPlan:
     titles: tuple[str, str]  # what the two are called
     transfer: int  # bytes of shared memory through which new weights go
     together: bool  # both lie in one memory, and must fit into it at once
-    whole: bool = False  # the actor's weights are planned whole on each rank, although they are sharded
+    share: int = (
+        0  # bytes of the fullest rank of a layout that divides weights, which are planned whole; 0 where none does
+    )
 
     @property
     def needed(self) -> int:
@@ -149,22 +155,35 @@ def plan_experiment(config: BaseExperimentConfig, available: int | None = None) 
     engine = engines.engine_config(actor, trains=trained, **more)
     if available is None:
         available = available_bytes(engine.device)
-    trains = plan_sizes(ExperimentSizes(config, engine, layout, turns), available)
-    titles, whole = (f"actor, {actor.backend}", ""), bool(actor.fsdp.shard_weights)
+    sizes = ExperimentSizes(config, engine, layout, turns)
+    trains = plan_sizes(sizes, available)
+    titles, share = (f"actor, {actor.backend}", ""), _share(sizes, trains.longest)
     if not isinstance(config, PPOConfig) or turns:
-        return ExperimentPlan(trains, None, titles, 0, False, whole)
+        return ExperimentPlan(trains, None, titles, 0, False, share)
     parallel = ModelAllocation.from_str(config.rollout.backend).parallel
     on_cpu = engine.device.type == "cpu"
     together = on_cpu or "colocation" in (actor.scheduling_strategy.type, config.rollout.scheduling_strategy.type)
     running = _running(config, parallel.data)
     engine = engines.engine_config(actor, trains="nothing", neighbours=parallel.data, shares_device=together, **running)
     left = available - trains.of_all(trains.phases[0]) if together else available
-    sizes = ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True)
-    generates = plan_sizes(sizes, left)
+    generates = plan_sizes(ExperimentSizes(config, engine, Layout(1, parallel.tensor), generates=True), left)
     titles = (titles[0], f"each of {parallel.data} rollout replicas, {config.rollout.backend}")
     shared = on_cpu and actor.weight_update_mode != "disk"
     transfer = generates.trained * engine.dtype.itemsize if shared else 0
-    return ExperimentPlan(trains, generates, titles, transfer, together, whole)
+    return ExperimentPlan(trains, generates, titles, transfer, together, share)
+
+
+def _share(sizes: ExperimentSizes, longest: int) -> int:
+    """Bytes of the fullest rank in training, where the layout divides weights; a process takes more."""
+    layout, config = sizes.layout, sizes.config
+    if not layout.fsdp and layout.pp_size == 1:
+        return 0
+    model = ModelSizes.of(AutoConfig.from_pretrained(base_of(sizes.path)))
+    lengths, passes = sizes.microbatch(longest)
+    moments = config.optimizer.moment_bytes(1 << 20) >> 20
+    recomputes = config.activation_checkpointing is not False
+    training = Training(sum(lengths), passes, config.dtype.itemsize, moments, recomputes)
+    return rank_bytes(model, layout, training).total
 
 
 def _resolved(config: BaseExperimentConfig) -> BaseExperimentConfig:
@@ -269,8 +288,11 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
     lines = [f"{plan.titles[0]}:", *plan_table(plan.actor)]
     if plan.rollout is not None:
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
-    if plan.whole:
-        lines.append("The actor's weights are sharded, and planned as if they were whole on each rank: an upper bound.")
+    if plan.share:
+        lines.append(
+            "The actor's weights are planned as if they were whole on each rank, an upper bound. Divided as its backend says, the "
+            f"fullest rank trains in about {plan.share / 2**20:,.1f} MiB and its process (docs/layouts.md)."
+        )
     if plan.transfer:
         lines.append(f"Shared memory for new weights: {plan.transfer / 2**20:,.1f} MiB.")
     remedy = "No setting makes it fit: take a smaller model, or a machine with more memory"

@@ -84,7 +84,8 @@ class SpreadWeights(Weights):
         for spread in self._parts:
             spread.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
             spread.set_force_sum_reduction_for_comms(True)
-            if hasattr(spread, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on; an expert may get no token
+            # From PyTorch 2.13 on. An expert may get no token, while those of other ranks do.
+            if id(spread) in mixtures and hasattr(spread, "set_reduce_scatter_unused_params"):
                 spread.set_reduce_scatter_unused_params(True, recurse=False)
         # Whose forward runs first is taken for the outermost module, and body and head are called one by one.
         self._root.areno_pass = lambda work: work()

@@ -85,6 +85,7 @@ CASES = [
     Case("qwen3_moe", STAGED_EXPERTS["d2p2e2"], True),
     Case("qwen3", SHARDED["d2"], True, {"lora": True}),
     Case("llama", SHARDED["d2c2"], False, {"lora": True, "tree": True}),
+    Case("qwen3_moe", EXPERTS["d2e2"], False, {"lora": True}),
     Case("llama", STAGES["p4"], False, {"loss": "value"}),
     Case("llama", STAGES["p2v2"], False, {"loss": "value"}, tied=True),
     Case("llama", STAGES["p4"], False, {"mini_bs": 8, "tree": True}, tied=True),
@@ -156,6 +157,34 @@ def test_a_layout_learns_what_one_process_learns(case, trainees, checkpoints):
         assert max(held) < 1.2 * expected.held / layout.world_size
     else:  # stages have different parts
         assert sum(held) < (1.7 if case.tied else 1.2) * expected.held * (1 if layout.fsdp else layout.dp_size)
+
+
+EIGHT = {
+    "d8": Layout(8, fsdp=True),
+    "d2t2c2": Layout(2, 2, cp_size=2),
+    "d2p2t2": Layout(2, 2, fsdp=True, pp_size=2),
+    "d2p2t2-whole": Layout(2, 2, pp_size=2),
+    "p2c2t2": Layout(1, 2, cp_size=2, pp_size=2),
+    "d2p4": Layout(2, fsdp=True, pp_size=4),
+    "d2c2p2": Layout(2, cp_size=2, pp_size=2),
+    "d2p2c2e4": Layout(2, cp_size=2, ep_size=4, pp_size=2),
+    "d2p2t2e2": Layout(2, 2, ep_size=2, pp_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    made = Trainees(8, tmp_path_factory.mktemp("eight"))
+    yield made
+    made.group.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EIGHT)
+def test_eight_ranks_learn_what_one_process_learns(kind, eight, checkpoints):
+    layout = EIGHT[kind]
+    lesson = Lesson(checkpoints(Case("qwen3_moe" if layout.ep_size > 1 else "qwen3", layout)))
+    assert_same(eight.learn(layout, lesson)[0], eight.alone(lesson))
 
 
 SHARDINGS = {
