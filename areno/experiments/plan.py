@@ -290,8 +290,8 @@ def _as_text(plan: ExperimentPlan, change: Sequence[str], sizes: Sequence[str] |
         lines += [f"{plan.titles[1]}:", *plan_table(plan.rollout)]
     if plan.share:
         lines.append(
-            "The actor's weights are planned as if they were whole on each rank, an upper bound. Divided as its backend says, the "
-            f"fullest rank trains in about {plan.share / 2**20:,.1f} MiB and its process (docs/layouts.md)."
+            "The actor's weights are planned as if they were whole on each rank, an upper bound. Divided as its backend says, "
+            f"the fullest rank trains in about {plan.share / 2**20:,.1f} MiB and its process (docs/layouts.md)."
         )
     if plan.transfer:
         lines.append(f"Shared memory for new weights: {plan.transfer / 2**20:,.1f} MiB.")

@@ -12,7 +12,7 @@ from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.parallel.sharding import local
+from areno.engine.parallel.parts import local
 from areno.engine.plan.account import make_plan
 from areno.engine.plan.sizes import RunSizes
 from areno.engine.train.optimizer import OptimizerConfig

@@ -10,6 +10,7 @@ import pytest
 from areno.config.experiment import GRPOConfig, config_from
 from areno.config.experiment.notices import notice
 from areno.engine.parallel.layout import Layout
+from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import engine_config, training_layout
@@ -133,6 +134,15 @@ def test_number_formats_of_states_and_gradients_reach_the_optimizer(actor):
     assert made(optimizer_dtype="bfloat16").moments == made(optimizer__type="adam_bf16").moments == "bf16"
     assert made(optimizer_dtype="bfloat16", optimizer__type="adam_8bit").moments == "8bit"
     assert made(grad_reduce_dtype="bfloat16").reduce_bf16
+
+
+def test_the_loss_scale_reaches_the_optimizer(actor, model):
+    settings = {"optimizer__initial_loss_scale": 1024.0, "optimizer__min_loss_scale": 2.0}
+    settings |= {"optimizer__loss_scale_window": 7.0, "optimizer__hysteresis": 3}
+    assert engine_config(actor("fsdp:d1", dtype="float16", **settings)).optimizer.loss_scale == LossScale(1024, 2, 7, 3)
+    assert engine_config(actor("fsdp:d1", dtype="float32", **settings)).optimizer.loss_scale is None
+    text = notice(experiment(model, "fsdp:d1", {"actor.optimizer.hysteresis": 3}))
+    assert "actor.optimizer.hysteresis: read with dtype float16 only" in text
 
 
 def test_ways_to_shard_reach_the_layout(actor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from areno.config.experiment.foreign_sections import ArchonEngineConfig, MegatronEngineConfig
@@ -28,15 +27,14 @@ NO_OFFLOAD = (
 )
 """Why engines cannot be moved out of device memory."""
 
-_fp16 = partial(setting, no_effect="read by fp16 training only; bfloat16 and float32 have no loss scale")
 
 AUTO = "auto"
 """Value of a setting that takes what the machine has."""
 
-DTYPES = (AUTO, "float32", "bfloat16")
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
 """Number formats that areno computes in."""
 
-DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of number formats."""
 
 ATTENTION = (AUTO, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -74,10 +72,12 @@ class OptimizerConfig:
     warmup_steps_proportion: float = setting(
         0.001, "Share of all steps in which the rate rises linearly from 0 to lr.", minimum=0, maximum=1
     )
-    initial_loss_scale: float = _fp16(float(2**32), "First loss scale of fp16 training.", above=0)
-    min_loss_scale: float = _fp16(1.0, "Least loss scale of fp16 training.", above=0)
-    loss_scale_window: float = _fp16(5.0, "Steps without overflow before the fp16 loss scale grows.", above=0)
-    hysteresis: int = _fp16(2, "Overflows before the fp16 loss scale shrinks.", minimum=1)
+    initial_loss_scale: float = setting(float(2**32), "First loss scale; dtype float16.", above=0)
+    min_loss_scale: float = setting(1.0, "Least loss scale; dtype float16.", above=0)
+    loss_scale_window: float = setting(
+        5.0, "Steps without overflow before the loss scale is doubled; dtype float16.", above=0
+    )
+    hysteresis: int = setting(2, "Overflows before the loss scale is halved; dtype float16.", minimum=1)
     gradient_clipping: float = setting(1.0, "Gradients are scaled down to at most this global norm.", above=0)
     offload: bool = setting(
         False, "GPU only: keep optimizer states and summed gradients in host memory, and update there."
@@ -252,13 +252,13 @@ class TrainEngineConfig:
     grad_reduce_dtype: str = setting(
         "float32",
         "Number format in which gradients are added up across ranks that send them to each other.",
-        choices=DTYPES[1:],
+        choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
     optimizer_dtype: str = setting(
         "float32",
         "Number format of Adam's moments; master weights stay float32, or small updates would be lost.",
-        choices=DTYPES[1:],
+        choices=DTYPES[1:3],
         synonyms=DTYPE_SYNONYMS,
     )
     optimizer: OptimizerConfig | None = section(None, "How the model is trained; null trains nothing.")

@@ -13,6 +13,7 @@ from areno.config.rollout_options import SERVERS
 
 _SCORING = ("n_mbs", "granularity", "n_mbs_divisor", "packing_algorithm")
 _FOREIGN = ("archon", "megatron")  # sections of engines in whose place areno's trains
+_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _NO_AGENT = ("rlvr", "multi_turn")
 
 
@@ -77,10 +78,20 @@ def changes_nothing(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
             yield (path.rpartition(".")[0] if reason == UNUSED_BACKEND else path), reason
     yield from _servers(config)
     yield from _of_the_backend(config)
+    yield from _loss_scale(config)
     yield from _evaluation(config)
     yield from _of_the_actor(config)
     if isinstance(config, PPOConfig):
         yield from _policy(config)
+
+
+def _loss_scale(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Settings of fp16 training, without it."""
+    for role in ("actor", "critic"):
+        engine = engine_of(config, role)
+        if engine is not None and engine.optimizer is not None and engine.dtype != "float16":
+            because = "read with dtype float16 only; bfloat16 and float32 have no loss scale"
+            yield from _changed(f"{role}.optimizer", engine.optimizer, _LOSS_SCALE, because)
 
 
 def _of_the_backend(config: BaseExperimentConfig) -> Iterator[tuple[str, str]]:

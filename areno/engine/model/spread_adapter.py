@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from areno.engine.model.adapter import NAME, Adapter
-from areno.engine.parallel.sharding import local, part_of, style_of, whole_of
+from areno.engine.parallel.parts import local, part_of, whole_of
+from areno.engine.parallel.sharding import style_of
 from areno.errors import UsageError
 
 # Styles of linear layers that hand their product on as it is, or put it together after it.

@@ -29,6 +29,9 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.peers import Peers
 from areno.errors import UsageError
 
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP gives parameters that a backward pass leaves out their part in it: from PyTorch 2.13 on."""
+
 
 class SpreadWeights(Weights):
     """Weights of a model that are sharded across the replicas, whose ranks must have joined the default process group.
@@ -84,8 +87,8 @@ class SpreadWeights(Weights):
         for spread in self._parts:
             spread.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of all ranks already
             spread.set_force_sum_reduction_for_comms(True)
-            # From PyTorch 2.13 on. An expert may get no token, while those of other ranks do.
-            if id(spread) in mixtures and hasattr(spread, "set_reduce_scatter_unused_params"):
+            # An expert may get no token, and a backward pass leaves out the runs of layers that it does not come through.
+            if REDUCES_UNUSED:
                 spread.set_reduce_scatter_unused_params(True, recurse=False)
         # Whose forward runs first is taken for the outermost module, and body and head are called one by one.
         self._root.areno_pass = lambda work: work()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers import __version__ as version
 from transformers.distributed import DistributedConfig
@@ -20,6 +20,7 @@ from areno.engine.model.stages import Absent
 from areno.engine.model.token_logprobs import VocabularyShare
 from areno.engine.parallel.channels import Group
 from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.parts import local, whole_of
 from areno.engine.parallel.peers import Peers
 from areno.errors import UnsupportedModelError
 
@@ -109,41 +110,6 @@ def partial_names(config: PretrainedConfig, names: list[str]) -> set[str]:
 def style_of(module: Any, name: str) -> str | None:
     """How a layer of a module is spread, as the plan calls it; None where every rank has all of it."""
     return module.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))  # type: ignore[no-any-return]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of this rank's part, also where backward has left that of the whole, or a sum still to be taken."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        return gradient.redistribute(placements=parameter.placements).to_local()
-    return local(gradient)
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Whether each rank of the replica holds all of it."""
-    return not isinstance(tensor, DTensor) or all(isinstance(place, Replicate) for place in tensor.placements)
-
-
-def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """Put the parts of a tensor together that is spread as ``like`` is; every rank of the replica must call."""
-    if not isinstance(like, DTensor):
-        return part
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
-
-
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that all ranks hold, spread as ``like`` is."""
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def save_whole(model: PackedModel, folder: str | Path, peers: Peers) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from areno.engine.parallel.parts import local, part_of, whole_of
 from areno.engine.parallel.peers import Peers
-from areno.engine.parallel.sharding import local, part_of, whole_of
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from areno.engine.device import read_all
 from areno.engine.train import adam_8bit, adam_bf16
+from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.schedule import DecayStyle, LrSchedule
 from areno.errors import UsageError
 
@@ -47,6 +48,7 @@ class OptimizerConfig:
     sgd: bool = False
     offload: bool = False
     reduce_bf16: bool = False  # gradients that ranks send each other are rounded to bf16
+    loss_scale: LossScale | None = None  # what it begins with; for fp16
 
     @property
     def moments(self) -> str:
@@ -143,6 +145,7 @@ class Optimizer(ABC):
         self.steps = 0
         self._schedule = config.schedule()
         self._constant_rate: float | None = None
+        self.loss_scale = replace(config.loss_scale) if config.loss_scale is not None else None
 
     @property
     def learning_rate(self) -> float:
@@ -218,6 +221,7 @@ class Optimizer(ABC):
             "constant_rate": self._constant_rate,
             "names": list(names),
             "moments": self.config.moments,
+            "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
             "sgd": self.config.sgd,
         }
 
@@ -239,6 +243,8 @@ class Optimizer(ABC):
         if state.get("sgd", False) != self.config.sgd:
             raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
         self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
+        if self.loss_scale is not None and state.get("loss_scale"):
+            self.loss_scale = LossScale(**state["loss_scale"])
 
 
 class MasterAdamW(Optimizer):

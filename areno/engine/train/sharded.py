@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from areno.engine.parallel.channels import Channel, Common
+from areno.engine.parallel.parts import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.parallel.peers import Peers
-from areno.engine.parallel.sharding import is_whole, local, local_gradient, part_of, whole_of
 from areno.engine.train import adam_8bit
 from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
 

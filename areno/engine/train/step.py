@@ -6,7 +6,7 @@ share of the step's units (tokens, sequences or pairs), so neither the microbatc
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -206,7 +206,7 @@ class TrainStep:
             weight = count_units(chunk, unit) / max(total, 1)
             loss, metrics, predicted = self._loss(chunk, loss_fn, tree)
             if weight and loss.requires_grad:
-                (loss * weight).backward()
+                (loss * (weight * self._scale)).backward()
                 if isinstance(mini_bs, MicroBatching):
                     metrics = metrics | {"num_micro_batches": Count(torch.tensor(1))}
             elif alike and total:
@@ -237,7 +237,7 @@ class TrainStep:
                 loss, metrics = self._loss_of(parts[index].batch, passes[index], loss_fn, predicted)
                 measured.add(loss, metrics, weight)
                 if weight and loss.requires_grad:
-                    return loss * weight, None
+                    return loss * (weight * self._scale), None
             return predicted, torch.zeros_like(predicted)
 
         self.pipeline.run(parts, finish, backward=total > 0 and torch.is_grad_enabled())
@@ -289,23 +289,33 @@ class TrainStep:
     def apply(self) -> dict[str, float]:
         """Clip and apply what :meth:`accumulate` has added up, unless it is not finite; returns statistics."""
         avoid_shortage(self.model.device, self.peers.layout.world_size)
-        gradient = self.optimizer.collect()
+        gradient, scale = self.optimizer.collect(), self.optimizer.loss_scale
+        gradient = replace(gradient, norm=gradient.norm / self._scale)
         usable = math.isfinite(gradient.norm) and gradient.total > 0
         stats = gradient.metrics() | {"grad_norm_clipped": 0.0, "lr": 0.0, "update_skipped": float(not usable)}
         if usable:
             factor = clip_factor(gradient.norm, self.optimizer.config.grad_clip_norm)
-            if factor < 1.0:
-                self.optimizer.scale(factor)
+            if factor < 1.0 or self._scale != 1.0:
+                self.optimizer.scale(factor / self._scale)
             stats["grad_norm_clipped"] = gradient.norm * factor
             stats["lr"] = self.optimizer.step()
         self.optimizer.zero_grad()
-        self._skipped = 0 if math.isfinite(gradient.norm) else self._skipped + 1
+        finite = math.isfinite(gradient.norm)
+        self._skipped = 0 if finite or (scale is not None and scale.may_fall) else self._skipped + 1
+        if scale is not None:
+            stats["loss_scale"] = scale.value
+            scale.update(finite)
         if self._skipped >= self.max_skipped:
             raise EngineError(
                 f"the gradient was not finite in {self._skipped} updates in a row; the weights are unchanged since then. "
                 "Lower --lr, lower --grad-clip-norm, or use --dtype float32"
             )
         return stats
+
+    @property
+    def _scale(self) -> float:
+        """What losses are multiplied by, and gradients divided by."""
+        return 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
 
     def set_training(self, training: bool, recompute: bool = True) -> None:
         """Layers are in training mode only while gradients are wanted: it is what switches recomputation on.

@@ -26,6 +26,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.parallel.group import open_engine
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
+from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.microbatch import MicroBatching
 from areno.engine.train.optimizer import OptimizerConfig
 from areno.engine.train.schedule import LrSchedule
@@ -66,9 +67,12 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
 
 def _with_stages(layout: Layout, stages: Stages, actor: TrainEngineConfig) -> Layout:
     """The layout with runs of layers for each stage."""
+    from areno.engine.parallel.fsdp import REDUCES_UNUSED  # costs a second to import, and few need it
+
     config: Any = AutoConfig.from_pretrained(base_of(actor.path))
     layers, size = int(config.get_text_config().num_hidden_layers), layout.pp_size
-    runs = stages.runs or (2 if stages.interleaved and layers >= 2 * size else 1)
+    whole = not layout.fsdp or REDUCES_UNUSED  # else FSDP takes only one run of layers per stage
+    runs = stages.runs or (2 if stages.interleaved and layers >= 2 * size and whole else 1)
     if stages.layers_per_run is not None:
         total = -(-(layers + sum(stages.less)) // stages.layers_per_run)
         if total % size:
@@ -143,6 +147,11 @@ def _optimizer(section: TrainEngineConfig) -> OptimizerConfig:
     config = optimizer_of(section.optimizer)
     config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
     config.offload |= section.fsdp.per_layer_optim_step
+    if section.dtype == "float16":
+        given = section.optimizer
+        config.loss_scale = LossScale(
+            given.initial_loss_scale, given.min_loss_scale, max(round(given.loss_scale_window), 1), given.hysteresis
+        )
     config.reduce_bf16 = section.grad_reduce_dtype == "bfloat16"
     return config
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.engine import Engine
-from areno.engine.parallel.sharding import local, part_of, whole_of
+from areno.engine.parallel.parts import local, part_of, whole_of
 from areno.errors import EngineError, UsageError
 
 _ADAPTER = (".lora_", ".modules_to_save.")

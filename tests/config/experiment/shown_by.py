@@ -270,6 +270,10 @@ EFFECTS |= {
     for name in ("offload_params", "memory_efficient_load", "per_layer_optim_step", "wrap_policy")
 }
 EFFECTS |= {
+    f"OptimizerConfig.{name}": _LAYOUT + "test_the_loss_scale_reaches_the_optimizer"
+    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+}
+EFFECTS |= {
     "FSDPWrapPolicy.transformer_layer_cls_to_wrap": _LAYOUT + "test_ways_to_shard_reach_the_layout",
     "ArchonEngineConfig.offload_params": _LAYOUT + "test_ways_to_shard_reach_the_layout",
     "TrainEngineConfig.use_kernels": _LAYOUT + "test_kernels_of_the_hub_need_their_package",

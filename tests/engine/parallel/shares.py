@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from areno.engine.parallel.parts import whole_of
 from areno.engine.parallel.peers import connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
-from areno.engine.parallel.sharding import whole_of
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train import sharded
 

@@ -135,8 +135,8 @@ def assert_same(got: Learned, expected: Learned) -> None:
     for what, bound in (("gradients", GRADIENT), ("weights", WEIGHT)):
         mine, theirs = getattr(got, what), getattr(expected, what)
         assert mine.keys() == theirs.keys()
-        # Of a tensor a thousand times smaller than the largest, what is left of larger terms that cancel is rounding.
-        least = 1e-3 * max(float(tensor.abs().max()) for tensor in theirs.values())
+        # Of a tensor hundreds of times smaller than the largest, what is left of larger terms that cancel is rounding.
+        least = 3e-3 * max(float(tensor.abs().max()) for tensor in theirs.values())
         for name, tensor in theirs.items():
             gap, scale = (mine[name] - tensor).abs().max(), tensor.abs().max()
             assert gap <= bound * max(scale, least), f"{what} {name}: {gap} of {scale}"

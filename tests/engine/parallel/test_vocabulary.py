@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from areno.engine.model import causal_lm
 from areno.engine.model.loading import LoadOptions, load_causal_lm
 from areno.engine.model.packing import PackedPlan
-from areno.engine.parallel.sharding import local_gradient, whole_of
+from areno.engine.parallel.parts import local_gradient, whole_of
 from areno.engine.parallel.workers import WorkerGroup
 from tests.engine.parallel.replica import members
 from tests.support.tiny import tiny_module

@@ -14,9 +14,9 @@ from areno.engine import role as role_module
 from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.loading import LoadOptions
 from areno.engine.parallel.layout import Layout
+from areno.engine.parallel.parts import local, whole_of
 from areno.engine.parallel.peers import Peers, connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
-from areno.engine.parallel.sharding import local, whole_of
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.role import Role, load_role
 from areno.engine.train.optimizer import OptimizerConfig

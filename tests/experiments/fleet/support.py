@@ -15,7 +15,7 @@ GREEDY = {"greedy": True, "ignore_eos": True}
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """A copy of all parameters, whole; runs on a rank, whose generation must be idle."""
-    from areno.engine.parallel.sharding import local, whole_of
+    from areno.engine.parallel.parts import local, whole_of
 
     named = engine.actor.model.module.named_parameters()
     return {name: whole_of(local(p.detach()), p).clone() for name, p in named}
