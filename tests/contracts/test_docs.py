@@ -38,7 +38,8 @@ OTHER_FLAGS = {
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
     **dict.fromkeys(
-        ("--fit", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"), "areno plan --fit"
+        ("--fit", "--try", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"),
+        "areno plan --fit",
     ),
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     "--data": "examples/structured/evaluate.py",
