@@ -22,7 +22,7 @@ from areno.api.trainers.rollout import RolloutTrainer
 from areno.config.algorithms import get_algorithm
 from areno.config.hooks import EVAL_LOADER_HOOK, load_hook
 from areno.config.machine import runtime_of
-from areno.config.splits import TEST, TRAIN, rows_named
+from areno.config.splits import TEST, TRAIN, row_sources
 from areno.config.train_options import TrainOptions
 from areno.config.validate import check_length
 from areno.engine.checkpoint.rng import capture_rng, restore_rng
@@ -150,7 +150,7 @@ def _trained_on(options: TrainOptions, held_out: str, has_loader: bool) -> bool:
     trained = str(options.dataset_path)
     if has_loader:
         return held_out == trained
-    return bool(rows_named(trained, TRAIN) & rows_named(held_out, TEST))
+    return bool(row_sources(trained, TRAIN) & row_sources(held_out, TEST))
 
 
 def run_evaluation(

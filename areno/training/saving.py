@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import UsageError
-from areno.spec.run import Frequency
+from areno.spec.run_spec import Frequency
 from areno.storage.checkpoints import CheckpointFolder
 from areno.storage.layout import EXPERIMENT, Layout
 from areno.training.frequency import FrequencyControl, StepInfo

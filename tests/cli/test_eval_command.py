@@ -215,9 +215,9 @@ def test_progress_goes_to_stderr_with_the_mean_reward_so_far(task, capsys):
 
 
 ON_A_TERMINAL = r"""
-from areno.cli.eval import Watch
+from areno.cli.eval import EvalProgress
 from areno.types import RewardRecord
-with setup_logging(None), Watch(2, None) as watch:
+with setup_logging(None), EvalProgress(2, None) as watch:
     watch.start(4)
     watch.scored([RewardRecord()] * 4, [1.0, 0.0, None, 0.5])
     time.sleep(0.3)

@@ -199,8 +199,8 @@ def test_grpo_with_an_adapter_learns_from_rewards_alone(tmp_path):
 @pytest.mark.long
 def test_grpo_with_an_adapter_learns_the_quickstart_task(tmp_path):
     """The demo with an adapter of rank 8 in place of its GSPO: 34 % after SFT; the full weights reach 99 %."""
-    from areno.quickstart import run as demo
-    from areno.quickstart.run import accuracy, answers
+    from areno.quickstart import from_scratch as demo
+    from areno.quickstart.from_scratch import accuracy, answers
 
     demo._write_inputs(tmp_path, 0)
     started = demo._train("sft", tmp_path, tmp_path / "model", 0, demo._SFT)

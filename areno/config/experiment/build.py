@@ -76,7 +76,7 @@ def build_config(given: Tree, config_cls: type[Config], problems: Problems) -> C
         config = _typed(_resolve(_with_defaults(given, config_cls, context), known), config_cls, "", context)
     except UsageError as error:
         problems.add(str(error))
-    for problem in context.problems.found:
+    for problem in context.problems.messages:
         problems.add(problem)
     return config
 
@@ -243,7 +243,7 @@ def _typed(values: Mapping[str, Any], declaration: type, prefix: str, context: _
         except UsageError as error:
             if path not in context.inherited:  # else it is that of the setting where the value comes from
                 context.problems.add(str(error))
-    if len(fields) < len(entries) or (context.problems.found and not prefix):
+    if len(fields) < len(entries) or (context.problems.messages and not prefix):
         return None
     try:
         return declaration(**fields)

@@ -9,7 +9,7 @@ from areno.config.experiment.experiments import BaseExperimentConfig, PPOConfig
 from areno.config.experiment.run_sections import LOADER
 from areno.config.experiment.settings import settings_of, walk
 from areno.config.paths import ckpt_problem, dataset_problem, is_address, unwritable
-from areno.config.splits import has_splits, own_split, rows_named, split_problem
+from areno.config.splits import explicit_split, has_splits, row_sources, split_problem
 
 DATASETS = ("train_dataset", "valid_dataset")
 """Sections that name rows."""
@@ -73,7 +73,7 @@ def data_problems(config: BaseExperimentConfig, names: tuple[str, ...] = DATASET
 
 def _split(config: BaseExperimentConfig, name: str) -> str:
     """Say that a split has no effect: one file has none, and a hub reference may name its own."""
-    section, own = getattr(config, name), own_split(getattr(config, name).path)
+    section, own = getattr(config, name), explicit_split(getattr(config, name).path)
     harmless = (settings_of(type(section))["split"].default, config.train_dataset.split, own)
     if has_splits(section.path) or section.split in harmless:
         return ""
@@ -88,7 +88,7 @@ def held_out_is_trained(config: BaseExperimentConfig) -> bool:
     train, valid = (
         frozenset({f"{section.path} {section.split} {section.dataset_kwargs}"})
         if LOADER in section.dataset_kwargs
-        else rows_named(section.path, section.split)
+        else row_sources(section.path, section.split)
         for section in (config.train_dataset, config.valid_dataset)
     )
     return bool(train & valid)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
-from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option, take_apart
+from areno.config.options import METADATA_KEY, Option, OptionInfo, Shape, option, parse_annotation
 from areno.errors import UsageError
 
 Problems = Iterator[tuple[str, str]]
@@ -106,7 +106,7 @@ def settings_of(declaration: type) -> dict[str, Setting]:
         default = entry.default if entry.default_factory is MISSING else entry.default_factory()
         if default is MISSING:
             raise UsageError(f"{where} has no default; give it one")
-        shape, kind, nullable = take_apart(hints[entry.name])
+        shape, kind, nullable = parse_annotation(hints[entry.name])
         if shape is None or shape == "tuple":
             raise UsageError(
                 f"{where} has type {hints[entry.name]}; use int, float, str, bool, list, dict, or a dataclass, each also | None"
