@@ -16,7 +16,7 @@ from areno.api.evaluation import EVALUATION_STREAM, Answer, evaluation_sampling
 from areno.api.records import with_texts
 from areno.api.trainer import Trainer
 from areno.api.trainers.samples import Sample, workflow_sample
-from areno.config.experiment.foreign_sections import SGLangConfig, vLLMConfig
+from areno.config.experiment.backend_sections import SGLangConfig, vLLMConfig
 from areno.config.experiment.generation_sections import GenerationHyperparameters
 from areno.config.experiment.server_arguments import server_arguments
 from areno.config.hooks import named_object

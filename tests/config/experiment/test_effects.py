@@ -16,7 +16,7 @@ from areno.config.experiment import (
     SFTConfig,
     config_from,
 )
-from areno.config.experiment.foreign_sections import UNUSED_BACKEND
+from areno.config.experiment.backend_sections import UNUSED_BACKEND
 from areno.config.experiment.notices import notice
 from areno.config.experiment.saving import SECRETS, config_text
 from areno.config.experiment.settings import paths_of, settings_of, walk

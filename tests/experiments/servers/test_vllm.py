@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areno.config.experiment.foreign_sections import vLLMConfig
+from areno.config.experiment.backend_sections import vLLMConfig
 from areno.config.experiment.server_arguments import vllm_arguments
 from areno.engine.engine import Engine
 from areno.engine.model.adapter import AdapterOptions
