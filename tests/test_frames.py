@@ -50,7 +50,7 @@ def test_other_bytes_are_an_error_at_once(ends, sent):
 def test_announced_sizes_are_limited(ends):
     ours, other = ends
     other._socket.send(other._form._key + (10**12).to_bytes(8))
-    with pytest.raises(FrameError, match=r"1,000,000,000,000 bytes was announced, the limit is 1,000"):
+    with pytest.raises(FrameError, match=r"1,000,000,000,000 bytes, above the limit of 1,000"):
         ours.arrived()
 
 

@@ -214,11 +214,11 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"b\.jsonl: columns do not fit"):
         load_rows(str(tmp_path))
     (tmp_path / "c.csv").write_text("n\n1\n")
-    with pytest.raises(UsageError, match=r"several kinds \(\.csv, \.jsonl\)"):
+    with pytest.raises(UsageError, match=r"several formats \(\.csv, \.jsonl\)"):
         load_rows(str(tmp_path))
 
 
 def test_unknown_suffix_is_refused(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(UsageError, match=r"\.txt is not a data file"):
+    with pytest.raises(UsageError, match=r"\.txt is not a supported format"):
         load_rows(str(tmp_path / "rows.txt"))

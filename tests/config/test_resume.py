@@ -120,9 +120,9 @@ def test_runs_that_cannot_be_read_are_passed_over(workspace):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--resume"], r"found no run in runs/; name one with --resume PATH"),
+        (["--resume"], r"found no run in runs/; pass --resume PATH"),
         (["--resume", "runs/none"], "--resume directory does not exist: runs/none"),
-        (["--resume", "model"], "model is not a run directory; give the directory that holds config.yaml"),
+        (["--resume", "model"], "model is not a run directory; pass the directory that contains config.yaml"),
     ],
 )
 def test_nothing_to_resume_says_what_was_looked_for(workspace, argv, expected):
@@ -151,7 +151,7 @@ def test_run_dir_with_resume_is_looked_at_first(workspace):
 
 def test_two_different_directories_are_refused(workspace):
     stored_run(workspace / "mine", config(), step=1)
-    with pytest.raises(UsageError, match="name two directories"):
+    with pytest.raises(UsageError, match="are different directories"):
         resume("--resume", "mine", "--run-dir", "other")
 
 
@@ -239,5 +239,5 @@ def test_events_of_another_run_are_not_mixed_with_this_one_s(workspace):
     (workspace / "tb").mkdir()
     validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))
     (workspace / "tb" / "events.out.tfevents.1.host").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"--metrics-log-dir tb already holds the events of another run"):
+    with pytest.raises(UsageError, match=r"--metrics-log-dir tb already contains the events of another run"):
         validate(apply_resume(parse_train([*GSPO, "--metrics-log-dir", "tb"])))

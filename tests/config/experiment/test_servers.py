@@ -12,7 +12,7 @@ from tests.config.experiment.test_checks import accepted, refused
     ("changes", "words"),
     [
         ({"rollout.backend": "vllm:d1", "rollout.speculate": 4}, "rollout.speculate 4 with rollout.backend vllm:d1"),
-        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is of inference servers; give rollout.backend=vllm:dN"),
+        ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
         ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is of inference servers"),
         ({"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"}, "rollout.api_url lists 1 servers"),
         ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is no address; write http://HOST:PORT"),
