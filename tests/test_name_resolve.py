@@ -78,7 +78,7 @@ def test_subtrees_are_of_whole_words(names):
 
 
 def test_waiting_and_watching(names):
-    with pytest.raises(TimeoutError, match=r"late has got no value within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"late has no value after 0\.2 s"):
         names.wait("late", timeout=0.2, poll_frequency=0.02)
     threading.Timer(0.2, lambda: names.add("late", "here")).start()
     assert names.wait("late", timeout=10, poll_frequency=0.02) == "here"

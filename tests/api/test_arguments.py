@@ -28,7 +28,7 @@ def loss(pack, logprobs):
 
 
 IN_A_SESSION = [
-    (lambda t: t.rollout_batch("text", 1, SAMPLING), TypeError, r"prompts must be a list of texts.* got str 'text'"),
+    (lambda t: t.rollout_batch("text", 1, SAMPLING), TypeError, r"prompts must be a list of strings.* got str 'text'"),
     (lambda t: t.rollout_batch([7], 1, SAMPLING), TypeError, r"prompts\[0\] must be .*str.*, got int"),
     (lambda t: t.rollout_batch(["a"], 0, SAMPLING), ValueError, "n_samples must be at least 1, got 0"),
     (lambda t: t.rollout_batch(["a"], 1.5, SAMPLING), TypeError, "n_samples must be an integer, got 1.5"),
@@ -37,11 +37,11 @@ IN_A_SESSION = [
     (lambda t: t.rollout_token_batch(["ab"], 1, SAMPLING), TypeError, "prompt 0 must be a list of token ids, got str"),
     (lambda t: t.rollout_token_batch([[5, "6"]], 1, SAMPLING), TypeError, "prompt 0 must be a list of token ids"),
     (lambda t: t.rollout_token_batch([[5], []], 1, SAMPLING), UsageError, "prompt 1 is empty"),
-    (lambda t: t.rollout_token_batch([[5], [10**6]], 1, SAMPLING), UsageError, "prompt 1 holds token id 1000000"),
+    (lambda t: t.rollout_token_batch([[5], [10**6]], 1, SAMPLING), UsageError, "prompt 1 has token id 1000000"),
     (
         lambda t: t.rollout_token_batch([[5]], 2, SAMPLING, seeds=[[1]]),
         ValueError,
-        "seeds must hold 2 seeds for each of 1 prompts",
+        "seeds must have 2 seeds for each of 1 prompts",
     ),
 ]
 
@@ -77,7 +77,11 @@ CALLS = [
         ValueError,
         "batch_size must be at least 1, got 0",
     ),
-    (lambda t: t.load_prompt_batches("d.jsonl", batch_size=1, max_prompt_tokens=9), TypeError, "dataset must support len"),
+    (
+        lambda t: t.load_prompt_batches("d.jsonl", batch_size=1, max_prompt_tokens=9),
+        TypeError,
+        "dataset must support len",
+    ),
     (lambda t: t.rollout_session(sampling_params=None), TypeError, "sampling_params must be SamplingParams"),
     (
         lambda t: t.rollout_session(sampling_params=SAMPLING, max_running_prompts=0),

@@ -33,7 +33,7 @@ WRONG = [
     ([*EVAL, "--n-samples", "0"], "--n-samples must be positive, got 0"),
     ([*EVAL, "--max-rows", "0"], "--max-rows must be positive, got 0"),
     ([*EVAL, "--max-running-prompts", "0"], "--max-running-prompts must be positive"),
-    ([*EVAL, "--temperature", "0"], "--temperature must be positive, got 0.0; for the most likely token use --greedy"),
+    ([*EVAL, "--temperature", "0"], "--temperature must be positive, got 0.0; for greedy decoding use --greedy"),
     ([*EVAL, "--temperature", "1", "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
     ([*EVAL, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*EVAL, "--greedy", "--n-samples", "4"], "--n-samples 4 has no effect with --greedy, which gives the same answer"),
@@ -56,7 +56,7 @@ WRONG = [
     ([*EVAL, "--dataset-loader-fn", "gone.py"], "--dataset-loader-fn file does not exist: gone.py"),
     ([*BASE, "--reward-fn-path", "gone.py"], "file does not exist: gone.py; expected callable reward_fn(record)"),
     ([*BASE, "--reward-fn-path", "reward.py:score"], "reward.py defines no score"),
-    ([*EVAL, "--output", "model"], "--output 'model' is no file name"),
+    ([*EVAL, "--output", "model"], "--output 'model' is not a file name"),
     ([*EVAL, "--output", "data.jsonl/out.jsonl"], "--output data.jsonl: "),
 ]
 

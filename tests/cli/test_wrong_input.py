@@ -25,7 +25,7 @@ TRAIN = [
     ([*GSPO, "--batch-size", "0"], "--batch-size must be positive"),
     ([*GSPO, "--mini-bs", "0"], "--mini-bs must be positive"),
     ([*GSPO, "--n-samples", "1"], "--n-samples 1: gspo compares the samples of a prompt"),
-    ([*GSPO, "--temperature", "0"], "--temperature must be positive, got 0.0; for the most likely token use --greedy"),
+    ([*GSPO, "--temperature", "0"], "--temperature must be positive, got 0.0; for greedy decoding use --greedy"),
     ([*GSPO, "--top-p", "1.5"], "--top-p must be at most 1, got 1.5"),
     ([*GSPO, "--top-p", "0"], "--top-p must be positive"),
     ([*GSPO, "--top-k", "0"], "--top-k must be positive, or -1 for no limit, got 0"),
@@ -48,7 +48,7 @@ TRAIN = [
     ([*GSPO, "--on-reward-error", "skip"], "--on-reward-error 'skip' is unknown; choose stop, drop"),
     ([*GSPO, "--kv-cache-tokens", "100"], "--kv-cache-tokens 100 is less than one sequence may need"),
     ([*GSPO, "--stop", ""], "--stop must not be empty"),
-    ([*GSPO, "--greedy"], "--greedy with --n-samples 8: all samples of a prompt would be equal"),
+    ([*GSPO, "--greedy"], "--greedy with --n-samples 8: all samples of a prompt would be identical"),
     ([*GSPO, "--greedy", "--temperature", "0.7"], "--temperature 0.7 has no effect with --greedy"),
     ([*GSPO, "--greedy", "--top-k", "4"], "--top-k 4 has no effect with --greedy"),
     (
@@ -60,7 +60,7 @@ TRAIN = [
         [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
         "--speculate 4 with --tp-size 2: speculative decoding needs replicas of one rank; use only one of them",
     ),
-    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: there is one replica, so no other to shard weights with"),
+    ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: FSDP needs at least two replicas"),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],
         "--fsdp with --world-size 2, --tp-size 2: FSDP needs at least two replicas to shard weights across; use --world-size 4",
@@ -71,7 +71,7 @@ TRAIN = [
     ),
     ([*GSPO, "--world-size", "2", "--stall-timeout", "0"], "--stall-timeout must be positive, got 0.0"),
     ([*GSPO, "--algo", "gsop"], "--algo 'gsop' is unknown (did you mean gspo?)"),
-    ([*GSPO, "--algo", "dpo"], "--reward-fn-path reward.py has no effect with --algo dpo, which generates nothing"),
+    ([*GSPO, "--algo", "dpo"], "--reward-fn-path reward.py has no effect with --algo dpo, which has no rollouts"),
     ([*GSPO, "--algo", "ppo", "--dpo-beta", "1"], "--dpo-beta 1.0 applies to --algo dpo only, not to ppo"),
     ([*GSPO, "--algo", "gone.py:spec"], "--algo file does not exist: gone.py"),
     ([*GSPO, "--grpo-clip-eps", "0.1"], "--grpo-clip-eps 0.1 applies to --algo grpo only, not to gspo"),
@@ -117,7 +117,10 @@ TRAIN = [
         "--reward-weights a=1 has no effect with --workf",
     ),
     ([*GSPO, "--workflow", "reward.py:reward_fn"], "--reward-fn-path reward.py has no effect with --workflow"),
-    ([*BASE, "--workflow", "reward.py"], "--workflow reward.py: add the name of the class or object, as in file.py:NAME"),
+    (
+        [*BASE, "--workflow", "reward.py"],
+        "--workflow reward.py: add the name of the class or object, as in file.py:NAME",
+    ),
     ([*BASE, "--workflow", "gone.py:Even"], "--workflow file does not exist: gone.py"),
     ([*BASE, "--workflow", "reward.py:Even"], "reward.py defines no Even"),
     (
@@ -128,7 +131,7 @@ TRAIN = [
     ([*GSPO, "--mem-frac", "0.5"], "--mem-frac 0.5 has no effect without tuning; set --tune-params too"),
     (
         [*GSPO, "--tune-params", "--batch-size", "2", "--mini-bs", "2", "--max-running-prompts", "4"],
-        "--tune-params has nothing to choose, because --max-running-prompts, --batch-size and --mini-bs are all given",
+        "--tune-params has nothing to choose, because --max-running-prompts, --batch-size and --mini-bs are all set",
     ),
     ([*SFT, "--tune-params"], "--tune-params has no effect with --algo sft"),
     ([*GSPO, "--device", "cpu", "--offload-optimizer"], "--offload-optimizer has no effect on a CPU"),

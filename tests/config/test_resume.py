@@ -95,7 +95,7 @@ def test_resume_without_ckpt_compares_only_what_is_given(workspace):
     for name, seed, seconds in (("a", "1", 50), ("b", "2", 10)):
         age(stored_run(workspace / "runs" / name, config("--seed", seed, "--lr", "3e-5"), step=3), seconds)
     assert resume("--seed", "1", "--resume").run_dir == "runs/a"
-    with pytest.raises(UsageError, match=r"runs/b has --seed 2, given is 9"):
+    with pytest.raises(UsageError, match=r"runs/b has --seed 2 instead of 9"):
         resume("--seed", "9", "--resume")
 
 
@@ -132,9 +132,7 @@ def test_nothing_to_resume_says_what_was_looked_for(workspace, argv, expected):
 
 def test_no_run_with_the_same_configuration_shows_a_difference(workspace):
     stored_run(workspace / "runs" / "old", config(), step=1)
-    with pytest.raises(
-        UsageError, match=r"no run with the same configuration in runs/ \(1 looked at; runs/old has --lr"
-    ):
+    with pytest.raises(UsageError, match=r"no run with the same configuration in runs/ \(1 checked; runs/old has --lr"):
         resume(*GSPO, "--lr", "5e-6", "--resume")
 
 
@@ -207,7 +205,7 @@ def test_a_step_to_resume_from_must_have_a_checkpoint(workspace, step):
     if step == "3":
         assert resume("--resume", str(run), "--resume-step", step).resume_step == 3
         return
-    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; there are 3"):
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; it has 3"):
         resume("--resume", str(run), "--resume-step", step)
 
 
@@ -220,7 +218,7 @@ def test_the_best_checkpoint_can_be_resumed_from_by_its_step(workspace):
 
 
 def test_a_step_without_a_run_to_resume_is_refused(workspace):
-    with pytest.raises(UsageError, match=r"--resume-step 2 goes with --resume"):
+    with pytest.raises(UsageError, match=r"--resume-step 2 needs --resume"):
         resume(*GSPO, "--resume-step", "2")
 
 

@@ -207,7 +207,10 @@ DPO = [*BASE, "--algo", "dpo"]
         ([*PPO, "--critic-ckpt", "./gone"], r"--critic-ckpt folder does not exist: ./gone"),
         ([*PPO, "--ref-ckpt", "data.jsonl"], r"--ref-ckpt data.jsonl is a file; pass the folder"),
         ([*BASE, "--reward-ckpt", "./gone"], r"--reward-ckpt folder does not exist: ./gone"),
-        ([*GSPO, "--reward-ckpt", "model"], r"--reward-fn-path reward.py and --reward-ckpt model both define the reward"),
+        (
+            [*GSPO, "--reward-ckpt", "model"],
+            r"--reward-fn-path reward.py and --reward-ckpt model both define the reward",
+        ),
         (
             [*BASE, "--reward-ckpt", "model", "--reward-workers", "2"],
             r"--reward-workers 2 has no effect with --reward-ckpt",

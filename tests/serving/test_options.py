@@ -27,7 +27,10 @@ def model(tiny_checkpoint):
         (["--model-path", "./gone"], "--model-path folder does not exist: ./gone"),
         (["MODEL", "--port", "70000"], "--port must be at most 65535, got 70000"),
         (["MODEL", "--world-size", "3", "--tp-size", "2"], "--world-size must be divisible by --tp-size, got 3 and 2"),
-        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines and needs an API key; pass --api-key"),
+        (
+            ["MODEL", "--host", "0.0.0.0"],
+            "--host 0.0.0.0 is reachable from other machines and needs an API key",
+        ),
         (["MODEL", "--host", "example.org"], "is reachable from other machines"),
         (["MODEL", "--api-key", ""], "--api-key must be printable ASCII"),
         (["MODEL", "--api-key", "a b"], "--api-key must be printable ASCII"),

@@ -63,7 +63,11 @@ def refused(changes, tree=RL, cls=GRPOConfig):
             "does not clip",
             {"actor.use_sapo_loss": True, "actor.eps_clip": 0.3},
         ),
-        ({"actor.use_sapo_loss": True, "actor.use_cispo_loss": True}, "mutually exclusive", {"actor.use_cispo_loss": True}),
+        (
+            {"actor.use_sapo_loss": True, "actor.use_cispo_loss": True},
+            "mutually exclusive",
+            {"actor.use_cispo_loss": True},
+        ),
         ({"actor.m2_threshold": 0.04}, "set use_decoupled_loss", {"actor.m2_threshold": 0.04} | DECOUPLED),
         (
             {"actor.overlong_reward_penalty": True},
@@ -271,9 +275,7 @@ def test_what_the_actor_repeats_must_be_equal():
     assert "actor.temperature 0.5 differs" in refused({"actor.temperature": 0.5})
     assert "ref.temperature 0.5 differs" in refused({"ref.temperature": 0.5})
     assert accepted({"gconfig.temperature": 0.5}).actor.temperature == 0.5
-    with pytest.raises(
-        UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment without rollouts"
-    ):
+    with pytest.raises(UsageError, match=r"actor\.temperature 0\.7 has no effect in an experiment without rollouts"):
         config_from(changed(SFT, {"actor.temperature": 0.7}), SFTConfig)
 
 
@@ -489,7 +491,9 @@ def test_settings_of_agents_change_nothing_without_an_agent():
 
 def test_async_training_must_agree_with_how_far_rollout_runs_ahead():
     ahead = {"rollout.max_head_offpolicyness": 2}
-    assert "async_training: rollout.max_head_offpolicyness controls" in notice(accepted(ahead | {"async_training": True}))
+    assert "async_training: rollout.max_head_offpolicyness controls" in notice(
+        accepted(ahead | {"async_training": True})
+    )
     accepted({"async_training": False})
     assert "contradicts rollout.max_head_offpolicyness 0" in refused({"async_training": True})
     assert "contradicts rollout.max_head_offpolicyness 2" in refused(ahead | {"async_training": False})

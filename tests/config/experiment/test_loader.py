@@ -299,7 +299,10 @@ def test_an_override_sets_what_was_written(value):
         (["actor.behave_imp_weight_mode=token_mask"], "action: mask"),
         (["actor.recompute_logprobs=true"], "is spelled recompute_logprob"),
         (["actor.group_size=8"], "actor.group_size is gconfig.n_samples here"),
-        (["actor.dynamic_sampling=true"], "actor.dynamic_sampling is not a setting here; use workflow.dynamic_filter_fn"),
+        (
+            ["actor.dynamic_sampling=true"],
+            "actor.dynamic_sampling is not a setting here; use workflow.dynamic_filter_fn",
+        ),
         (["recover.mode=fault"], "recover.mode 'fault' is unknown"),
         (["seed"], "argument 'seed' is not an override; write key=value"),
         (["--seed=3"], "--seed is not an option; settings are written as key=value"),
