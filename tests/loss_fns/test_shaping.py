@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.loss_fns import Norm, RewardShaping, shape_advantages
-from areno.loss_fns.shaping import choose_by_second_moment, finished, row_counts, summaries, version_statistics
+from areno.loss_fns.shaping import untruncated, row_counts, select_by_second_moment, summaries, version_statistics
 from areno.types import TrainSequence
 from tests.loss_fns.packs import QUICK
 from tests.loss_fns.test_norm import normalised
@@ -173,7 +173,7 @@ def test_the_longest_answer_of_a_batch_is_not_taken_for_a_cut_one():
     assert found["no_eos_ratios"].tolist() == [0.0, 1.0]
     assert rows[0].advantages == [0.0] + [1.0] * 9
     assert rows[1].advantages == [0.0] * 3
-    assert finished(rows) == rows[:1]
+    assert untruncated(rows) == rows[:1]
 
 
 def test_only_a_cut_answer_is_worth_what_the_critic_says_comes_after_it():
@@ -254,7 +254,7 @@ def test_staleness_is_counted_over_trained_tokens_in_versions():
 @QUICK
 @given(rows=row_lists())
 def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
-    share = choose_by_second_moment(rows, 0.5)
+    share = select_by_second_moment(rows, 0.5)
     tokens = [(row, i) for row in rows for i in trained(row)]
     kept = [(row.logprobs[i] - row.prox_logprobs[i]) ** 2 for row, i in tokens if row.keep[i]]
     gone = [(row.logprobs[i] - row.prox_logprobs[i]) ** 2 for row, i in tokens if not row.keep[i]]
@@ -289,7 +289,7 @@ def test_bad_batches_are_refused():
     with pytest.raises(ValueError, match="values of 1 rows, got 0"):
         shape_advantages([answer(1.0)], RewardShaping(), [])
     with pytest.raises(ValueError, match="row 0 lacks them"):
-        choose_by_second_moment([answer(1.0)], 0.04)
+        select_by_second_moment([answer(1.0)], 0.04)
 
 
 def test_settings_travel_to_another_process():

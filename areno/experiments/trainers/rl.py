@@ -26,7 +26,7 @@ from areno.experiments.trainers import engines, update
 from areno.experiments.trainers.experiment import ExperimentTrainer, in_scope
 from areno.experiments.trainers.rows import RowSource, without_long
 from areno.experiments.trainers.workflows import filter_of, workflow_of
-from areno.loss_fns.family import PolicyLoss
+from areno.loss_fns.family import PolicyLossConfig
 from areno.loss_fns.pack import knobs_of
 from areno.loss_fns.shaping import row_counts, summaries, version_statistics
 from areno.loss_fns.units import with_names
@@ -352,7 +352,7 @@ class PPOTrainer(ExperimentTrainer):
         numbers = {f"{section}/compute_logp/{name}/avg": value for name, value in prepared.divergences.items()}
         masked = {"mask_no_eos_with_zero": float(self.shaping.mask_no_eos_with_zero)}
         knobs = knobs_of(self.loss)
-        if isinstance(knobs, PolicyLoss):
+        if isinstance(knobs, PolicyLossConfig):
             masked |= knobs.scalars()
         told = {**summaries(prepared.populations), **row_counts(rows), **masked}
         numbers |= in_scope(self.section, told)

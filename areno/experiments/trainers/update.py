@@ -17,7 +17,7 @@ from areno.config.reward_weights import part_weights
 from areno.engine.engine import ACTOR
 from areno.errors import UsageError
 from areno.experiments.trainers.engines import rows_at_once
-from areno.loss_fns.family import PolicyLoss, policy_loss_fn
+from areno.loss_fns.family import PolicyLossConfig, policy_loss_fn
 from areno.loss_fns.norm import Norm
 from areno.loss_fns.pack import LossFn, knobs_of
 from areno.loss_fns.rejection import RejectionSampling
@@ -94,11 +94,11 @@ def with_version(loss: functools.partial[Any], version: int) -> functools.partia
     return functools.partial(loss, version=version) if "version" in inspect.signature(loss).parameters else loss
 
 
-def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLoss:
+def policy_loss_of(actor: PPOActorConfig, teacher: TeacherConfig | None) -> PolicyLossConfig:
     """The knobs of the loss."""
     bounds = actor.rejection_sampling
     rejection = bounds and made_of(RejectionSampling, bounds)
-    return made_of(PolicyLoss, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
+    return made_of(PolicyLossConfig, actor, *([teacher] if teacher else []), rejection_sampling=rejection)
 
 
 def shaping_of(actor: PPOActorConfig, reward: RewardConfig) -> RewardShaping:

@@ -22,11 +22,11 @@ from areno.loss_fns.proximal import divergences
 from areno.loss_fns.shaping import (
     Credits,
     RewardShaping,
-    choose_by_second_moment,
     credit_advantages,
-    finished,
+    select_by_second_moment,
     shape_advantages,
     trained_values,
+    untruncated,
 )
 from areno.training.objectives.passes import Learner, Order
 from areno.types import TrainSequence
@@ -124,8 +124,8 @@ class PolicyObjective:
             else:
                 populations = credit_advantages(rows, settings.shaping, credits)
         bound = settings.m2_threshold
-        left_out = None if bound is None else choose_by_second_moment(rows, bound)
-        trained = finished(rows) if settings.shaping.mask_no_eos_with_zero else rows
+        left_out = None if bound is None else select_by_second_moment(rows, bound)
+        trained = untruncated(rows) if settings.shaping.mask_no_eos_with_zero else rows
         before = populations.pop("gae_advantages", torch.empty(0)).tolist()
         return Prepared(trained, populations, before, gaps, left_out)
 
