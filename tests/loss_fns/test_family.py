@@ -100,8 +100,8 @@ def test_statistics_have_their_documented_names_and_meanings(batch, knobs):
     for name, numbers in expected.items():
         assert value_of(metrics[name]) == pytest.approx(mean(numbers), **EXACT), name
         if numbers:
-            assert float(metrics[name].least) == pytest.approx(min(numbers), **EXACT)
-            assert float(metrics[name].greatest) == pytest.approx(max(numbers), **EXACT)
+            assert float(metrics[name].minimum) == pytest.approx(min(numbers), **EXACT)
+            assert float(metrics[name].maximum) == pytest.approx(max(numbers), **EXACT)
     assert value_of(metrics["actor_loss"]) == pytest.approx(value_of(metrics["policy_loss"]), **EXACT)
     sapo = {"sapo_soft_gate", "sapo_scaled_gate_pos", "sapo_scaled_gate_neg"}
     clip = {"clip_ratio", "dual_clip_ratio", "clipped_tokens", "clipped_new_logp", "clipped_old_logp"}
@@ -283,7 +283,7 @@ def test_the_knobs_travel_to_another_process_bound_to_the_loss():
         ({"prox_logp_method": "guess"}, "prox_logp_method 'guess' is unknown"),
         ({"sapo_tau_pos": 0.0}, "sapo_tau_pos must be positive"),
         ({"distill_loss_weight": -1.0}, "distill_loss_weight must not be negative"),
-        ({"rl_loss_weight": 0.0}, "nothing would be learned"),
+        ({"rl_loss_weight": 0.0}, "set at least one of them above 0"),
         ({"use_sapo_loss": True, "use_cispo_loss": True}, "are two losses"),
         ({"use_sapo_loss": True, "use_decoupled_loss": True}, "set use_decoupled_loss to false"),
         ({"use_sapo_loss": True, "c_clip": 3.0}, "c_clip 3.0 has no effect with use_sapo_loss"),
@@ -306,7 +306,7 @@ def test_bad_knobs_are_named_with_what_to_do(options, text):
     ("options", "missing", "text"),
     [
         ({"use_decoupled_loss": True}, "packed_prox_logprobs", "give every row prox_logprobs"),
-        ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine stamped"),
+        ({"use_decoupled_loss": True, "prox_logp_method": "linear"}, "packed_versions", "the engine recorded"),
         ({"use_decoupled_loss": True, "m2_threshold": 0.1}, "packed_keep", "select_by_second_moment"),
         ({"distill_loss_weight": 1.0}, "packed_teacher_logprobs", "give every row teacher_logprobs"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.loss_fns import Norm, RewardShaping, shape_advantages
-from areno.loss_fns.shaping import untruncated, row_counts, select_by_second_moment, summaries, version_statistics
+from areno.loss_fns.shaping import row_counts, select_by_second_moment, summaries, untruncated, version_statistics
 from areno.types import TrainSequence
 from tests.loss_fns.packs import QUICK
 from tests.loss_fns.test_norm import normalised
@@ -272,8 +272,8 @@ def test_m2po_chooses_over_the_whole_batch_and_the_rows_carry_the_choice(rows):
         ({"reward_clip": 0.0}, "reward_clip must be above 0"),
         ({"kl_ctl": -0.1}, "kl_ctl must not be negative"),
         ({"kl_estimator": "k4"}, "kl_estimator must be k1, k2 or k3"),
-        ({"discount": 1.5}, "discount must be within 0 and 1"),
-        ({"gae_lambda": -1.0}, "gae_lambda must be within 0 and 1"),
+        ({"discount": 1.5}, "discount must be between 0 and 1"),
+        ({"gae_lambda": -1.0}, "gae_lambda must be between 0 and 1"),
         ({"overlong_reward_penalty": True}, "needs overlong_tokens of at least 1, got None"),
         ({"overlong_reward_penalty": True, "overlong_tokens": 4}, "needs overlong_penalty_factor of at least 0"),
     ],

@@ -379,8 +379,8 @@ class RolloutTrainer(DataTrainer):
             values = trained_values(own, "advantages")
             sample.advantage = values[0] if min(values) == max(values) else float(np.mean(values))
         stats = self.row_statistics(prepared)
-        if prepared.left_out is not None:
-            stats["m2_filtered_fraction"] = prepared.left_out
+        if prepared.m2_masked is not None:
+            stats["m2_filtered_fraction"] = prepared.m2_masked
         if "ref" in self._seconds:
             stats |= spread("ref_logprob", trained_values(prepared.rows, "ref_logprobs"))
             stats["ref_logprob_forward_time_s"] = self._seconds["ref"]

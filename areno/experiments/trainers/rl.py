@@ -357,8 +357,8 @@ class PPOTrainer(ExperimentTrainer):
         told = {**summaries(prepared.populations), **row_counts(rows), **masked}
         numbers |= in_scope(self.section, told)
         numbers |= in_scope(section, version_statistics(rows, at.global_step + 1))
-        if prepared.left_out is not None:
-            numbers[f"{section}/m2_filtered_fraction"] = prepared.left_out
+        if prepared.m2_masked is not None:
+            numbers[f"{section}/m2_filtered_fraction"] = prepared.m2_masked
         if prepared.rows:
             for role, stats in self.objective.updates(prepared.rows, at.global_step):
                 assert stats is not None
