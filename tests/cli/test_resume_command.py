@@ -34,7 +34,7 @@ def test_an_experiment_without_recovery_points_is_refused(experiment, capsys, co
 def test_an_experiment_that_has_been_moved_is_refused(experiment, capsys):
     moved = experiment.rename(experiment.with_name("moved"))
     assert main(["run", "--resume", str(moved)]) == 2
-    assert f"its configuration says that it is in {experiment}; move it there" in capsys.readouterr().err
+    assert f"its configuration places it in {experiment}; move it there" in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_is_refused(experiment, capsys):

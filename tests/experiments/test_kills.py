@@ -180,7 +180,7 @@ def test_a_killed_trainer_rank_ends_the_run_clearly_and_the_next_start_goes_on(m
         assert run.until(lambda: partial(run.checkpoints / moment), interval=0.0)
     os.kill(ranks[1], signal.SIGKILL)
     assert run.wait(60) not in (0, None)
-    assert "the experiment has failed: EngineError: rank 1 of 2" in run.log
+    assert "the experiment failed: EngineError: rank 1 of 2" in run.log
     assert "was killed by signal 9" in run.output
     assert run.none_left(), run.pids()
     run.finish()

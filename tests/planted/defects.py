@@ -239,7 +239,7 @@ DEFECTS = (
     Defect(
         "knobs of the loss not passed on",
         "areno/experiments/trainers/update.py",
-        "if name in own} | others)",
+        "if name in names} | others)",
         "if name in others} | others)",
         ("tests/experiments/test_settings_update.py::test_a_knob_of_the_loss_gives_its_formula",),
     ),
