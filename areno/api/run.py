@@ -30,8 +30,8 @@ from areno.errors import DataError, UsageError
 from areno.gpus import visible_gpus
 from areno.observability.display import Progress
 from areno.observability.logs import setup_logging
-from areno.storage.layout import is_run
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import is_run
 from areno.storage.run_lock import run_lock
 from areno.training.checkpoints import Checkpoints
 from areno.training.objectives.base import Needs, row_problem

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areno.storage.layout import CONFIG, is_experiment, is_run
+from areno.storage.run_layout import CONFIG, is_experiment, is_run
 
 RESUME = "--resume"
 USAGE = """\

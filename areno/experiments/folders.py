@@ -20,8 +20,8 @@ from areno.config.experiment.experiments import BaseExperimentConfig
 from areno.config.experiment.worker_sections import DEFAULT_FILEROOT
 from areno.errors import UsageError
 from areno.observability.logs import LoggingSetup, setup_logging
-from areno.storage.layout import EXPERIMENT
 from areno.storage.run_dir import RunDirectory
+from areno.storage.run_layout import EXPERIMENT
 from areno.storage.run_lock import run_lock
 
 _log = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
-"""What an episode gives: a dictionary of tensors with one row per sample, and its way into training rows.
+"""Trajectories, the results of episodes: dictionaries of tensors with a row per sample, and their conversion to training rows.
 
-Keys, all of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 where a token is trained on), ``logprobs`` (float32,
-0 where nothing was sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask``
-(False on padding). Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as the engine said it;
-nothing is guessed from lengths), ``temperature``, and ``reward_parts/NAME`` for each part of a reward that has parts.
+Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
+were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
+Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as reported by the engine), ``temperature``,
+and ``reward_parts/NAME`` for each part of a reward that has parts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import UsageError
-from areno.rollouts.conversation.rows import TrajectoryRow
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow
 from areno.types import PARTS, TrainSequence, WeightedReward, parts_of
 
 Trajectory = dict[str, Any]
@@ -32,7 +32,7 @@ _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "r
 
 
 def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
-    """Rows, at least one, with their rewards as tensors ``[n, L]``, padded on the right."""
+    """Convert rows, at least one, and their rewards to tensors ``[n, L]``, padded on the right."""
     return stack(
         [
             {
@@ -52,9 +52,10 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
 
 
 def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Several trajectories as the rows of one, padded on the right to the longest.
+    """Concatenate trajectories into one, padded on the right to the longest.
 
-    Raises UsageError: one has a key that another has not.
+    Raises:
+        UsageError: their keys differ.
     """
     if len(trajectories) == 1:
         return trajectories[0]
@@ -79,7 +80,7 @@ def _stacked(name: str, parts: list[Any]) -> Any:
 
 
 def check_trajectory(trajectory: Any) -> None:
-    """Raise a UsageError that names the key which is missing in what a workflow has returned, or has a wrong shape or type."""
+    """Raise a UsageError if the result of a workflow lacks a key, or a value has a wrong type or shape."""
     if not isinstance(trajectory, dict):
         raise UsageError(
             f"a workflow returned {type(trajectory).__name__}; return None, a dict of tensors, or a dict of interactions"
@@ -103,9 +104,11 @@ def check_trajectory(trajectory: Any) -> None:
         )
     for name in ("logprobs", "rewards"):
         if not bool(torch.isfinite(trajectory[name]).all()):
-            raise UsageError(f"{name} of a trajectory holds a number that is not finite")
+            raise UsageError(f"{name} of a trajectory contains a number that is not finite")
     if bool((trajectory["loss_mask"].bool() & (trajectory["versions"] < 0)).any()):
-        raise UsageError("loss_mask of a trajectory marks tokens that no version has sampled; mask what was given")
+        raise UsageError(
+            "loss_mask of a trajectory marks tokens that were not sampled (version below 0); set loss_mask to 0 for them"
+        )
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
@@ -118,17 +121,17 @@ def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
     """Training rows of a batch, group by group.
 
-    Each trajectory is one group, whatever number of rows it has: a group that lost samples stays a group of its own, and
-    shifts no other. Weight versions and further log-probs are set where :class:`TrainSequence` has a place for them.
+    Each trajectory is one group, whatever its number of rows, so a group that lost samples does not shift others. Weight
+    versions and further log-probs are copied to the fields of :class:`TrainSequence`.
     """
-    made = []
+    sequences = []
     for group, trajectory in enumerate(trajectories):
         for row in samples_of(trajectory):
             sequence = trajectory_row(row).train_sequence(reward=reward_of(row), group=group, eos_token_id=eos_token_id)
             for key in _CARRIED.keys() & row.keys():
                 setattr(sequence, _CARRIED[key], row[key])
-            made.append(sequence)
-    return made
+            sequences.append(sequence)
+    return sequences
 
 
 def reward_of(row: dict[str, Any]) -> float:
@@ -138,7 +141,7 @@ def reward_of(row: dict[str, Any]) -> float:
 
 
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
-    """A row of :func:`samples_of`, as the rows of conversations are; tokens without a weight version were not sampled."""
+    """Convert a row of :func:`samples_of`; tokens without a weight version count as not sampled."""
     sampled = [version >= 0 for version in row["versions"]]
     ends = [before and not said for before, said in pairwise([False, *sampled])]
     return TrajectoryRow(

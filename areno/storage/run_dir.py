@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, UsageError
-from areno.storage.layout import CONFIG, OPTIONS, Layout
+from areno.storage.run_layout import CONFIG, OPTIONS, RunLayout
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -27,7 +27,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class RunDirectory:
     """The files of one run."""
 
-    def __init__(self, path: str | Path, layout: Layout = OPTIONS) -> None:
+    def __init__(self, path: str | Path, layout: RunLayout = OPTIONS) -> None:
         self.path = Path(path)
         self.config_path = self.path / CONFIG
         self.events_path = self.path / "events"

@@ -1,6 +1,6 @@
 """Checkpoints of a run: the complete state to resume from, and the checkpoint with the best evaluation.
 
-A checkpoint is a folder of ``areno.storage.checkpoints`` (temporary name, flushed to disk, renamed), with
+A checkpoint is a folder of ``areno.storage.checkpoint_folder`` (temporary name, flushed to disk, renamed), with
 
     model.safetensors, ...     the model in Hugging Face format, with its tokenizer
     trainer_state/             optimizers; ``state.json``, the :class:`RunState`; SHA-256 of every other file
@@ -22,7 +22,7 @@ from typing import Any
 from areno.engine.backend import Backend
 from areno.errors import CheckpointError
 from areno.spec.run import CheckpointSpec
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import check_files, write_state
 from areno.training import plain_objects
 from areno.training.frequency import FrequencyControl, StepInfo

@@ -24,7 +24,7 @@ from areno.errors import ArenoError
 from areno.observability import tracing
 from areno.observability.display import Progress
 from areno.spec.run import RunSpec
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import FrequencyControl, StepInfo
 from areno.training.report import Reporter, StepOutcome

@@ -14,8 +14,8 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.spec.run import Frequency
-from areno.storage.checkpoints import CheckpointFolder
-from areno.storage.layout import EXPERIMENT, Layout
+from areno.storage.checkpoint_folder import CheckpointFolder
+from areno.storage.run_layout import EXPERIMENT, RunLayout
 from areno.training.frequency import FrequencyControl, StepInfo
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Saver:
         every: Frequency,
         roles: Iterable[str] = ("default",),
         mode: str = "auto",
-        layout: Layout = EXPERIMENT,
+        layout: RunLayout = EXPERIMENT,
         remedy: str = DISK_REMEDY,
     ) -> None:
         if mode not in MODES:

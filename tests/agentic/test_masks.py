@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from areno import grpo_loss_fn
 from areno.api.agentic import AgentTrajectoryTurn, LossMaskPolicy
 from areno.errors import UsageError
-from areno.rollouts.conversation.rows import build_rows
+from areno.rollouts.conversation.trajectory_rows import build_rows
 from tests.agentic.stage import Script, batch_of, open_trainer, sampling, save_model
 from tests.agentic.templates import FORMATS, tokenizer_of
 

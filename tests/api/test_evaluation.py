@@ -23,7 +23,7 @@ from areno.config import TrainOptions
 from areno.engine.checkpoint.rng import capture_rng
 from areno.errors import RewardError, UsageError
 from areno.loss_fns import sft_loss_fn
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from tests.observability.test_display import Screen, run_on_terminal
 from tests.support.cli import LOADER, task_arguments, write_task
 

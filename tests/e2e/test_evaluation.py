@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.cli.main import main
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 from areno.storage.contents import read_state, write_state
 from tests.support.cli import REWARD, areno, kill, start, task_arguments, wait_for_text, write_task
 

@@ -131,7 +131,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(tmp_path, tiny_ch
     shown, _, rest = told.partition("train_dataset: 12 rows")
     assert yaml.safe_load(shown[: shown.index("settings that are accepted")])["total_train_epochs"] == 3
     assert "the scheduler of this machine needs no launcher" in shown
-    assert "steps: 9; an epoch has 3" in rest
+    assert "steps: 9; 3 per epoch" in rest
     assert rest.endswith("dry run: nothing was started, and nothing was written\n")
     assert not (tmp_path / "runs").exists()
 

@@ -14,8 +14,8 @@ from areno.api.sampler import Sampler
 from areno.errors import AgentError
 from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.history import text_of
-from areno.rollouts.conversation.rows import TrajectoryRow, branches, build_rows
 from areno.rollouts.conversation.spans import LossMaskPolicy
+from areno.rollouts.conversation.trajectory_rows import TrajectoryRow, branches, build_rows
 from areno.text.chat import encode_rendered, render_generation_prompt
 from areno.types import Logprobs, RewardEvent, RewardRecord, RolloutSequence
 
@@ -57,7 +57,7 @@ def make_sample(
     """Look up the answers that an agent returned for a task, and build what training and rewards need.
 
     ValueError where a response is none of this session's, belongs to another task, or was returned twice; UsageError as for
-    :func:`~areno.rollouts.conversation.rows.build_rows`.
+    :func:`~areno.rollouts.conversation.trajectory_rows.build_rows`.
     """
     recorded: list[Turn] = []
     for turn in turns:

@@ -44,7 +44,7 @@ from areno.observability.services import RunName, Service, open_services
 from areno.observability.stats_logger import StatsLogger
 from areno.observability.tracker import StatsTracker, get
 from areno.spec import CheckpointSpec, Frequency, RunSpec, Span
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training.checkpoints import Checkpoints
 from areno.training.frequency import StepInfo
 from areno.training.loop import PlannedStep, TrainingLoop

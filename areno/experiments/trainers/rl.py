@@ -37,15 +37,15 @@ from areno.observability.samples import row_records
 from areno.rollouts.dispatcher import BatchDispatcher
 from areno.rollouts.dump import TrajectoryDump
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.fleet.delivery import WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
-from areno.rollouts.in_turn import SharedEngine
+from areno.rollouts.fleet.weight_transfer import WeightOptions
+from areno.rollouts.shared_engine import SharedEngine
 from areno.rollouts.staleness import StalenessManager
 from areno.rollouts.tasks import Batch
 from areno.rollouts.trajectory import Trajectory, reward_of, samples_of, train_sequences
 from areno.rollouts.workflows.rlvr import extract_prompt, input_ids_of
 from areno.serving.text import TokenTexts
-from areno.storage.layout import ACTOR_MODELS
+from areno.storage.run_layout import ACTOR_MODELS
 from areno.training import plain_objects
 from areno.training.checkpoints import rollout_state
 from areno.training.frequency import StepInfo

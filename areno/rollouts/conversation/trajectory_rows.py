@@ -1,8 +1,8 @@
-"""From recorded turns to rows of training tokens: what the model saw and said, in one line per branch.
+"""Converts recorded turns to training rows: one row of context and sampled tokens per branch of a conversation.
 
-Turns that go on from one another share a row. Where a conversation forks, each branch is a row of its own, and what
-they have in common is trained on in the first of them alone. A row has one temperature; turns that were sampled at
-another one count in a row of theirs.
+Turns that continue one another share a row. Where a conversation forks, each branch is a separate row, and the common
+prefix is trained on only in the first of them. A row has one temperature; turns sampled at another temperature are trained
+in a separate row.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +20,28 @@ class TrajectoryRow:
     """One row; all lists have one entry per token."""
 
     tokens: list[int]
-    sampled: list[bool]  # the policy said the token
+    sampled: list[bool]  # the policy sampled the token
     trained: list[bool]  # it counts in the loss
-    turns: list[int]  # turn of the sample it belongs to, from 0; for given tokens the turn that they were given for
+    turns: list[int]  # turn that the token belongs to, from 0; prompt tokens belong to the turn that answers them
     logprobs: list[float]  # rollout log-probs of sampled tokens, 0 elsewhere unless filled in
     versions: list[int]  # weight versions of sampled tokens, -1 elsewhere
-    temperature: float  # that the log-probs refer to
+    temperature: float  # of the log-probs
     truncated: bool  # the last answer ended at the token limit
-    roles: Callable[[], list[Role]]  # of the tokens; looked up only where needed
-    context_scored: bool = False  # tokens that count and were not sampled have got the policy's log-probs
+    roles: Callable[[], list[Role]]  # of the tokens; computed on demand
+    context_scored: bool = False  # trained tokens that were not sampled have log-probs of the policy
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether tokens count that were not sampled, and therefore have no rollout log-prob, nor another one yet."""
+        """Whether trained tokens that were not sampled still lack log-probs."""
         marks = zip(self.trained, self.sampled, strict=True)
         return not self.context_scored and any(counts and not said for counts, said in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
-        """The row as training takes it, without advantages; UsageError if tokens count that have no log-prob."""
+        """Convert to a training row without advantages; UsageError if trained tokens lack log-probs."""
         if self.lacks_logprobs:
             raise UsageError(
-                "a row trains on tokens that were not sampled (LossMaskPolicy), and they have no log-probs yet: take samples "
-                "from ctx.samples(), or give them to areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
+                "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
+                "ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
             )
         prompt = [not (said or counts) for said, counts in zip(self.sampled, self.trained, strict=True)]
         plain = all(counts != masked for counts, masked in zip(self.trained, prompt, strict=True))
@@ -60,9 +60,10 @@ class TrajectoryRow:
 
 
 def build_rows(turns: Sequence[Turn], policy: LossMaskPolicy, tokenizer: Any) -> list[TrajectoryRow]:
-    """The rows of one sample's turns, without those that have nothing to train on.
+    """The rows of one sample's turns, without those that train no tokens.
 
-    Raises UsageError: the policy trains on context, and the tokenizer cannot tell its parts apart.
+    Raises:
+        UsageError: the policy trains on context, and the tokenizer cannot map tokens to text.
     """
     places = {turn: place for place, turn in enumerate(turns)}
     rows: list[TrajectoryRow] = []
@@ -86,7 +87,7 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """The path to a turn, over the sample's own turns where another sample, under the same API key, said the very same."""
+    """The path to a turn; turns of another sample with the same API key are replaced by identical ones of this sample."""
     own = set(turns)
     path: list[Turn] = []
     for step in turn.path:
@@ -126,7 +127,7 @@ def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
 
 
 def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
-    """The row of a prompt's completion."""
+    """The row of a prompt and its completion."""
     given, said = len(prompt), len(sequence.resp_tokens)
     given_as_user: list[Role] = ["user"] * given
     said_as_text: list[Role] = ["text"] * said
@@ -144,7 +145,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
 
 
 def known_roles(row: TrajectoryRow) -> Sequence[str] | None:
-    """The role of each token; None where the tokenizer cannot tell the parts of a prompt apart."""
+    """The role of each token; None if the tokenizer cannot map prompt tokens to text."""
     try:
         return row.roles()
     except UsageError:

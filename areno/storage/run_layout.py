@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from areno.errors import UsageError
-from areno.storage.checkpoints import CheckpointFolder
+from areno.storage.checkpoint_folder import CheckpointFolder
 
 CONFIG = "config.yaml"
 ACTOR_MODELS = "default"
@@ -27,7 +27,7 @@ ACTOR_MODELS = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """Path table of one front end."""
 
     log: str  # log file, below the run directory
@@ -37,9 +37,9 @@ class Layout:
     first: int  # step number of the first step
 
 
-OPTIONS = Layout("log.txt", "", "models", "step_{steps:06d}", 1)
+OPTIONS = RunLayout("log.txt", "", "models", "step_{steps:06d}", 1)
 """Paths of ``areno train``."""
-EXPERIMENT = Layout("main.log", "recover", "{role}", "epoch{epoch}epochstep{epoch_step}globalstep{global_step}", 0)
+EXPERIMENT = RunLayout("main.log", "recover", "{role}", "epoch{epoch}epochstep{epoch_step}globalstep{global_step}", 0)
 """Paths of ``areno run``."""
 
 
@@ -78,7 +78,7 @@ def newest_model(source: str | Path, option: str) -> str:
     return str(source)
 
 
-def _newest(layout: Layout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
+def _newest(layout: RunLayout, checkpoints: Path, root: Path) -> list[tuple[int, Path]]:
     """The newest checkpoint, the best one and the newest model, if any, each with its completed steps."""
     saved = CheckpointFolder(checkpoints)
     newest = [(step, saved.path(step)) for step in saved.steps()[-1:]]
