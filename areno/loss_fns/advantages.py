@@ -83,7 +83,7 @@ def normalised_parts(rewards: Sequence[float], groups: Sequence[int], weights: M
     columns = part_columns(rewards)
     if not columns:
         raise RewardError(
-            "the reward has no parts: return a dictionary, or leave out --reward-normalize-parts (reward.normalize_parts)"
+            "the reward has no parts: return a dictionary, or omit --reward-normalize-parts (reward.normalize_parts)"
         )
     scores = [[weights.get(name, 1.0) * z for z in group_advantages(part, groups)] for name, part in columns.items()]
     return [math.fsum(parts) for parts in zip(*scores, strict=True)]

@@ -154,9 +154,8 @@ class BatchDispatcher:
     ) -> Batch:
         """Wait for the next training batch, and read rows ahead for the following ones.
 
-        All trajectories of the batch use the workflow and filter of this call: waiting rows adopt them, and rows run with
-        others are run again (counted as ``restarted``). ``should_accept_fn`` decides whether to keep the trajectory of a
-        group; ``rows`` are read in the caller's thread.
+        All trajectories of the batch use the workflow and filter of this call: waiting rows adopt them, others are run again
+        (counted as ``restarted``). ``should_accept_fn`` filters trajectories; ``rows`` are read in the caller's thread.
 
         Raises:
             DataError: the rows end before the batch is complete.
@@ -239,22 +238,17 @@ class BatchDispatcher:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`export_state`; episodes start when the first batch is requested.
-
-        Raises:
-            UsageError: episodes were already started.
-        """
+        """Restore :meth:`export_state`; UsageError if episodes were already started."""
         with self._changed:
             if self._next_id:
                 raise UsageError("load_state must be called before the first batch; episodes were already started")
             self._version, self._batches, self._next_id = state["version"], state["batches"], state["next_id"]
             # Rows that were running keep their order.
-            self._pending = deque(
-                EpisodeTask(saved["id"], saved["data"], order=saved.get("order", -1)) for saved in state["waiting"]
-            )
+            waiting, finished = state["waiting"], state["finished"]
+            self._pending = deque(EpisodeTask(row["id"], row["data"], order=row.get("order", -1)) for row in waiting)
             self._finished = [
-                EpisodeTask(saved["id"], saved["data"], order=saved.get("order", order), trajectory=saved["trajectory"])
-                for order, saved in enumerate(state["finished"])
+                EpisodeTask(row["id"], row["data"], order=row.get("order", order), trajectory=row["trajectory"])
+                for order, row in enumerate(finished)
             ]
             self._begun = 1 + max((task.order for task in (*self._pending, *self._finished)), default=-1)
             self._counts = dict(state["counts"])
@@ -356,7 +350,7 @@ class BatchDispatcher:
         if self._dump is not None:
             self._dump.write(task.id, trajectory)
         if accepts is not None and not accepts(trajectory):
-            raise Rejected("was refused by the filter")
+            raise Rejected("was rejected by the filter")
         return trajectory
 
     def _end(self, task: EpisodeTask, future: Future[Trajectory]) -> None:

@@ -143,7 +143,7 @@ def reward_of(row: dict[str, Any]) -> float:
 def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
     """Convert a row of :func:`samples_of`; tokens without a weight version count as not sampled."""
     sampled = [version >= 0 for version in row["versions"]]
-    ends = [before and not said for before, said in pairwise([False, *sampled])]
+    ends = [before and not after for before, after in pairwise([False, *sampled])]
     return TrajectoryRow(
         tokens=row["input_ids"],
         sampled=sampled,
@@ -153,6 +153,6 @@ def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
         versions=row["versions"],
         temperature=row.get("temperature", 1.0),
         truncated=bool(row.get("truncated", False)),
-        roles=lambda: ["text" if said else "user" for said in sampled],
+        roles=lambda: ["text" if is_sampled else "user" for is_sampled in sampled],
         context_scored=True,
     )

@@ -92,7 +92,7 @@ class TrainingLoop(ABC):
     def prepare(self) -> None:  # noqa: B027  (or prepares anything)
         """Called once before the first step, after the state is restored."""
 
-    def begin_anew(self) -> None:
+    def start_fresh(self) -> None:
         """Called once instead of restoring, if there is no checkpoint."""
         if self.spec.resumed:
             self.report.rewind(self.state)
@@ -302,7 +302,7 @@ class TrainingLoop(ABC):
         """Resume from a checkpoint if there is one; later steps will be repeated."""
         checkpoint = self.resumed_from
         if checkpoint is None:
-            self.begin_anew()
+            self.start_fresh()
             return
         self.state = state = RunState.of_checkpoint(checkpoint)
         if self.spec.checkpoints.loads_optimizer:

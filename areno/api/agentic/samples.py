@@ -101,8 +101,8 @@ def _without_response(turn: AgentTrajectoryTurn, earlier: Sequence[Turn], tokeni
     return Turn(
         id="",
         parent=parent,
-        given=given,
-        given_text=text,
+        context_tokens=given,
+        context_text=text,
         anchor="",
         prompt_text=rendered.text,
         messages=messages,
@@ -223,8 +223,8 @@ def _plain(message: Any) -> dict[str, Any]:
 def _rendered(turn: Turn, tokenizer: Any) -> str:
     """The last conversation behind its first prompt, as the model saw it."""
     path = turn.path
-    tokens = [token for step in path for token in (*step.given, *step.tokens)]
-    return str(tokenizer.decode(tokens[len(path[0].given) :], skip_special_tokens=False))
+    tokens = [token for step in path for token in (*step.context_tokens, *step.tokens)]
+    return str(tokenizer.decode(tokens[len(path[0].context_tokens) :], skip_special_tokens=False))
 
 
 def _calls(turn: Turn) -> list[dict[str, Any]]:

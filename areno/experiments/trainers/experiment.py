@@ -299,7 +299,7 @@ class ExperimentTrainer(TrainingLoop):
         """Restore the data position."""
         self.rows.load_state_dict(parts["rows"])
 
-    def begin_anew(self) -> None:
+    def start_fresh(self) -> None:
         """Refuse to overwrite a trial that has run, and drop the records of an attempt without a checkpoint."""
         if self.run_dir.read_metrics() and not self.spec.checkpoints.enabled:
             names = f"{self.config.experiment_name}/{self.config.trial_name}"

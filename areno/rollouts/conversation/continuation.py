@@ -38,9 +38,9 @@ class Turn:
 
     id: str  # names it in responses
     parent: Turn | None  # the turn that it continues; None for the start of a conversation
-    given: list[int]  # prompt tokens after the parent's answer, or the complete prompt without a parent
-    given_text: str  # the text of these tokens
-    anchor: str  # text before `given_text` when it was tokenized; empty for a complete prompt
+    context_tokens: list[int]  # prompt tokens after the parent's answer, or the complete prompt without a parent
+    context_text: str  # the text of these tokens
+    anchor: str  # text before `context_text` when it was tokenized; empty for a complete prompt
     prompt_text: str  # the complete rendered prompt
     messages: list[dict[str, Any]]  # of the request
     tools: list[dict[str, Any]]
@@ -77,12 +77,12 @@ class Turn:
     def prompt(self) -> list[int]:
         """The prompt tokens of the request."""
         before = self.parent.path if self.parent is not None else []
-        return [token for turn in before for token in (*turn.given, *turn.tokens)] + self.given
+        return [token for turn in before for token in (*turn.context_tokens, *turn.tokens)] + self.context_tokens
 
     @property
     def length(self) -> int:
         """Tokens of prompt and answer."""
-        return sum(len(turn.given) + len(turn.tokens) for turn in self.path)
+        return sum(len(turn.context_tokens) + len(turn.tokens) for turn in self.path)
 
 
 def continue_turn(tokenizer: Any, past: Turn, new: Sequence[dict[str, Any]], render: Render) -> Turn:

@@ -27,14 +27,14 @@ def next_key(before: int, message: Message) -> int:
     return hash((before, _canonical(message)))
 
 
-def same_answer(said: Message, returned: Message) -> bool:
+def same_answer(original: Message, returned: Message) -> bool:
     """Whether a client returned an assistant message unchanged; dropped ids or reasoning do not count as a change."""
-    if _canonical(said) != _canonical(returned):
+    if _canonical(original) != _canonical(returned):
         return False
     reasoning = returned.get("reasoning_content")
-    if reasoning and str(reasoning).strip() != str(said.get("reasoning_content") or "").strip():
+    if reasoning and str(reasoning).strip() != str(original.get("reasoning_content") or "").strip():
         return False
-    pairs = zip(said.get("tool_calls") or [], returned.get("tool_calls") or [], strict=True)
+    pairs = zip(original.get("tool_calls") or [], returned.get("tool_calls") or [], strict=True)
     return all(not theirs.get("id") or theirs["id"] == mine.get("id") for mine, theirs in pairs)
 
 

@@ -79,9 +79,9 @@ class ConversationRecorder:
     def _edited(self, messages: Sequence[Mapping[str, Any]], keys: list[int], known: int) -> ForkReason | None:
         """``edited`` if a request changed the history of a recorded conversation after its known part."""
         pairs = zip(keys[known:], messages[known:], strict=True)
-        said = [key for key, message in pairs if message["role"] == "assistant"]
+        answers = [key for key, message in pairs if message["role"] == "assistant"]
         began = keys[_opening(messages)] in self._openings
-        return "edited" if began and not self._prefixes.issuperset(said) else None
+        return "edited" if began and not self._prefixes.issuperset(answers) else None
 
     def seeds(self, prompt: Sequence[int], samples: int) -> list[int]:
         """Seeds of a prompt's samples; the k-th request with the same prompt gets the same seeds in every run."""

@@ -93,29 +93,29 @@ def _call_spans(turn: Turn) -> list[tuple[int, int]]:
     return [*spans, (cursor, stop)]
 
 
-def given_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
-    """Which prompt tokens of a turn are trained on; UsageError as for :func:`given_roles`."""
+def context_mask(turn: Turn, policy: LossMaskPolicy, tokenizer: Any) -> list[bool]:
+    """Which prompt tokens of a turn are trained on; UsageError as for :func:`context_roles`."""
     trained = {"system": policy.system_prompt, "user": policy.user_prompt, "tool": policy.tool_results}
     if not any(trained.values()):
-        return [False] * len(turn.given)
-    return [trained.get(role, False) for role in given_roles(turn, tokenizer)]
+        return [False] * len(turn.context_tokens)
+    return [trained.get(role, False) for role in context_roles(turn, tokenizer)]
 
 
-def given_roles(turn: Turn, tokenizer: Any) -> list[Role]:
+def context_roles(turn: Turn, tokenizer: Any) -> list[Role]:
     """The role of each prompt token of a turn; UsageError if the tokenizer cannot map tokens to text."""
-    if not turn.given:
+    if not turn.context_tokens:
         return []
     if not tokenizer.is_fast:
         raise UsageError(
             f"{type(tokenizer).__name__} cannot map tokens to text, so prompt and tool result tokens cannot be "
             "distinguished; omit --train-tool-results"
         )
-    encoded = tokenizer(turn.anchor + turn.given_text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"][-len(turn.given) :]
+    encoded = tokenizer(turn.anchor + turn.context_text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"][-len(turn.context_tokens) :]
     # A BOS token that the template did not write has no text.
-    offsets = [(0, 0)] * (len(turn.given) - len(offsets)) + offsets
+    offsets = [(0, 0)] * (len(turn.context_tokens) - len(offsets)) + offsets
     known = 0 if turn.parent is None else len(turn.parent.messages) + 1
-    spans = _content_spans(turn.given_text, turn.messages[known:])
+    spans = _content_spans(turn.context_text, turn.messages[known:])
     begin = len(turn.anchor)
     return [_role_at(start - begin, stop - begin, spans) for start, stop in offsets]
 

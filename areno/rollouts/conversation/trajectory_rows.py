@@ -11,7 +11,14 @@ from typing import Any
 
 from areno.errors import UsageError
 from areno.rollouts.conversation.continuation import Turn
-from areno.rollouts.conversation.spans import LossMaskPolicy, Role, given_mask, given_roles, sampled_mask, sampled_roles
+from areno.rollouts.conversation.spans import (
+    LossMaskPolicy,
+    Role,
+    context_mask,
+    context_roles,
+    sampled_mask,
+    sampled_roles,
+)
 from areno.types import RolloutSequence, TrainSequence
 
 
@@ -34,7 +41,7 @@ class TrajectoryRow:
     def lacks_logprobs(self) -> bool:
         """Whether trained tokens that were not sampled still lack log-probs."""
         marks = zip(self.trained, self.sampled, strict=True)
-        return not self.context_scored and any(counts and not said for counts, said in marks)
+        return not self.context_scored and any(trained and not sampled for trained, sampled in marks)
 
     def train_sequence(self, *, reward: float, group: int, eos_token_id: int) -> TrainSequence:
         """Convert to a training row without advantages; UsageError if trained tokens lack log-probs."""
@@ -43,8 +50,8 @@ class TrajectoryRow:
                 "a row trains on tokens that were not sampled (LossMaskPolicy) and have no log-probs yet; take samples from "
                 "ctx.samples(), or call areno.api.agentic.samples.fill_context_logprobs(trainer, samples)"
             )
-        prompt = [not (said or counts) for said, counts in zip(self.sampled, self.trained, strict=True)]
-        plain = all(counts != masked for counts, masked in zip(self.trained, prompt, strict=True))
+        prompt = [not (sampled or trained) for sampled, trained in zip(self.sampled, self.trained, strict=True)]
+        plain = all(trained != masked for trained, masked in zip(self.trained, prompt, strict=True))
         return TrainSequence(
             prompt_mask=prompt,
             tokens=self.tokens,
@@ -88,10 +95,10 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 def _own_path(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
     """The path to a turn; turns of another sample with the same API key are replaced by identical ones of this sample."""
-    own = set(turns)
+    own_turns = set(turns)
     path: list[Turn] = []
     for step in turn.path:
-        if step not in own:
+        if step not in own_turns:
             same = (other for other in turns if other.tokens == step.tokens and other.prompt == step.prompt)
             step = next(same, step)
         path.append(step)
@@ -110,37 +117,37 @@ def _row(
         [], [], [], [], [], [], temperature, path[-1].finish == "length", lambda: _roles(path, tokenizer)
     )
     for turn in path:
-        given, said = len(turn.given), len(turn.tokens)
+        prompt_len, answer_len = len(turn.context_tokens), len(turn.tokens)
         counts = turn in counted
-        row.tokens += [*turn.given, *turn.tokens]
-        row.sampled += [False] * given + [True] * said
-        row.trained += given_mask(turn, policy, tokenizer) if counts else [False] * given
-        row.trained += sampled_mask(turn, policy, turn is path[-1]) if counts else [False] * said
-        row.turns += [places.get(turn, -1)] * (given + said)
-        row.logprobs += [0.0] * given + turn.logprobs
-        row.versions += [-1] * given + turn.versions
+        row.tokens += [*turn.context_tokens, *turn.tokens]
+        row.sampled += [False] * prompt_len + [True] * answer_len
+        row.trained += context_mask(turn, policy, tokenizer) if counts else [False] * prompt_len
+        row.trained += sampled_mask(turn, policy, turn is path[-1]) if counts else [False] * answer_len
+        row.turns += [places.get(turn, -1)] * (prompt_len + answer_len)
+        row.logprobs += [0.0] * prompt_len + turn.logprobs
+        row.versions += [-1] * prompt_len + turn.versions
     return row
 
 
 def _roles(path: Sequence[Turn], tokenizer: Any) -> list[Role]:
-    return [role for turn in path for role in (*given_roles(turn, tokenizer), *sampled_roles(turn))]
+    return [role for turn in path for role in (*context_roles(turn, tokenizer), *sampled_roles(turn))]
 
 
 def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> TrajectoryRow:
     """The row of a prompt and its completion."""
-    given, said = len(prompt), len(sequence.resp_tokens)
-    given_as_user: list[Role] = ["user"] * given
-    said_as_text: list[Role] = ["text"] * said
+    prompt_len, answer_len = len(prompt), len(sequence.resp_tokens)
+    prompt_roles: list[Role] = ["user"] * prompt_len
+    answer_roles: list[Role] = ["text"] * answer_len
     return TrajectoryRow(
         tokens=[*prompt, *sequence.resp_tokens],
-        sampled=[False] * given + [True] * said,
-        trained=[False] * given + [True] * said,
-        turns=[0] * (given + said),
-        logprobs=[0.0] * given + sequence.resp_logprobs,
-        versions=[-1] * given + (sequence.versions or [-1] * said),
+        sampled=[False] * prompt_len + [True] * answer_len,
+        trained=[False] * prompt_len + [True] * answer_len,
+        turns=[0] * (prompt_len + answer_len),
+        logprobs=[0.0] * prompt_len + sequence.resp_logprobs,
+        versions=[-1] * prompt_len + (sequence.versions or [-1] * answer_len),
         temperature=sequence.temperature,
         truncated=sequence.finish_reason == "length",
-        roles=lambda: [*given_as_user, *said_as_text],
+        roles=lambda: [*prompt_roles, *answer_roles],
     )
 
 

@@ -98,17 +98,17 @@ def whole_tensors(engine: Engine, specs: Sequence[TensorSpec]) -> Iterator[tuple
     for spec in specs:
         layer, _, last = spec.name.rpartition(".")
         stored = spec.name if spec.name in owners else _base_name(spec.name)
-        owner, whole = owners[stored], torch.empty(0)
+        owner, full = owners[stored], torch.empty(0)
         if owner == peers.place.stage:
             like = own[stored]
             part: Tensor = like
             if spec.name not in own and last == "weight" and model.adapter is not None:
                 adapted: Any = model.module.get_submodule(layer)
                 part = model.adapter.sum_of(adapted)
-            whole = whole_of(local(part.detach()), like).to(spec.dtype)
+            full = whole_of(local(part.detach()), like).to(spec.dtype)
         if owner > 0 and peers.heads and peers.place.stage in (0, owner):
-            whole = peers.pipeline.pass_on(whole, owner, spec.shape, spec.dtype)
-        yield spec, whole
+            full = peers.pipeline.pass_on(full, owner, spec.shape, spec.dtype)
+        yield spec, full
 
 
 def shapes(engine: Engine) -> dict[str, tuple[int, ...]]:

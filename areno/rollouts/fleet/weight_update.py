@@ -82,25 +82,25 @@ def send(engine: Engine, update: Update) -> str:
     engine.wait_idle()
     refuse_misfit(engine, update.specs)
     first = engine.config.peers.first
-    kept: Iterator[Tensor] = iter(())
+    copies: Iterator[Tensor] = iter(())
     if update.segment and first:
-        kept = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
+        copies = views(attach(update.segment, layout(update.specs)[1], writable=True), update.specs)
     elif update.kept and first:
         _kept.clear()
         _kept[update.version] = torch.empty(layout(update.specs)[1], dtype=torch.uint8)
-        kept = views(_kept[update.version], update.specs)
+        copies = views(_kept[update.version], update.specs)
     tensors = _mine(engine, update.specs)
     broken = ""
     for bucket in _buckets(update.specs, update.bucket_bytes):
         filled = [tensor for _, tensor in islice(tensors, len(bucket))]
         if not first:
             continue
-        for place, tensor in zip(islice(kept, len(bucket)), filled, strict=False):
-            place.copy_(tensor)
+        for target, tensor in zip(islice(copies, len(bucket)), filled, strict=False):
+            target.copy_(tensor)
         if update.channel and not broken:
             memory = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-            for place, tensor in zip(views(memory, bucket), filled, strict=True):
-                place.copy_(tensor)
+            for target, tensor in zip(views(memory, bucket), filled, strict=True):
+                target.copy_(tensor)
             try:
                 _broadcast(update.channel, memory)
             except BrokenChannelError as error:
@@ -145,11 +145,11 @@ def hand_over(engine: Engine, update: Update, where: Rendezvous, size: int) -> N
         if memory is None or join(engine, where, update.channel, 0, size):
             return
         try:
-            kept = views(memory, update.specs)
+            tensors = views(memory, update.specs)
             for bucket in _buckets(update.specs, update.bucket_bytes):
                 sent = torch.empty(layout(bucket)[1], dtype=torch.uint8, device=engine.config.device)
-                for place, tensor in zip(views(sent, bucket), islice(kept, len(bucket)), strict=True):
-                    place.copy_(tensor)
+                for target, tensor in zip(views(sent, bucket), islice(tensors, len(bucket)), strict=True):
+                    target.copy_(tensor)
                 _broadcast(update.channel, sent)
             _settle(engine.config.device)
         except BrokenChannelError as error:  # the replica fails too, and is restarted

@@ -189,4 +189,4 @@ def export_interactions(turns: Sequence[Turn], options: AgentConfig, tokenizer: 
 
 
 def _single_turn_row(turn: Turn, tokenizer: Any) -> TrajectoryRow:
-    return build_rows([replace(turn, parent=None, given=turn.prompt)], LossMaskPolicy(), tokenizer)[0]
+    return build_rows([replace(turn, parent=None, context_tokens=turn.prompt)], LossMaskPolicy(), tokenizer)[0]
