@@ -129,7 +129,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, channel: Channel) -> lis
         UnsupportedModelError: there are none, or they cannot be divided among so many ranks.
         UsageError: an adapter is trained beside them.
     """
-    layers = (child.get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
+    layers = (cast(Any, child).get_base_layer() for child in module.modules() if hasattr(child, "get_base_layer"))
     if any(is_experts(layer) for layer in layers):
         raise UsageError(
             f"LoRA on the experts of {type(module).__name__}, which {channel.size} ranks would divide: adapters of experts are "
