@@ -1,7 +1,7 @@
 """The directories of an experiment below ``fileroot``, as documented.
 
     {fileroot}/logs/{user}/{experiment}/{trial}/          the run directory: main.log, metrics.jsonl, samples.jsonl, ...
-    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for recovery points
+    {fileroot}/checkpoints/{user}/{experiment}/{trial}/   default/ and critic/ for models, recover/ for restart points
 
 ``checkpoints`` in the run directory links to the second one, for tools that read run directories.
 """
@@ -91,7 +91,7 @@ class ExperimentFolders:
 
     @property
     def recover(self) -> Path:
-        """Root of recovery points."""
+        """Root of restart points."""
         return self.checkpoints / EXPERIMENT.checkpoints
 
     @property

@@ -49,7 +49,7 @@ def run_experiment(config: BaseExperimentConfig) -> None:
     """Check the configuration, create the trainer, and run it to the end.
 
     With recovery enabled, a failed process is followed by up to ``recover.retries`` further attempts, each from the newest
-    recovery point.
+    restart point.
     """
     check_inputs(config)
     with open_log(config):
@@ -72,7 +72,7 @@ def _run_with_retries(config: BaseExperimentConfig) -> None:
         except EngineError as error:
             if attempt > retries:
                 raise
-            _log.warning("retry %d of %d from the newest recovery point: %s", attempt, retries, error)
+            _log.warning("retry %d of %d from the newest restart point: %s", attempt, retries, error)
 
 
 def legacy_program(*, asynchronous: bool, argv: Sequence[str] | None = None) -> int:
@@ -97,13 +97,13 @@ def guarded(run: Callable[[], None]) -> int:
 
 
 def _check_resumed(config: BaseExperimentConfig, run: Path) -> None:
-    """Refuse to resume a run that was moved, or that has no recovery points."""
+    """Refuse to resume a run that was moved, or that has no restart points."""
     logs = ExperimentFolders.of(config).logs
     if not (logs.is_dir() and logs.samefile(run)):
         raise UsageError(f"--resume {run}: its configuration places it in {logs}; move it there")
     if not config.recover.enabled:
         raise UsageError(
-            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no recovery points; to repeat it from "
+            f"--resume {run}: recover.mode is {config.recover.mode}, so the run has no restart points; to repeat it from "
             "the first step, add recover.mode=auto"
         )
 

@@ -65,6 +65,6 @@ def load(file: Path) -> Any:
 
 def _refusal(types: str) -> str:
     return (
-        f"data rows or trajectories contain types that a recovery point cannot store: {types}; use text, numbers, dates, "
+        f"data rows or trajectories contain types that a restart point cannot store: {types}; use text, numbers, dates, "
         "lists, dicts, tensors and arrays (for example a file path instead of an object), or set recover.mode=off"
     )

@@ -28,7 +28,7 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("form", ["--resume {}", "--resume={}"])
 def test_an_experiment_without_recovery_points_is_refused(experiment, capsys, command, form):
     assert main([command, *form.format(experiment).split()]) == 2
-    assert "recover.mode is disabled, so the run has no recovery points" in capsys.readouterr().err
+    assert "recover.mode is disabled, so the run has no restart points" in capsys.readouterr().err
 
 
 def test_an_experiment_that_has_been_moved_is_refused(experiment, capsys):

@@ -1,7 +1,7 @@
 """PPO, GRPO and related algorithms: rollout runs in separate processes while this one trains.
 
     batch of trajectories -> rows -> scored by reference, critic, teacher, and the weights before the update -> advantages
-      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, recovery point
+      -> optimizer steps -> new weights to the replicas -> models, evaluation, statistics, restart point
 
 The next batches are generated concurrently, as far ahead as ``rollout.max_head_offpolicyness`` allows.
 """
@@ -138,7 +138,7 @@ class PPOTrainer(ExperimentTrainer):
         if valid is not None and config.valid_dataset is not None:
             valid, _ = without_long(valid, length, self._longest_prompt(config.valid_dataset.max_length))
         if self.config.recover.enabled and len(rows):
-            # Queued rows go into recovery points; fail now rather than at the first one, which may be hours away.
+            # Queued rows go into restart points; fail now rather than at the first one, which may be hours away.
             plain_objects.check(rows[0])
         return RowSource(rows, section, config.seed), valid
 
