@@ -22,15 +22,16 @@ from areno.engine.device import use_device
 from areno.engine.inference import DecodeProgress
 from areno.engine.limits import fitted
 from areno.engine.model.causal_lm import CausalLM
+from areno.engine.model.routing import Routers
 from areno.engine.native import give_freed_memory_back, release_workers
 from areno.engine.progress import PROGRESS
 from areno.engine.rollout.compiled.switch import DecodeMode, DecodeSwitch
 from areno.engine.rollout.decode import DecodeBatch, Rows, sampling_table
 from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Span
 from areno.engine.rollout.load import EngineLoad
-from areno.engine.rollout.logit_edits import LogitEdits
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
+from areno.engine.rollout.routed import take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
 from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, broken_grammars
@@ -57,6 +58,7 @@ class RolloutLoop:
         decode_mode, builds: whether decoding may be compiled, and by this process, see :class:`DecodeSwitch`.
         speculate: tokens of a draft at most, see :mod:`speculation`; 0 decodes one by one.
         prefix_tokens: tokens of finished contexts to keep for requests that begin like them; 0 keeps none.
+        records: routers whose choices come back with each sample; decoding is eager then. None records nothing.
     """
 
     prefill_plan: type[PrefillPlan] = PrefillPlan
@@ -76,6 +78,7 @@ class RolloutLoop:
         builds: bool = True,
         speculate: int = 0,
         prefix_tokens: int = 0,
+        records: Routers | None = None,
     ) -> None:
         self.model = model
         self.eos_ids = eos_ids
@@ -83,6 +86,7 @@ class RolloutLoop:
         self.counters = EngineLoad()
         self.scheduler = Scheduler(budget_tokens, max_running)
         self.cache = SlotCache(model.device)
+        self.records = self.cache.records = records
         self.prefixes = PrefixStore(prefix_tokens)
         self._make_stop_text = make_stop_text
         self._progress = progress
@@ -157,6 +161,7 @@ class RolloutLoop:
             except BaseException as error:
                 self._fail(error)
                 raise
+            take_all(self.cache, self.scheduler.running)
             with self._wake:
                 self.scheduler.requeue()
             self._rows = None
@@ -231,18 +236,8 @@ class RolloutLoop:
             atexit.register(_close_at_exit, weakref.ref(self))
 
     def _group(self, request: Request) -> Group:
-        sampling = request.sampling
-        stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        group = Group(request.prompt_tokens, sampling, stop_ids, Future(), request.listener)
-        for index, seed in enumerate(request.seeds):
-            watcher = self._make_stop_text(sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
-            constraint = request.constraint() if request.constraint is not None else None
-            edited = constraint is not None or sampling.edits_logits
-            edits = LogitEdits(sampling, request.prompt_tokens, constraint, stop_ids) if edited else None
-            group.members.append(Sequence(group, seed, index, watcher, edits))
-        group.unfinished = len(group.members)
-        group.future.set_running_or_notify_cancel()  # from here on only the loop ends it, not a caller who went away
-        return group
+        closing = None if self.records is None else lambda sequence: take_routing(self.cache, sequence)
+        return Group.of(request, self.eos_ids, self._make_stop_text, closing)
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
@@ -316,10 +311,14 @@ class RolloutLoop:
             self._step()
 
     def _make_room(self) -> None:
-        running = len(self.scheduler.running)
-        self.cache.move(self.scheduler.make_room())
-        if len(self.scheduler.running) != running:
+        running = [(sequence, sequence.slot) for sequence in self.scheduler.running]
+        moves = self.scheduler.make_room()
+        if len(self.scheduler.running) != len(running):
+            for sequence, slot in running:
+                if sequence.slot < 0:
+                    take_routing(self.cache, sequence, slot)
             self._rows = None
+        self.cache.move(moves)
 
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
@@ -468,6 +467,7 @@ class RolloutLoop:
     def _leave(self, done: list[Sequence]) -> None:
         if not done:
             return
+        take_all(self.cache, done)
         for sequence in done:
             self._remember(sequence)
         self.cache.move(self.scheduler.remove(done))

@@ -159,19 +159,22 @@ class PPOTrainer(ExperimentTrainer):
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of an engine that generates."""
         config, actor = self.config, self.config.actor
-        options = {"gpu": self.machine.gpus > 0, **self._generation_options()}
+        options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """A server that cannot be started is said before a model is loaded."""
+        """A server that cannot be started, and a model without routers, is said before a model is loaded."""
+        if self.config.rollout.return_routed_experts:
+            engines.refuse_without_experts(self.config.actor.path)
         self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
         """The actor's engine generates where nothing else does."""
-        return self._generation_options() if takes_turns(self.config) else {}
+        routed = {"routed_experts": self.config.rollout.return_routed_experts}
+        return routed | (self._generation_options() if takes_turns(self.config) else {})
 
     def _generation_options(self) -> dict[str, Any]:
         running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples
