@@ -58,7 +58,7 @@ class KVCache:
         self.records: Routers | None = None  # whose choices are kept beside the keys, as layers of their own
 
     def recording(self, write: Callable[[int, Tensor, Tensor], None]) -> Routing | None:
-        """What keeps the routers' choices by ``write``, which takes keys and values of a layer; None where nobody wants them."""
+        """What keeps routers' choices by ``write``, which takes keys and values of a layer; None where nobody wants them."""
         if self.records is None:
             return None
         kind = self.records.kind
