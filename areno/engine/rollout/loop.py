@@ -31,10 +31,10 @@ from areno.engine.rollout.kv_cache import LayerShape, PrefillPlan, SlotCache, Sp
 from areno.engine.rollout.load import EngineLoad
 from areno.engine.rollout.pause import Pause
 from areno.engine.rollout.prefix_store import PrefixStore
-from areno.engine.rollout.routed import take_all, take_routing
+from areno.engine.rollout.routed import make_room, take_all, take_routing
 from areno.engine.rollout.sampler import Draw
 from areno.engine.rollout.scheduler import Scheduler
-from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, broken_grammars
+from areno.engine.rollout.sequence import Group, News, Prefill, Sequence, Taken, broken_grammars
 from areno.engine.rollout.speculation import Check, draft
 from areno.errors import EngineError
 from areno.text.stop import StopChecker
@@ -311,14 +311,8 @@ class RolloutLoop:
             self._step()
 
     def _make_room(self) -> None:
-        running = [(sequence, sequence.slot) for sequence in self.scheduler.running]
-        moves = self.scheduler.make_room()
-        if len(self.scheduler.running) != len(running):
-            for sequence, slot in running:
-                if sequence.slot < 0:
-                    take_routing(self.cache, sequence, slot)
+        if make_room(self.cache, self.scheduler):
             self._rows = None
-        self.cache.move(moves)
 
     def _prefill_some(self) -> None:
         """While nothing runs, everything that fits is prefilled; else no more than a turn may take."""
@@ -432,35 +426,41 @@ class RolloutLoop:
         standing = check.standing(draw.tokens.tolist())
         self.counters.drafted_total += sum(len(d) for d in drafts)
         self.counters.agreed_total += sum(map(len, standing)) - len(running)
+        taken = Taken()
         for rows in zip_longest(*standing):
-            kept = [row for row in rows if row is not None and check.members[row].finish is None]
+            kept = [row for row in rows if row is not None and taken.wants(check.members[row])]
             if kept:
-                self._take([check.members[row] for row in kept], draw.rows(kept))
+                self._give([check.members[row] for row in kept], draw.rows(kept), taken)
+        self._settle(taken)  # not before all have their tokens: who moves takes along what is cached of them
 
     def _upload(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.model.device)
 
     def _take(self, sequences: list[Sequence], draw: Draw) -> None:
         """Give each sequence its token, and let those leave that are done."""
+        self._give(sequences, draw, taken := Taken())
+        self._settle(taken)
+
+    def _give(self, sequences: list[Sequence], draw: Draw, taken: Taken) -> None:
         tokens, logprobs = draw.tokens.tolist(), draw.logprobs.tolist()
         cuts = draw.cut_mass.tolist() if draw.cut_mass is not None else [0.0] * len(tokens)
         tops = draw.top_lists([s.group.sampling.top_logprobs for s in sequences])
-        done: list[Sequence] = []
-        refused: dict[Group, EngineError] = {}
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
-                refused[sequence.group] = EngineError(
-                    "the model's logits are not finite; the weights have diverged or are broken"
-                )
+                error = "the model's logits are not finite; the weights have diverged or are broken"
+                taken.refused[sequence.group] = EngineError(error)
             elif sequence.push(token, logprob, cut, self.version, top):
-                done.append(sequence)
+                taken.done.append(sequence)
         self.counters.generated_total += len(tokens)
-        self._leave(done)
-        for group, error in (refused | broken_grammars(sequences)).items():  # the others go on
+        taken.refused.update(broken_grammars(sequences))
+
+    def _settle(self, taken: Taken) -> None:
+        self._leave(taken.done)
+        for group, error in taken.refused.items():  # the others go on
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)
-        if refused:
+        if taken.refused:
             self.prefixes.clear()
             self.cache.make_finite()
 

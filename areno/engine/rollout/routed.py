@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from areno.engine.rollout.kv_cache import KVCache
+from areno.engine.rollout.kv_cache import KVCache, SlotCache
+from areno.engine.rollout.scheduler import Scheduler
 from areno.engine.rollout.sequence import Sequence
 
 
@@ -22,3 +23,13 @@ def take_all(cache: KVCache, sequences: Iterable[Sequence]) -> None:
     """The same for several."""
     for sequence in sequences:
         take_routing(cache, sequence)
+
+
+def make_room(cache: SlotCache, scheduler: Scheduler) -> bool:
+    """Send samples back to the queue until the next decode step fits; returns whether any that ran is among them."""
+    running = [(sequence, sequence.slot) for sequence in scheduler.running]
+    moves = scheduler.make_room()
+    for sequence, slot in running[len(scheduler.running) :]:
+        take_routing(cache, sequence, slot)
+    cache.move(moves)
+    return len(running) != len(scheduler.running)

@@ -158,6 +158,18 @@ class News:
         return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What has come of the tokens of a step: samples that are done, and requests that fail, with the error."""
+
+    done: list[Sequence] = field(default_factory=list)
+    refused: dict[Group, EngineError] = field(default_factory=dict)
+
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether a sample goes on."""
+        return sequence.finish is None and sequence.group not in self.refused
+
+
 def broken_grammars(sequences: list[Sequence]) -> dict[Group, EngineError]:
     """Requests whose grammar has failed, with the error."""
     broken = {s.group: s.edits.error for s in sequences if s.edits is not None and s.edits.error is not None}
