@@ -210,9 +210,9 @@ def refuse_without_experts(path: str) -> None:
         raise UsageError(no_routers(path))
 
 
-def _names(values: dict[str, Any]) -> Iterator[str]:
+def _names(values: dict[Any, Any]) -> Iterator[str]:
     for name, value in values.items():
-        yield name
+        yield str(name)
         if isinstance(value, dict):
             yield from _names(value)
 
