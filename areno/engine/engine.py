@@ -24,7 +24,7 @@ from areno.engine.model.adapter import AdapterOptions
 from areno.engine.model.causal_lm import CausalLM
 from areno.engine.model.loading import LoadOptions
 from areno.engine.model.recurrent import is_recurrent
-from areno.engine.model.routers import follow_routers
+from areno.engine.model.routers import follow_routers, refuse_without_experts
 from areno.engine.native import keep_freed_memory
 from areno.engine.plan.gpu_memory import kv_tokens
 from areno.engine.role import Role, load_role
@@ -63,13 +63,15 @@ class Engine:
             use_deterministic_algorithms()
         if config.device.type == "cpu":
             CPU_THREADS.begin()
+        if config.return_routed_experts:
+            refuse_without_experts(path, config.trust_remote_code)
         self.tokenizer = tokenizer or load_tokenizer(tokenizer_of(path), trust_remote_code=config.trust_remote_code)
         check_tokenizer(self.tokenizer, path, option="--ckpt", trust_remote_code=config.trust_remote_code)
         self.eos_ids = eos_token_ids(self.tokenizer, base_of(path))
         kind: ModelKind = "reward" if config.trains == "reward" else "policy"
         optimizer = None if config.trains == "nothing" else config.optimizer
         self.actor = self._opened(ACTOR, path, kind, config.load_options(), optimizer, config.adapter)
-        if config.routed_experts:
+        if config.return_routed_experts:
             follow_routers(self.actor.model, path, config.peers.pipeline.everyone)
         if config.device.type == "cpu":
             keep_freed_memory()  # not what loading has freed: weights that are held in 4 bits were larger once
@@ -108,7 +110,7 @@ class Engine:
             return PagedRolloutLoop(model, eager_decode=eager, **common)
         builds = config.builds_decode and config.peers.replica == 0
         more: dict[str, Any] = {"speculate": config.speculate, "builds": builds}
-        mode: DecodeMode = "eager" if config.peers.layout.fsdp or config.routed_experts else config.decode
+        mode: DecodeMode = "eager" if config.peers.layout.fsdp or config.return_routed_experts else config.decode
         loop = RolloutLoop(model, layers=cached.layers, decode_mode=mode, **more, **common)
         loop.idle_s = _IDLE_S if config.trains == "nothing" else None
         if config.decode == "compiled" and model.adapter is not None:

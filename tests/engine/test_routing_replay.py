@@ -255,7 +255,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_training_follows_the_rollout_when_the_routers_have_changed_since(checkpoint):
-    engine = Engine(str(checkpoint), EngineConfig(routed_experts=True))
+    engine = Engine(str(checkpoint), EngineConfig(return_routed_experts=True))
     result = engine.submit([Request(PROMPT, SamplingParams(max_new_tokens=8), [1, 2])])[0].result(60)
     rows = []
     for sequence in result.sequences:
@@ -281,7 +281,7 @@ def test_training_follows_the_rollout_when_the_routers_have_changed_since(checkp
 
 
 def test_a_record_of_another_model_is_refused(checkpoint):
-    engine = Engine(str(checkpoint), EngineConfig(routed_experts=True))
+    engine = Engine(str(checkpoint), EngineConfig(return_routed_experts=True))
     (row,) = rows_of(prompts=1, answers=1)
     row.routed_experts = row.routed_experts[:, :1]
     with pytest.raises(ValueError, match="they are of another model"):
@@ -290,8 +290,10 @@ def test_a_record_of_another_model_is_refused(checkpoint):
 
 
 def test_a_model_without_routers_is_refused(tiny_checkpoint):
-    with pytest.raises(UsageError, match=r"rollout\.return_routed_experts: .* is no mixture of experts"):
-        Engine(str(tiny_checkpoint), EngineConfig(routed_experts=True))
+    with pytest.raises(
+        UsageError, match=r"return_routed_experts \(--return-routed-experts\): .* is no mixture of experts"
+    ):
+        Engine(str(tiny_checkpoint), EngineConfig(return_routed_experts=True))
 
 
 def test_routers_that_choose_in_another_way_are_refused(monkeypatch):

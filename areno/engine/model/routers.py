@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig
 
+from areno.config.paths import base_of
 from areno.engine.model.packed_model import PackedModel
 from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routing import TOPK, Choosing, Routers, current_routing
 from areno.errors import UnsupportedModelError, UsageError
 
-OPTION = "rollout.return_routed_experts"
+OPTION = "rollout.return_routed_experts (--return-routed-experts)"
 _PROBE_TOKENS = 3
 
 Everyone = Callable[[Any], list[Any]]
@@ -34,7 +36,7 @@ def follow_routers(model: PackedModel, name: str, everyone: Everyone) -> None:
     found = dict(_mixtures(model.module))
     names = sorted((each for stage in everyone(list(found)) for each in stage), key=_layer_order)
     if not names:
-        raise UsageError(no_routers(name))
+        raise UsageError(_no_routers(name))
     shapes = everyone(_shapes(model, found, name))
     every = {shape for stage in shapes for shape in stage}
     if len(every) != 1:
@@ -47,8 +49,21 @@ def follow_routers(model: PackedModel, name: str, everyone: Everyone) -> None:
             _follow(found[each], model.routers, number)
 
 
-def no_routers(name: str) -> str:
-    """Why nothing can be recorded of a model."""
+def refuse_without_experts(path: str, trust_remote_code: bool = False) -> None:
+    """Raise a UsageError where a checkpoint's configuration shows that there are no experts, before its weights are read."""
+    config: Any = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
+    if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
+        raise UsageError(_no_routers(path))
+
+
+def _names(values: dict[Any, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        yield str(name)
+        if isinstance(value, dict):
+            yield from _names(value)
+
+
+def _no_routers(name: str) -> str:
     return f"{OPTION}: {name} is no mixture of experts, so there is no routing to return; remove it"
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from areno.cores import openmp_threads, usable_cores
 from areno.engine.backend import Backend
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.adapter import AdapterOptions
-from areno.engine.model.routers import no_routers
 from areno.engine.parallel.group import open_engine
 from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.workers import Processes
@@ -201,20 +199,6 @@ def micro_batching(spec: MicroBatchSpec, together: int = 1, tree: bool = False) 
 def rows_at_once(spec: MicroBatchSpec, longest: int) -> int:
     """Rows of at most so many tokens that a model scores at once within ``max_tokens_per_mb``; 8 without a limit."""
     return max(spec.max_tokens_per_mb // longest, 1) if spec.max_tokens_per_mb and longest else _ROWS_PER_PASS
-
-
-def refuse_without_experts(path: str) -> None:
-    """Raise a UsageError where a model's configuration shows that it has no router of experts."""
-    config: Any = AutoConfig.from_pretrained(base_of(path))
-    if "experts" not in " ".join(_names(config.get_text_config().to_dict())):
-        raise UsageError(no_routers(path))
-
-
-def _names(values: dict[Any, Any]) -> Iterator[str]:
-    for name, value in values.items():
-        yield str(name)
-        if isinstance(value, dict):
-            yield from _names(value)
 
 
 def make_engine(

@@ -165,15 +165,13 @@ class PPOTrainer(ExperimentTrainer):
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
 
     def _make_engine(self, checkpoint: Path | None) -> Backend:
-        """A server that cannot be started, and a model without routers, is said before a model is loaded."""
-        if self.config.rollout.return_routed_experts:
-            engines.refuse_without_experts(self.config.actor.path)
+        """A server that cannot be started is said before a model is loaded."""
         self._server = engines.server_options(self.config, self.machine.gpus > 0)
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
         """The actor's engine generates where nothing else does."""
-        routed = {"routed_experts": self.config.rollout.return_routed_experts}
+        routed = {"return_routed_experts": self.config.rollout.return_routed_experts}
         return routed | (self._generation_options() if takes_turns(self.config) else {})
 
     def _generation_options(self) -> dict[str, Any]:

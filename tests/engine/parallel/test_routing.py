@@ -47,7 +47,7 @@ def course(engine, folder):
 def config():
     # Without trees: which rows share tokens, and how often a choice counts, would depend on the ranks.
     options = {"optimizer": OptimizerConfig(lr=1e-3, eps=1e-6), "kv_cache_tokens": 1024, "tree_training": False}
-    return EngineConfig(routed_experts=True, activation_checkpointing=True, **options)
+    return EngineConfig(return_routed_experts=True, activation_checkpointing=True, **options)
 
 
 @pytest.fixture(scope="module")
