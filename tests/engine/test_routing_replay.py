@@ -10,15 +10,21 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areno.engine.engine import Engine
 from areno.engine.engine_config import EngineConfig
 from areno.engine.model.loading import prepare
+from areno.engine.model.packing import PackedPlan
 from areno.engine.model.routers import follow_routers
+from areno.engine.model.routing import Replay, Routers, recompute_contexts
 from areno.engine.rollout.loop import RolloutLoop
 from areno.engine.rollout.paged.loop import PagedRolloutLoop
 from areno.engine.scoring import score
+from areno.engine.train.batch import pack_rows
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
+from areno.engine.train.outputs import predict
+from areno.engine.train.recompute import recompute_layers
 from areno.engine.train.step import TrainStep
 from areno.errors import UnsupportedModelError, UsageError
 from areno.loss_fns import sft_loss_fn
@@ -278,6 +284,74 @@ def test_training_follows_the_rollout_when_the_routers_have_changed_since(checkp
     assert torch.equal(torch.stack(given, 1), used)
     assert scored != engine.score_logprobs("actor", [rows[0].tokens])
     engine.close()
+
+
+SIZES = {
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+    },
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
+    **{"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8},
+    **{"num_experts_per_tok": 2, "moe_k": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    **{
+        "first_k_dense_replace": 1,
+        "moe_layer_start_index": 0,
+        "enable_moe_block": True,
+        "shared_intermediate_size": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mixtures"),
+    [("mixtral", 2), ("olmoe", 2), ("glm4_moe", 1), ("granitemoeshared", 2), ("gemma4_text", 2), ("ernie4_5_moe", 2)],
+)
+def test_experts_of_other_families_get_what_was_recorded(family, mixtures):
+    """Routers stand in the mixture or beside it, choose in groups, scale, add a bias; what the experts get is the record."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES)
+    model = prepare(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), family)
+    follow_routers(model, family, lambda value: [value])
+    assert model.routers == Routers(mixtures, 8, 2)
+    recorded = torch.stack([torch.randperm(8)[:2] for _ in range(6 * mixtures)]).view(6, mixtures, 2)
+    recorded[4] = 255
+    heard = []
+    for module in model.module.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(lambda _, args: heard.append(args[1]))
+    plan = PackedPlan([6])
+    plan.routing = Replay(recorded.to(torch.uint8), model.routers)
+    with torch.no_grad():
+        model.body(torch.arange(6), plan.position_ids, plan)
+    given, known = torch.stack(heard, 1), torch.arange(6) != 4
+    assert torch.equal(given[known], recorded[known])
+    assert (given[4] < 8).all()
+
+
+def test_a_pass_that_is_repeated_in_another_thread_beside_other_rows_follows_its_own_record():
+    """As stages of a pipeline and GPUs do: the backward passes of several rows begin when all are in their forward pass."""
+    rows, found = rows_of(prompts=1, answers=2), []
+    for together in (False, True):
+        model = followed("qwen3_moe")
+        recompute_layers(model.module, True, contexts=recompute_contexts)
+        model.module.train()
+        losses = []
+        for row in rows:
+            batch = pack_rows([row], routers=model.routers)
+            losses.append(predict(model, "policy", batch, False, False).sum())
+            if not together:
+                losses.pop().backward()
+        for loss in losses:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        found.append({name: parameter.grad for name, parameter in model.parameters()})
+    for name, expected in found[0].items():
+        assert torch.allclose(found[1][name], expected, atol=1e-6), name
 
 
 def test_a_record_of_another_model_is_refused(checkpoint):

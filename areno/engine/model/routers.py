@@ -75,8 +75,7 @@ def _mixtures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    kind = type(module).__name__
-    return kind.endswith("Experts") and "Shared" not in kind
+    return type(module).__name__.endswith("Experts")
 
 
 def _layer_order(name: str) -> list[tuple[int, str]]:
@@ -119,7 +118,7 @@ class _Probe(TorchFunctionMode):
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook of the experts."""
         indices = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-        self._given = indices[0] if indices else None
+        self._given = indices[0] if indices else self._given  # experts that all tokens share get none
 
     def shape(self) -> tuple[int, int]:
         """Experts of the mixture and of one token, from the ``topk`` whose result is what the experts are given."""
