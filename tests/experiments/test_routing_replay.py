@@ -75,7 +75,11 @@ MULTI_TURN = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"actor.recompute_logprob": True}, MULTI_TURN], ids=["", "scored", "turns"])
+AGENT = {"rollout.agent.agent_cls_path": "tests.experiments.settings_agents.Talker", "gconfig.max_tokens": 2048}
+WAYS = {"plain": {}, "scored": {"actor.recompute_logprob": True}, "turns": MULTI_TURN, "agent": AGENT}
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 def test_a_run_whose_weights_are_those_of_the_rollout_has_no_other_choice(checkpoint, tmp_path, changes):
     found = run_kind("rl", checkpoint, tmp_path, {**ON, **changes})
     assert found.column(CHANGED) == [0.0, 0.0]
