@@ -448,7 +448,7 @@ class RolloutLoop:
         for sequence, token, logprob, cut, top in zip(sequences, tokens, logprobs, cuts, tops, strict=True):
             if not logprob > -float("inf"):
                 error = "the model's logits are not finite; the weights have diverged or are broken"
-                taken.refused[sequence.group] = EngineError(error)
+                taken.refused[sequence.group], taken.finite = EngineError(error), False
             elif sequence.push(token, logprob, cut, self.version, top):
                 taken.done.append(sequence)
         self.counters.generated_total += len(tokens)
@@ -460,7 +460,7 @@ class RolloutLoop:
             if self._open.pop(group.future, None) is not None:
                 self._abort([s for s in group.members if s.finish is None])
                 group.future.set_exception(error)
-        if taken.refused:
+        if not taken.finite:
             self.prefixes.clear()
             self.cache.make_finite()
 

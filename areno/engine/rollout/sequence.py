@@ -29,9 +29,7 @@ class Group:
     listener: Listener | None = None
     members: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
-    closing: Callable[[Sequence], None] | None = (
-        None  # called when a sample has its last token, before anybody hears of it
-    )
+    closing: Callable[[Sequence], None] | None = None  # gets a sample with its last token, before anybody hears of it
 
     @classmethod
     def of(
@@ -158,12 +156,13 @@ class News:
         return bool(self.arrived or self.cancel_all or self.cancelled or self.pause)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taken:
     """What has come of the tokens of a step: samples that are done, and requests that fail, with the error."""
 
     done: list[Sequence] = field(default_factory=list)
     refused: dict[Group, EngineError] = field(default_factory=dict)
+    finite: bool = True  # all logits were
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether a sample goes on."""
