@@ -32,24 +32,25 @@ def replay_of(
         count: what to count the choices in.
 
     Raises:
-        ValueError: a record is of another model.
+        ValueError: a record is of another model, or there is not one per row.
     """
     if all(record is None for record in records):
         return None
-    made = np.empty(
-        (sum(lengths), routers.mixtures, routers.each), np.uint8 if routers.kind == torch.uint8 else np.int16
-    )
-    made.fill(no_expert(made))
-    for start, record in zip(accumulate(lengths, initial=0), records, strict=False):
+    kind = np.uint8 if routers.kind == torch.uint8 else np.int16
+    made = np.full((sum(lengths), routers.mixtures, routers.each), np.iinfo(kind).max, kind)
+    starts = accumulate(lengths[:-1], initial=0)
+    for start, length, record in zip(starts, lengths, records, strict=True):
         if record is not None:
-            _check(record, made)
+            _check(record, length, made)
             made[start : start + len(record)] = record
     if places is not None:
         made = _at(made, places.numpy())
     return Replay(upload(torch.from_numpy(made), device), routers, count)
 
 
-def _check(record: RoutingRecord, made: RoutingRecord) -> None:
+def _check(record: RoutingRecord, length: int, made: RoutingRecord) -> None:
+    if len(record) > length:
+        raise ValueError(f"routed_experts have {len(record)} entries for a row of {length} tokens; they must align")
     if record.shape[1:] != made.shape[1:] or record.dtype != made.dtype:
         raise ValueError(
             f"a row's routed_experts are {record.dtype} numbers of the shape {list(record.shape)}, and the model has "
