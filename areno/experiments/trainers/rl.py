@@ -160,7 +160,7 @@ class PPOTrainer(ExperimentTrainer):
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of an engine that generates."""
         config, actor = self.config, self.config.actor
-        options = {"gpu": self.machine.gpus > 0, **self._generation_options()}
+        options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
@@ -172,7 +172,8 @@ class PPOTrainer(ExperimentTrainer):
 
     def _engine_options(self) -> dict[str, Any]:
         """The actor's engine generates where nothing else does."""
-        return self._generation_options() if takes_turns(self.config) else {}
+        routed = {"return_routed_experts": self.config.rollout.return_routed_experts}
+        return routed | (self._generation_options() if takes_turns(self.config) else {})
 
     def _generation_options(self) -> dict[str, Any]:
         running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples

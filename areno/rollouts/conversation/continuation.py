@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from areno.serving.recording import Piece, Render
 from areno.types import FinishReason
+from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
 """Why a request cannot go on from known tokens: the template rewrites earlier turns, or leaves their reasoning out; the
@@ -51,6 +52,7 @@ class Turn:
     logprobs: list[float] = field(default_factory=list)  # of `tokens` under the policy, scaled by `temperature`
     versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     forced: list[bool] = field(default_factory=list)  # a grammar left no other token; empty where it never did
+    routed_experts: RoutingRecord | None = None  # of the prompt and `tokens` but the last
     cut_mass: float = 0.0  # mean probability per sampled token that top-k, top-p, min-p and a grammar removed
     finish: FinishReason = "stop"  # `length` without a token where the context was full before
     by_token: bool = True  # it ended at a stop token

@@ -13,6 +13,7 @@ from areno.errors import UsageError
 from areno.rollouts.conversation.continuation import Turn
 from areno.rollouts.conversation.spans import LossMaskPolicy, Role, given_mask, given_roles, sampled_mask, sampled_roles
 from areno.types import RolloutSequence, TrainSequence
+from areno.types.routing import RoutingRecord, continued
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class TrajectoryRow:
     temperature: float  # that the log-probs refer to
     truncated: bool  # the last answer ended at the token limit
     roles: Callable[[], list[Role]]  # of the tokens; looked up only where needed
+    routed_experts: RoutingRecord | None = None  # of all tokens, where routers' choices are recorded
     context_scored: bool = False  # tokens that count and were not sampled have got the policy's log-probs
 
     @property
@@ -56,6 +58,7 @@ class TrajectoryRow:
             group=group,
             truncated=self.truncated,
             versions=self.versions,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -118,6 +121,7 @@ def _row(
         row.turns += [places.get(turn, -1)] * (given + said)
         row.logprobs += [0.0] * given + turn.logprobs
         row.versions += [-1] * given + turn.versions
+    row.routed_experts = continued((turn.routed_experts for turn in path), len(row.tokens))
     return row
 
 
@@ -140,6 +144,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
         temperature=sequence.temperature,
         truncated=sequence.finish_reason == "length",
         roles=lambda: [*given_as_user, *said_as_text],
+        routed_experts=continued([sequence.routed_experts], given + said),
     )
 
 

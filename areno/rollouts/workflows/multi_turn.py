@@ -1,5 +1,6 @@
 """Several tries at one task: a wrong answer is told so, and the model tries again."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,9 +99,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
 def _recorded(answer: ModelResponse, text: str) -> RecordedAnswer:
     said = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    tokens = [GeneratedToken(token, logprob, [], version, None) for token, logprob, version in said]
     return RecordedAnswer(
         message={"role": "assistant", "content": text},
-        tokens=[GeneratedToken(token, logprob, [], version, None) for token, logprob, version in said],
+        tokens=[*tokens[:-1], *(replace(last, routed_experts=answer.routed_experts) for last in tokens[-1:])],
         finish="length" if answer.stop_reason == "length" else "stop",
         by_token=answer.stop_reason == "stop" and answer.output_tokens[-1] in answer.stop_ids,
         temperature=answer.temperature,
