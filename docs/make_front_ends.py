@@ -81,6 +81,7 @@ FEATURES = (
     Feature("generating and training in turn on one device", (ALWAYS,), ("rollout.scheduling_strategy.fork",)),
     Feature("rollout replicas", ("--rollout-replicas",), ("rollout.backend",)),
     Feature("speculative decoding", ("--speculate",), ("rollout.speculate",)),
+    Feature("routing replay", ("--return-routed-experts",), ("rollout.return_routed_experts",)),
     Feature("evaluation", ("--eval-dataset-path", "--eval-interval"), ("valid_dataset.path", "evaluator.freq_steps")),
     Feature("evaluation before training", ("--eval-before-train",), ("evaluator.eval_before_train",)),
     Feature("best checkpoint", ("--keep-best",), ("evaluator.keep_best",)),

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _RUNTIME = (
     *("device", "dtype", "attn_backend", "tree_training", "offload_activations", "eager_decode", "speculate"),
-    *("kv_cache_tokens", "trust_remote_code"),
+    *("kv_cache_tokens", "trust_remote_code", "return_routed_experts"),
 )
 """Options that a backend takes by the same name."""
 

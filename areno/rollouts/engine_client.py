@@ -20,6 +20,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import DataError, EngineError, UsageError
 from areno.observability import tracing
 from areno.types import Request, RolloutSequence, SamplingParams
+from areno.types.routing import RoutingRecord
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class ModelResponse:
     ttft: float
     temperature: float = 1.0  # of the log-probs; 1 for greedy answers
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer
+    routed_experts: RoutingRecord | None = None  # of input and output tokens except the last, if recorded
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
@@ -110,6 +112,7 @@ class ModelResponse:
             "length" if self.stop_reason == "length" else "stop",
             versions=self.output_versions,
             temperature=self.temperature,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -240,4 +243,5 @@ class EngineClient:
             ttft=latency,
             temperature=sampling.logprob_temperature,
             stop_ids=stop_ids,
+            routed_experts=sequence.routed_experts,
         )

@@ -3,7 +3,8 @@
 Keys of shape ``[n, L]``: ``input_ids`` (int64), ``loss_mask`` (1 for trained tokens), ``logprobs`` (float32, 0 for tokens that
 were not sampled), ``versions`` (weight version of each sampled token, -1 elsewhere) and ``attention_mask`` (False on padding).
 Of shape ``[n]``: ``rewards``, ``truncated`` (the last answer ended at a limit, as reported by the engine), ``temperature``,
-and ``reward_parts/NAME`` for each part of a reward that has parts.
+and ``reward_parts/NAME`` for each part of a reward that has parts. With recorded routing also ``routed_experts``
+``[n, L, mixtures, K]``, see :mod:`areno.types.routing`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ _PER_TOKEN = {
 }
 _NEEDED = (*_PER_TOKEN, "rewards")
 _PADDING = {"versions": -1}
+_ROUTED = "routed_experts"
 _CARRIED = {"prox_logp": "prox_logprobs", "teacher_logp": "teacher_logprobs", "ref_logp": "ref_logprobs"}
 
 
@@ -44,6 +46,7 @@ def make_trajectory(rows: Sequence[tuple[TrajectoryRow, float]]) -> Trajectory:
                 "rewards": torch.tensor([reward], dtype=torch.float32),
                 "truncated": torch.tensor([row.truncated]),
                 "temperature": torch.tensor([row.temperature], dtype=torch.float32),
+                **({} if row.routed_experts is None else {_ROUTED: torch.from_numpy(row.routed_experts)[None]}),
                 **{PARTS + name: torch.tensor([part], dtype=torch.float32) for name, part in parts_of(reward).items()},
             }
             for row, reward in rows
@@ -59,6 +62,7 @@ def stack(trajectories: Sequence[Trajectory]) -> Trajectory:
     """
     if len(trajectories) == 1:
         return trajectories[0]
+    trajectories = _all_routed(trajectories)
     names = set(trajectories[0])
     for other in trajectories[1:]:
         if set(other) != names:
@@ -75,8 +79,26 @@ def _stacked(name: str, parts: list[Any]) -> Any:
     if parts[0].ndim < 2:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
-    padded = [torch.nn.functional.pad(p, (0, longest - p.shape[1]), value=_PADDING.get(name, 0)) for p in parts]
-    return torch.cat(padded)
+    padding = torch.iinfo(parts[0].dtype).max if name == _ROUTED else _PADDING.get(name, 0)
+    return torch.cat([_longer(part, longest, padding) for part in parts])
+
+
+def _longer(values: Tensor, length: int, padding: int) -> Tensor:
+    """Pad values [n, L, ...] to ``length`` tokens."""
+    after = (0, 0) * (values.ndim - 2)
+    return torch.nn.functional.pad(values, (*after, 0, length - values.shape[1]), value=padding)
+
+
+def _all_routed(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    """Add empty routing records to trajectories without them, if others have some."""
+    like = next((trajectory[_ROUTED] for trajectory in trajectories if _ROUTED in trajectory), None)
+    if like is None:
+        return trajectories
+    missing = torch.iinfo(like.dtype).max
+    return [
+        {_ROUTED: like.new_full((*trajectory["input_ids"].shape, *like.shape[2:]), missing), **trajectory}
+        for trajectory in trajectories
+    ]
 
 
 def check_trajectory(trajectory: Any) -> None:
@@ -112,10 +134,16 @@ def check_trajectory(trajectory: Any) -> None:
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    """Each row as plain lists without padding, under the same keys; numbers for keys of shape ``[n]``."""
+    """Each row without padding, under the same keys: lists, numbers for keys of shape ``[n]``, arrays for further axes."""
     tensors = {name: values for name, values in trajectory.items() if isinstance(values, Tensor)}
     for index, keep in enumerate(trajectory["attention_mask"].bool()):
-        yield {n: v[index][keep].tolist() if v.ndim == 2 else v[index].item() for n, v in tensors.items()}
+        yield {name: _of_row(values[index], keep) for name, values in tensors.items()}
+
+
+def _of_row(values: Tensor, keep: Tensor) -> Any:
+    if values.ndim == 0:
+        return values.item()
+    return values[keep].tolist() if values.ndim == 1 else values[keep].numpy()
 
 
 def train_sequences(trajectories: Iterable[Trajectory], eos_token_id: int) -> list[TrainSequence]:
@@ -153,6 +181,7 @@ def trajectory_row(row: dict[str, Any]) -> TrajectoryRow:
         versions=row["versions"],
         temperature=row.get("temperature", 1.0),
         truncated=bool(row.get("truncated", False)),
+        routed_experts=row.get(_ROUTED),
         roles=lambda: ["text" if is_sampled else "user" for is_sampled in sampled],
         context_scored=True,
     )

@@ -80,7 +80,11 @@ def fill_context_logprobs(trainer: Sampler, samples: Sequence[AgentSample], micr
     if not rows:
         return
     tokens, temperatures = [row.tokens for row in rows], [row.temperature for row in rows]
-    scores = trainer.score_logprobs("actor", tokens, temperatures=temperatures, micro_bs=micro_bs)
+    records = [row.routed_experts for row in rows]
+    routed = records if any(record is not None for record in records) else None
+    scores = trainer.score_logprobs(
+        "actor", tokens, temperatures=temperatures, micro_bs=micro_bs, routed_experts=routed
+    )
     for row, scored in zip(rows, scores, strict=True):
         marks = zip(row.logprobs, row.trained, row.sampled, scored, strict=True)
         row.logprobs = [new if counts and not said else old for old, counts, said, new in marks]

@@ -39,7 +39,16 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Defaults of a server's command line, by product."""
 
-_KEPT = ("resp_tokens", "resp_logprobs", "finish_reason", "text", "versions", "cut_mass", "temperature")
+_KEPT = (
+    "resp_tokens",
+    "resp_logprobs",
+    "finish_reason",
+    "text",
+    "versions",
+    "cut_mass",
+    "temperature",
+    "routed_experts",
+)
 _NO_LIMIT = 2**31
 
 

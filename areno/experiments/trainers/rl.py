@@ -159,7 +159,7 @@ class PPOTrainer(ExperimentTrainer):
     def rollout_engine(self) -> tuple[str, EngineConfig]:
         """Checkpoint and configuration of a rollout engine."""
         config, actor = self.config, self.config.actor
-        options = {"gpu": self.machine.gpus > 0, **self._generation_options()}
+        options = {"gpu": self.machine.gpus > 0, **self._engine_options(), **self._generation_options()}
         engine = engines.engine_config(actor, seed=config.seed, **options)
         shared = "colocation" in (config.rollout.scheduling_strategy.type, actor.scheduling_strategy.type)
         return actor.path, replace(engine, trains="nothing", shares_device=shared)
@@ -170,8 +170,9 @@ class PPOTrainer(ExperimentTrainer):
         return super()._make_engine(checkpoint)
 
     def _engine_options(self) -> dict[str, Any]:
-        """Generation options, if the actor's engine also generates."""
-        return self._generation_options() if takes_turns(self.config) else {}
+        """Routing replay, and generation options if the actor's engine also generates."""
+        routing = {"return_routed_experts": self.config.rollout.return_routed_experts}
+        return routing | (self._generation_options() if takes_turns(self.config) else {})
 
     def _generation_options(self) -> dict[str, Any]:
         running = (self.config.rollout.max_concurrent_rollouts or 1) * self.config.gconfig.n_samples

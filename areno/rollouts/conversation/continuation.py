@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from areno.serving.recording import Piece, Render
 from areno.types import FinishReason
+from areno.types.routing import RoutingRecord
 
 ForkReason = Literal["rewritten", "thinking dropped", "ended otherwise", "edited"]
 """Why a request cannot continue from recorded tokens: the template rewrites earlier turns, or drops their reasoning; the
@@ -49,6 +50,7 @@ class Turn:
     logprobs: list[float] = field(default_factory=list)  # of `tokens` under the policy, scaled by `temperature`
     versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     forced: list[bool] = field(default_factory=list)  # a grammar allowed only this token; empty if it never did
+    routed_experts: RoutingRecord | None = None  # of the prompt and `tokens` except the last
     cut_mass: float = 0.0  # mean probability per sampled token removed by top-k, top-p, min-p and a grammar
     finish: FinishReason = "stop"  # `length` without tokens if the prompt filled the context
     by_token: bool = True  # it ended at a stop token

@@ -120,6 +120,7 @@ class ConversationRecorder:
             logprobs=[token.logprob for token in answer.tokens],
             versions=[token.version for token in answer.tokens],
             forced=[token.forced for token in answer.tokens] if any(token.forced for token in answer.tokens) else [],
+            routed_experts=answer.tokens[-1].routed_experts if answer.tokens else None,
             cut_mass=sum(token.cut_mass for token in answer.tokens) / max(len(answer.tokens), 1),
             finish=answer.finish,
             by_token=answer.by_token,

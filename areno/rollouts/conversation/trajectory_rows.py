@@ -20,6 +20,7 @@ from areno.rollouts.conversation.spans import (
     sampled_roles,
 )
 from areno.types import RolloutSequence, TrainSequence
+from areno.types.routing import RoutingRecord, continued
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class TrajectoryRow:
     temperature: float  # of the log-probs
     truncated: bool  # the last answer ended at the token limit
     roles: Callable[[], list[Role]]  # of the tokens; computed on demand
+    routed_experts: RoutingRecord | None = None  # of all tokens, if routing is recorded
     context_scored: bool = False  # trained tokens that were not sampled have log-probs of the policy
 
     @property
@@ -63,6 +65,7 @@ class TrajectoryRow:
             group=group,
             truncated=self.truncated,
             versions=self.versions,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -126,6 +129,7 @@ def _row(
         row.turns += [places.get(turn, -1)] * (prompt_len + answer_len)
         row.logprobs += [0.0] * prompt_len + turn.logprobs
         row.versions += [-1] * prompt_len + turn.versions
+    row.routed_experts = continued((turn.routed_experts for turn in path), len(row.tokens))
     return row
 
 
@@ -148,6 +152,7 @@ def completion_row(prompt: Sequence[int], sequence: RolloutSequence) -> Trajecto
         temperature=sequence.temperature,
         truncated=sequence.finish_reason == "length",
         roles=lambda: [*prompt_roles, *answer_roles],
+        routed_experts=continued([sequence.routed_experts], prompt_len + answer_len),
     )
 
 

@@ -1,5 +1,6 @@
 """Several attempts at one task: after a wrong answer, the model is asked to try again."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,10 +97,11 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
 
 def _recorded(answer: ModelResponse, text: str) -> RecordedAnswer:
-    tokens = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    sampled = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
+    tokens = [GeneratedToken(token, logprob, [], version, None) for token, logprob, version in sampled]
     return RecordedAnswer(
         message={"role": "assistant", "content": text},
-        tokens=[GeneratedToken(token, logprob, [], version, None) for token, logprob, version in tokens],
+        tokens=[*tokens[:-1], *(replace(last, routed_experts=answer.routed_experts) for last in tokens[-1:])],
         finish="length" if answer.stop_reason == "length" else "stop",
         by_token=answer.stop_reason == "stop" and answer.output_tokens[-1] in answer.stop_ids,
         temperature=answer.temperature,

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areno.engine.backend import Backend
+from areno.engine.backend import ACTOR, Backend
 from areno.errors import RewardError
 from areno.loss_fns.proximal import divergences
 from areno.loss_fns.shaping import (
@@ -137,7 +137,9 @@ class PolicyObjective:
                 scored = self.settings.scorers[role](tokens)
             else:
                 size = self.settings.rows_at_once(role, tokens)
-                scored = self.models.score_logprobs(role, tokens, temperatures, size)
+                records = [row.routed_experts for row in rows] if role == ACTOR else []
+                routed = {"routed": records} if any(record is not None for record in records) else {}
+                scored = self.models.score_logprobs(role, tokens, temperatures, size, **routed)
         for row, logprobs in zip(rows, scored, strict=True):
             setattr(row, column, logprobs)
 
