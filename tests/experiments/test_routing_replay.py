@@ -53,7 +53,7 @@ def test_records_travel_through_trajectories_beside_rows_of_other_lengths_and_wi
 
 
 def test_tokens_of_a_conversation_keep_the_record_of_the_request_that_read_them_first():
-    told = {"given_text": "", "anchor": "", "prompt_text": "", "messages": [], "tools": []}
+    told = {"context_text": "", "anchor": "", "prompt_text": "", "messages": [], "tools": []}
     said = {"tokens": [3, 4], "logprobs": [-1.0] * 2, "versions": [0] * 2}
     first = Turn("a", None, [1, 2], **told, **said, routed_experts=record(3, 1))
     second = Turn("b", first, [5], **told, **said, routed_experts=record(6, 2))

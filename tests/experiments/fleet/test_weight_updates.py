@@ -17,7 +17,7 @@ from areno.engine.parallel.layout import Layout
 from areno.engine.parallel.segment import Segment
 from areno.errors import EngineError, UsageError
 from areno.rollouts.fleet import weight_update
-from areno.rollouts.fleet.tensors import layout, wanted
+from areno.rollouts.fleet.tensors import layout, rollout_specs
 from areno.rollouts.fleet.weight_transfer import WeightOptions
 from areno.rollouts.fleet.weight_update import Update
 from areno.types import Request, SamplingParams
@@ -309,7 +309,7 @@ def test_weights_change_while_tensor_parallel_ranks_generate(policy, trainer, op
 
 
 def written(trainer, memory) -> Update:
-    specs = tuple(wanted(trainer))
+    specs = tuple(rollout_specs(trainer))
     update = Update(version=1, specs=specs, segment=memory.path, digests=weight_update.checksums(trainer, specs))
     weight_update.send(trainer, update)
     return update
@@ -317,7 +317,7 @@ def written(trainer, memory) -> Update:
 
 def test_a_flipped_bit_on_the_way_is_found_and_the_old_weights_stand(policy, trainer):
     replica = Engine(str(policy), config(trains="nothing"))
-    memory = Segment(layout(wanted(trainer))[1])
+    memory = Segment(layout(rollout_specs(trainer))[1])
     learn(trainer)
     update = written(trainer, memory)
     before = parameters_of(replica)
