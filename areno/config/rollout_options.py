@@ -63,6 +63,11 @@ class RolloutOptions:
         help="Draft tokens of speculative decoding by prompt lookup; answers do not change. Faster for large models and few "
         "sequences.",
     )
+    return_routed_experts: bool = _rollout(
+        False,
+        help="Record which experts each token was routed to, and route it there in training too: a mixture of experts then has "
+        "no gap from routing. Decoding is eager.",
+    )
     drop_rollout_state: bool = _rollout_free(
         False, help="Free the KV cache after each rollout: less memory, slower start of the next one."
     )

@@ -31,7 +31,7 @@ def place_workers(needs: Mapping[str, RoleNeed], nodes: Sequence[str], gpus_per_
             if not fitting:
                 raise UsageError(
                     f"{len(nodes)} nodes with {gpus_per_node} GPUs each are too few for {need.workers} workers of {role}"
-                    f" with {need.gpu} GPUs each, besides the other roles; raise cluster.n_nodes, or use smaller sizes in backend"
+                    f" with {need.gpu} GPUs each besides other roles; raise cluster.n_nodes, or use smaller sizes in backend"
                 )
             node = fitting[0] if gpus_needed else min(fitting, key=lambda name: cores[name])
             gpus[node] += gpus_needed

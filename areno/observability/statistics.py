@@ -172,7 +172,7 @@ _TIMES: _Rows = (
     ("critic_train_step", "the critic's update"),
     ("update_weights", "new weights to the rollout"),
     ("save", "saving models; with asynchronous saving, the copy"),
-    ("checkpoint_for_recover", "writing a recovery point"),
+    ("checkpoint_for_recover", "writing a restart point"),
     ("eval", "evaluation"),
 )
 

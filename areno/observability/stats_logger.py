@@ -82,10 +82,10 @@ class StatsLogger:
             _log.info("%d lines of steps after global step %d are dropped and done again", dropped, step)
 
     def begin_anew(self) -> None:
-        """Drop what an attempt wrote that was killed before its first recovery point. Raises ArenoError: it cannot."""
+        """Drop what an attempt wrote that was killed before its first restart point. Raises ArenoError: it cannot."""
         dropped = self._run_dir.truncate_after(-1)
         if dropped:
-            _log.info("%d lines of an attempt that ended before its first recovery point are dropped", dropped)
+            _log.info("%d lines of an attempt that ended before its first restart point are dropped", dropped)
 
     def close(self) -> None:
         """Close the services; a second call does nothing."""

@@ -60,6 +60,14 @@ TRAIN = [
         [*GSPO, "--world-size", "2", "--tp-size", "2", "--speculate", "4"],
         "--speculate 4 with --tp-size 2: speculative decoding needs replicas of one rank; use only one of them",
     ),
+    (
+        [*GSPO, "--rollout-backend", "vllm", "--return-routed-experts"],
+        "--return-routed-experts has no effect on servers, whose routing areno does not read; remove it",
+    ),
+    (
+        [*SFT, "--return-routed-experts"],
+        "--return-routed-experts has no effect with --algo sft, which has no rollouts",
+    ),
     ([*GSPO, "--fsdp"], "--fsdp with --world-size 1: FSDP needs at least two replicas"),
     (
         [*GSPO, "--fsdp", "--world-size", "2", "--tp-size", "2"],

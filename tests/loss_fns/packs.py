@@ -15,7 +15,7 @@ from areno.algorithms.gmpo import GMPOOptions, gmpo_loss_fn
 from areno.algorithms.simpo import SimPOOptions, simpo_loss_fn
 from areno.loss_fns import (
     Count,
-    PolicyLoss,
+    PolicyLossConfig,
     RejectionSampling,
     dpo_loss_fn,
     grpo_loss_fn,
@@ -146,7 +146,9 @@ class Case:
 
 
 def family(name: str, frozen: bool = False, **knobs) -> Case:
-    return Case(f"family-{name}", partial(policy_loss_fn, knobs=PolicyLoss(**knobs), version=VERSION), frozen=frozen)
+    return Case(
+        f"family-{name}", partial(policy_loss_fn, knobs=PolicyLossConfig(**knobs), version=VERSION), frozen=frozen
+    )
 
 
 CASES = [

@@ -22,7 +22,7 @@ _MODULE_OF = {
     "RewardEvent": "areno.types",
     "RewardRecord": "areno.types",
     "RolloutSession": "areno.api.session",
-    "TrajectoryRow": "areno.rollouts.conversation.rows",
+    "TrajectoryRow": "areno.rollouts.conversation.trajectory_rows",
     "lint_chat_template": "areno.api.agentic.lint",
 }
 

@@ -20,10 +20,10 @@ class ArenoConfig:
         dummy_load: initialize random weights instead of loading the checkpoint's.
         optimizer: fields of :class:`areno.engine.train.optimizer.OptimizerConfig`.
         runtime: ``attn_backend``, ``activation_checkpointing``, ``tree_training``, ``offload_activations``,
-            ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``, ``device``,
-            ``dtype``, ``trust_remote_code``, ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for
-            inference only), and ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as
-            failed; 600).
+            ``keep_rollout_state``, ``eager_decode``, ``speculate``, ``kv_cache_tokens``, ``prefix_cache_tokens``,
+            ``return_routed_experts`` (see :mod:`areno.engine.model.routing`), ``device``, ``dtype``, ``trust_remote_code``,
+            ``trains`` (``policy``, ``reward`` to train a sequence classifier, ``nothing`` for inference only), and
+            ``stall_timeout_s`` (with several ranks: seconds without progress until a rank counts as failed; 600).
         max_running_prompts: maximum number of sequences decoded concurrently.
         decode_progress_interval_s: seconds between decode progress lines; 0 disables them.
         lora: train an adapter instead of the weights: fields of :class:`areno.engine.model.adapter.AdapterOptions`, which
@@ -70,7 +70,8 @@ class BackendType:
                 f"got {type(config).__name__}"
             )
         module, _, attribute = self.factory.partition(":")
-        return getattr(importlib.import_module(module), attribute)(model_path, world_size, config)
+        make: Callable[..., Callable[[], Backend]] = getattr(importlib.import_module(module), attribute)
+        return make(model_path, world_size, config)
 
 
 Areno = BackendType("areno", ArenoConfig, "areno.api.backend.local:prepare")

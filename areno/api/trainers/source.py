@@ -1,8 +1,8 @@
 """Source of samples: completions or episodes of a workflow, generated in this process or in rollout processes.
 
 By default a batch is generated when its step starts. With ``--rollout async`` separate processes generate while this one
-trains; samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.ahead`). With ``--workflow`` a user's class
-runs an episode per prompt, on the same engines.
+trains; samples may be ``--max-staleness`` versions behind (:mod:`areno.rollouts.batches_ahead`). With ``--workflow`` a user's
+class runs an episode per prompt, on the same engines.
 """
 
 import logging
@@ -26,10 +26,10 @@ from areno.engine.device import rank_devices
 from areno.engine.rollout.counter_rng import derive_seed
 from areno.errors import AgentError
 from areno.gpus import visible_gpus
-from areno.rollouts.ahead import BatchesAhead
+from areno.rollouts.batches_ahead import BatchesAhead
 from areno.rollouts.engine_client import EngineClient
-from areno.rollouts.fleet.delivery import Mode, WeightOptions
 from areno.rollouts.fleet.fleet import FleetOptions, RolloutFleet
+from areno.rollouts.fleet.weight_transfer import Mode, WeightOptions
 from areno.rollouts.servers.start import ServerOptions, command_of
 from areno.rollouts.workflows.base import Episodes, GroupedRolloutWorkflow, SampleRows
 from areno.rollouts.workflows.resolve import resolve_workflow
@@ -39,7 +39,16 @@ from areno.types import PromptBatch, PromptItem, Request, RolloutResult, Rollout
 SECTIONS = {"vllm": vLLMConfig, "sglang": SGLangConfig}
 """Defaults of a server's command line, by product."""
 
-_SAVED_FIELDS = ("resp_tokens", "resp_logprobs", "finish_reason", "text", "versions", "cut_mass", "temperature")
+_SAVED_FIELDS = (
+    "resp_tokens",
+    "resp_logprobs",
+    "finish_reason",
+    "text",
+    "versions",
+    "cut_mass",
+    "temperature",
+    "routed_experts",
+)
 _NO_LIMIT = 2**31
 
 
