@@ -44,7 +44,7 @@ def names(request, tmp_path):
 def test_a_name_has_one_value_until_it_is_deleted(names):
     names.add("u/e/t/key", "one")
     assert names.get("/u/e/t/key/") == "one"
-    with pytest.raises(NameEntryExists, match="u/e/t/key has a value already"):
+    with pytest.raises(NameEntryExists, match="u/e/t/key already has a value"):
         names.add("u/e/t/key", "two")
     assert names.get("u/e/t/key") == "one"
     names.add("u/e/t/key", "two\nlines, äöü", replace=True)
