@@ -258,7 +258,7 @@ def unknown_name(value: Missing) -> None: ...  # noqa: F821
     [
         (no_hint, "tool no_hint, parameter value: has no type hint"),
         (any_number, "parameter values: models pass arguments by name"),
-        (odd_type, "parameter value: .*complex.* has no JSON form"),
+        (odd_type, "parameter value: .*complex.* has no JSON representation"),
         (odd_keys, "keys of JSON objects are text"),
         (unknown_name, "tool unknown_name: its type hints cannot be resolved: name 'Missing'"),
     ],

@@ -152,7 +152,7 @@ def test_a_wrong_configuration_value_is_a_usage_error(tmp_path, values, message)
         ({"greedy": 1}, "greedy must be True or False, got 1"),
         ({"max_context_len": 1}, "max_context_len must be at least 2, got 1"),
         ({"max_prompt_len": 0}, "max_prompt_len must be at least 1, got 0"),
-        ({"stop": [7]}, "stop must be a list of texts"),
+        ({"stop": [7]}, "stop must be a list of strings"),
         ({"stop_token_ids": 7}, "stop_token_ids must be a list of token ids"),
         ({"logit_bias": [7]}, "logit_bias must be a dict"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),

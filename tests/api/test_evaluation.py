@@ -192,7 +192,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(trainer):
     ("rewards", "message"),
     [
         (lambda records, _: [None] * len(records), r"all rewards of the evaluation failed \(18 answers\)"),
-        (lambda records, _: [0.0], "gave 1 rewards for 18 answers"),
+        (lambda records, _: [0.0], "returned 1 rewards for 18 answers"),
         (lambda records, _: [math.nan] * len(records), "returned nan; return a finite number"),
     ],
 )
@@ -354,7 +354,7 @@ def test_where_no_evaluation_beats_the_start_there_is_no_best_checkpoint(tmp_pat
 
 def test_evaluating_on_the_training_data_is_warned_about(tmp_path, tiny_checkpoint, capsys):
     train("sft", tiny_checkpoint, tmp_path, "--max-steps", 1, "--eval-dataset-path", tmp_path / "task" / "data.jsonl")
-    assert "the evaluation measures rows that are trained on" in capsys.readouterr().err
+    assert "the evaluation uses training rows" in capsys.readouterr().err
 
 
 def test_held_out_rows_have_a_loader_of_their_own(tmp_path, tiny_checkpoint):
@@ -474,4 +474,4 @@ def test_held_out_rows_are_those_of_the_test_split(tmp_path, caplog):
     assert (
         list(load_held_out(replace(options, eval_dataset_path=str(tmp_path / "train.jsonl")), None)) == write["train"]
     )
-    assert "measures rows that are trained on" in caplog.text
+    assert "uses training rows" in caplog.text

@@ -201,7 +201,7 @@ def test_a_step_of_training_goes_on_within_the_context(short, tmp_path, caplog):
     assert outcome.skipped_long == 4
     assert {len(row.tokens) for row in outcome.rows} == {CONTEXT}
     assert outcome.stats["truncated_ratio"] == 1.0
-    assert "skipped 4 prompts that are longer than 31 tokens" in caplog.text
+    assert "skipped 4 prompts longer than 31 tokens" in caplog.text
 
 
 def test_the_option_bounds_prompt_rollouts_as_well(tiny_checkpoint, tmp_path):

@@ -66,7 +66,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_from_a_chose
     capsys.readouterr()
     assert resume(run, "--resume-step", 4) == 2
     assert "--resume-step 4" in (told := capsys.readouterr().err)
-    assert "there are 1, 2, 3" in told
+    assert "it has 1, 2, 3" in told
 
 
 def test_the_last_checkpoint_before_the_first_unusable_update_outlives_the_rotation(tmp_path, train):

@@ -352,7 +352,7 @@ def test_a_second_init_is_refused_because_it_would_drop_the_weights(shared):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"runtime": {"atn_backend": "native"}}, "runtime has no key atn_backend; known keys: .*attn_backend"),
+        ({"runtime": {"atn_backend": "native"}}, "runtime has no key atn_backend; valid keys: .*attn_backend"),
         ({"optimizer": {"learning_rate": 1}}, "optimizer has no key learning_rate; known keys: .*lr"),
         ({"runtime": {"dtype": "float8"}}, "--dtype float8: use one of auto, float32, bfloat16"),
         ({"tp_size": 2}, "world_size=1 is not divisible by tp_size=2"),

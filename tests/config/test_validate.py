@@ -61,7 +61,7 @@ def test_every_problem_is_reported_at_once(workspace):
 
 
 def test_one_problem_is_not_numbered(workspace):
-    with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give a whole number from 1$"):
+    with pytest.raises(UsageError, match=r"^--epochs must be positive, got 0; give an integer from 1$"):
         check(*GSPO, "--epochs", "0")
 
 
@@ -153,7 +153,7 @@ def test_a_folder_without_permission_is_unwritable(workspace):
 
 
 def test_options_of_other_algorithms_are_named_with_theirs(workspace):
-    with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; leave it out"):
+    with pytest.raises(UsageError, match=r"--critic-lr 0\.1 applies to --algo ppo only, not to gspo; remove it"):
         check(*GSPO, "--critic-lr", "0.1")
     with pytest.raises(UsageError, match=r"--adv.* applies|--advantage rloo applies to --algo gspo and grpo only"):
         check(*BASE, "--algo", "ppo", "--reward-fn-path", "reward.py", "--advantage", "rloo")

@@ -149,7 +149,7 @@ def test_colocated_roles_share_devices_or_take_turns():
     assert "write rollout.scheduling_strategy.target=actor" in refused(wrong)
     for role in ("ref", "critic"):
         given = {role: {"optimizer": {"lr": 1e-3}, "scheduling_strategy": {"type": "colocation", "target": "actor"}}}
-        assert f"type, target of {role}.scheduling_strategy: {role} lives in the actor's" in notice(accepted(given))
+        assert f"type, target of {role}.scheduling_strategy: {role} runs in the actor's" in notice(accepted(given))
         assert f"write {role}.scheduling_strategy.target=actor" in refused(
             given | {f"{role}.scheduling_strategy.target": "rollout"}
         )

@@ -17,15 +17,15 @@ from tests.config.experiment.test_checks import accepted, refused
             "rollout.return_routed_experts true with rollout.backend sglang:d1: areno does not read the routing of servers",
         ),
         ({"rollout.api_url": "http://a:1"}, "rollout.api_url is for inference servers; set rollout.backend=vllm:dN"),
-        ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is of inference servers"),
+        ({"rollout.provider_api_key": "x"}, "rollout.provider_api_key is for inference servers"),
         ({"rollout.backend": "vllm:d2", "rollout.api_url": "http://a:1"}, "rollout.api_url lists 1 servers"),
-        ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is no address; write http://HOST:PORT"),
+        ({"rollout.backend": "sglang:d1", "rollout.api_url": "a:1"}, "'a:1' is not an address; write http://HOST:PORT"),
         (
             {
                 "rollout.backend": "vllm:d1",
                 "rollout.scheduling_strategy": {"type": "colocation", "target": "actor", "fork": False},
             },
-            "rollout.scheduling_strategy.fork false with rollout.backend vllm:d1: a server is a process of its own",
+            "rollout.scheduling_strategy.fork false with rollout.backend vllm:d1: a server is a separate process",
         ),
     ],
 )
