@@ -15,23 +15,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish, machine, make_checkpoint, median
+from common import finish, machine, make_checkpoint
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from areno.engine.engine_config import EngineConfig
-from areno.engine.parallel.group import EngineGroup
 from areno.engine.parallel.layout import Layout
-from areno.engine.plan import trial
+from areno.engine.plan.layout_trial import LayoutTrial, measure_layout
 from areno.engine.plan.layouts import ModelSizes, Training, idle_share, rank_bytes, sent_bytes
-from areno.engine.plan.memory import held_memory
-from areno.engine.train.optimizer import OptimizerConfig
-from areno.loss_fns import sft_loss_fn
-from areno.types import TrainSequence
 
 DENSE = {
     "one": Layout(),
@@ -73,49 +67,10 @@ def make_mixture(folder: Path, dense: Path, **sizes: int) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
 
 
-def rows_of(count: int, length: int) -> list[TrainSequence]:
-    """Rows of equal length; all tokens but the first half are trained on."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 500, (count, length), generator=generator).tolist()
-    prompt = [True] * (length // 2) + [False] * (length - length // 2)
-    return [TrainSequence(prompt, one, [0.0] * length, [0.0] * length) for one in tokens]
-
-
 def loopback() -> int:
     """Bytes that have been sent over the loopback interface."""
     file = Path("/sys/class/net/lo/statistics/tx_bytes")
     return int(file.read_text()) if file.is_file() else 0
-
-
-def held(engine: Any) -> int:
-    """Bytes of a rank now."""
-    return held_memory(engine.config.device)
-
-
-def measured(path: Path, layout: Layout, device: torch.device, rows: list[TrainSequence], args: Any) -> dict[str, Any]:
-    """Seconds and bytes of steps; memory of the fullest rank, and of all before the first step."""
-    config = EngineConfig(
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        optimizer=OptimizerConfig(lr=1e-5),
-        activation_checkpointing=True,
-        kv_cache_tokens=1024,
-        decode="eager",
-        trains="policy",
-    )
-    group = EngineGroup(str(path), config, layout)
-    try:
-        group.train(rows, sft_loss_fn, args.rows // args.microbatches)
-        group.each_rank(trial.begin)
-        seconds, sent = [], []
-        for _ in range(args.steps):
-            before, began = loopback(), time.perf_counter()
-            group.train(rows, sft_loss_fn, args.rows // args.microbatches)
-            seconds.append(time.perf_counter() - began)
-            sent.append(loopback() - before)
-        return {"seconds": seconds, "sent": sent, "held": max(group.each_rank(trial.peak))}
-    finally:
-        group.close()
 
 
 def main() -> None:
@@ -137,7 +92,6 @@ def main() -> None:
         make_checkpoint(paths["tiny"], **TINY)
         make_mixture(paths["moe"], paths["model"], moe_intermediate_size=512)
         make_mixture(paths["moe-tiny"], paths["tiny"], moe_intermediate_size=16)
-        rows = rows_of(args.rows, args.length)
         for name in args.only:
             layout = (DENSE | MIXTURE)[name]
             path = paths["moe" if name in MIXTURE else "model"]
@@ -145,15 +99,25 @@ def main() -> None:
             per_pass = args.rows // args.microbatches
             passes = max(args.microbatches // layout.dp_size, 1)
             training = Training(per_pass * args.length, passes, compute)
-            found = measured(path, layout, device, rows, args)
-            empty = measured(paths["moe-tiny" if name in MIXTURE else "tiny"], layout, device, rows, args)
+            trained = LayoutTrial(
+                path=str(path),
+                tokens=per_pass * args.length,
+                microbatches=args.microbatches,
+                device=device,
+                dtype=torch.bfloat16 if compute == 2 else torch.float32,
+                steps=args.steps,
+                longest=args.length,
+                meter=loopback,
+            )
+            found = measure_layout(layout, trained)
+            empty = measure_layout(layout, replace(trained, path=str(paths["moe-tiny" if name in MIXTURE else "tiny"])))
             planned = rank_bytes(sizes, layout, training)
             ideal = layout.world_size * sum(sent_bytes(sizes, layout, training).values())
             entry = {
-                "seconds": median(found["seconds"]),
-                "sent": median(found["sent"]),
+                "seconds": found.seconds,
+                "sent": found.counted,
                 "ideal": ideal,
-                "held": found["held"] - empty["held"],
+                "held": found.held - empty.held,
                 "planned": planned.total,
                 "parts": {part: getattr(planned, part) for part in planned.__slots__},
                 "idle": round(idle_share(layout, passes), 3),

@@ -12,15 +12,14 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("front-ends.md")
 ALWAYS = "always"
-"""There is nothing to set."""
+"""No setting is needed."""
 
 _HEAD = """\
-# One feature, two spellings
+# Options and settings side by side
 
 <!-- Written by docs/make_front_ends.py; do not edit by hand. -->
 
-`areno train` takes options, `areno run` a YAML file and settings. Both describe the same runs, and the same loop does them.
-A dash means that this side does not have it yet.
+`areno train` takes options, `areno run` a YAML file and settings. Both run the same training loop.
 
 | What | `areno train` | `areno run` |
 |---|---|---|

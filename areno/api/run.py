@@ -187,9 +187,9 @@ def run_evaluation(
 
 def _loop(options: TrainOptions, trainer: Trainer, dataset: Any, reward_fn: Any) -> DataTrainer:
     spec = get_algorithm(options.algo)
-    return spec.resolve_trainer_cls()(
-        options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=spec.make_loss_fn(options)
-    )
+    loss_fn = spec.make_loss_fn(options)
+    make: Callable[..., DataTrainer] = spec.resolve_trainer_cls()
+    return make(options, instance=trainer, dataset=dataset, reward_fn=reward_fn, loss_fn=loss_fn)
 
 
 def _fit(options: TrainOptions, loop: DataTrainer, run_dir: RunDirectory, began: float) -> int:

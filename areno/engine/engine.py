@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_OPTIMIZER_FILE = "optimizer.pt"
+_OPTIMIZER_FOLDER = "optimizer"
 _IDLE_S = 30.0  # a server without requests gives freed memory back
 
 
@@ -390,15 +390,14 @@ class Engine:
         self.role(role).save_model(folder, self.tokenizer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """See :meth:`Backend.save_state`: ``trainer_state/optimizer.pt``, and of a critic the Hugging Face checkpoint
-        ``critic/`` and
-        ``trainer_state/critic_optimizer.pt``.
+        """See :meth:`Backend.save_state`: ``trainer_state/optimizer/``; of a critic, the Hugging Face checkpoint ``critic/``
+        and ``trainer_state/critic_optimizer/``.
         """
         target = checkpoint / STATE_FOLDER
         target.mkdir(exist_ok=True)  # every rank may be the first to come
         for name, role in self.roles.items():
             if role.trainable:
-                role.save_optimizer(target / _optimizer_file(name))
+                role.save_optimizer(target / _optimizer_folder(name))
                 if role is not self.actor:
                     role.save_model(checkpoint / name, self.tokenizer)
 
@@ -412,7 +411,7 @@ class Engine:
             if role.trainable:
                 if role is not self.actor:
                     role = self.roles[name] = self._reload(role, checkpoint / name)
-                role.load_optimizer(checkpoint / STATE_FOLDER / _optimizer_file(name))
+                role.load_optimizer(checkpoint / STATE_FOLDER / _optimizer_folder(name))
         self._stamp_version()
 
     def _reload(self, role: Role, folder: Path) -> Role:
@@ -430,5 +429,5 @@ class Engine:
             self._loop.close()
 
 
-def _optimizer_file(role: str) -> str:
-    return _OPTIMIZER_FILE if role == ACTOR else f"{role}_{_OPTIMIZER_FILE}"
+def _optimizer_folder(role: str) -> str:
+    return _OPTIMIZER_FOLDER if role == ACTOR else f"{role}_{_OPTIMIZER_FOLDER}"

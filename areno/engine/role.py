@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from areno.config.paths import is_adapter
@@ -24,7 +25,7 @@ from areno.engine.parallel.pipeline import Pipeline
 from areno.engine.scoring import Scored, TokenRows, score, temperature_per_row
 from areno.engine.train.optimizer import MasterAdamW, Optimizer, OptimizerConfig
 from areno.engine.train.outputs import ModelKind
-from areno.engine.train.stage_states import whole_state
+from areno.engine.train.state_files import SavedState, save_state
 from areno.engine.train.step import TrainStep
 from areno.errors import CheckpointError, EngineError, UsageError
 from areno.types.routing import RoutingRecord
@@ -160,24 +161,21 @@ class Role:
         if self.peers.first:
             tokenizer.save_pretrained(folder)
 
-    def save_optimizer(self, file: Path) -> None:
-        """Write the optimizer's state."""
-        state = whole_state(self.trained_by().state_dict(), self.peers)  # all ranks together
-        if self.peers.first:
-            torch.save(state, file)
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state, each rank its own part; every rank must call."""
+        optimizer = self.trained_by()
+        save_state(folder, optimizer.state_head(), optimizer.state_parts(), self.peers)
 
-    def load_optimizer(self, file: Path) -> None:
+    def load_optimizer(self, folder: Path) -> None:
         """Continue with a saved optimizer; the weights are those that were saved with it.
 
         CheckpointError: the state is missing, damaged, or made for other parameters.
         """
         optimizer = self.trained_by()
         try:
-            # Where each rank needs a share alone, the whole stays in the file.
-            place, shared = ("cpu", True) if self.peers.layout.fsdp else (self.model.device, False)
-            optimizer.load_state_dict(torch.load(file, map_location=place, mmap=shared, weights_only=True))
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise CheckpointError(f"{file} cannot be used: {error}") from error
+            optimizer.load_state(SavedState(folder))
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} cannot be used: {error}") from error
 
     def checkpoint_bytes(self) -> int:
         """Size of its checkpoint: weights, and what the optimizer keeps."""

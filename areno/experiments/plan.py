@@ -66,7 +66,7 @@ class ExperimentSizes(Sizes):
             held.append(HeldRole(REF, config.ref.path, "policy", "ref.path"))
         for name, role in scored.items():
             section = getattr(config, name)
-            optimizer = engines.optimizer_of(section.optimizer) if role.trainable else None
+            optimizer = engines.optimizer_of(section) if role.trainable else None
             held.append(HeldRole(name, role.path, role.predicts, f"{name}.path", optimizer))
         own = {self.path} if self.config.adapter is not None else set()
         frozen = {role.path: role for role in reversed(held) if role.optimizer is None and role.path not in own}

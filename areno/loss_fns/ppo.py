@@ -32,7 +32,7 @@ def ppo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """L = mean over tokens of l_t + kl_loss_coef KL_t, with l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps_high) A_t).
 
-    Where A_t < 0, l_t is at most clip_ratio_c |A_t| (dual clip, Ye et al. 2020, arXiv:1912.09729). r_t = pi(t) / pi_old(t)
+    Where A_t < 0, l_t is at most clip_ratio_c abs(A_t) (dual clip, Ye et al. 2020, arXiv:1912.09729). r_t = pi(t) / pi_old(t)
     is taken against the log-probs that the rows carry. The KL term runs to the reference, or to the old policy in a batch
     without reference log-probs.
 

@@ -37,8 +37,10 @@ OTHER_FLAGS = {
     "--step": "areno inspect",
     "--add": "areno scale",
     "--engine": "benchmarks/gpu.sh",
+    "--kind": "areno convert",
     **dict.fromkeys(
-        ("--fit", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"), "areno plan --fit"
+        ("--fit", "--try", "--devices", "--device-memory", "--per-node", "--microbatches", "--optimizer"),
+        "areno plan --fit",
     ),
     **dict.fromkeys(("--output", "--count", "--held-out", "--whole-games", "--long"), "generators of examples/agentic"),
     "--data": "examples/structured/evaluate.py",

@@ -11,11 +11,13 @@ from areno.engine.model.loading import LoadOptions, prepare
 from areno.engine.role import load_role
 from areno.engine.train.adam_8bit import BLOCK, LEAST_QUANTISED, Adam8bit, Quantised, dynamic_values, state_bytes
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig, make_adam, take_moments
+from areno.engine.train.state_files import SavedState
 from areno.engine.train.step import TrainStep
 from areno.errors import UsageError
 from areno.loss_fns import sft_loss_fn
 from areno.types import TrainSequence
 from tests.engine.test_model_families import random_rows
+from tests.support.optimizer_states import saved
 from tests.support.tiny import save_tiny_checkpoint, tiny_module
 
 RATES = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -118,8 +120,7 @@ def test_the_states_take_at_most_three_tenths_of_fp32_states():
         model = roomy_model()
         optimizer = MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=low))
         TrainStep(model, optimizer).run(random_rows(4), sft_loss_fn, 2)
-        held = tensors_in(optimizer.state_dict()["adam"])
-        sizes[low] = sum(t.numel() * t.element_size() for t in held if t.ndim)
+        sizes[low] = sum(part.values.numel() * part.values.element_size() for part in optimizer.state_parts())
         assert optimizer.state_bytes() == sizes[low]
     assert sizes[True] <= 0.3 * sizes[False]
 
@@ -144,11 +145,11 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(dtype, low, tmp_path):
         whole.run(random_rows(4, seed), sft_loss_fn, 2)
     for seed in range(2):
         first.run(random_rows(4, seed), sft_loss_fn, 2)
-    torch.save(first.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    saved(first.optimizer, tmp_path / "optimizer")
     model = roomy_model(dtype)
     model.module.load_state_dict(first.model.module.state_dict())
     second = TrainStep(model, MasterAdamW(model.parameters(), config))
-    second.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    second.optimizer.load_state(SavedState(tmp_path / "optimizer"))
     for seed in range(2, 4):
         second.run(random_rows(4, seed), sft_loss_fn, 2)
     for (name, a), (_, b) in zip(whole.model.parameters(), second.model.parameters(), strict=True):
@@ -159,9 +160,9 @@ def test_states_of_another_precision_are_refused():
     model = roomy_model()
     low, full = (MasterAdamW(model.parameters(), OptimizerConfig(adam_8bit=one)) for one in (True, False))
     with pytest.raises(ValueError, match="--adam-8bit"):
-        low.load_state_dict(full.state_dict())
+        low.load_state(SavedState(saved(full)))
     with pytest.raises(ValueError, match="--adam-8bit"):
-        full.load_state_dict(low.state_dict())
+        full.load_state(SavedState(saved(low)))
 
 
 @pytest.mark.parametrize("low", [True, False])

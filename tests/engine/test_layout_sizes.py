@@ -84,6 +84,19 @@ def test_the_command_proposes_what_fits(tmp_path, capsys):
     assert "--devices 0: use at least 1" in text
 
 
+def test_proposals_are_tried_on_this_machine(tmp_path, capsys):
+    path = str(save_tiny_checkpoint(tmp_path / "model", heads=4, hidden=64))
+    words = ("--ckpt", path, "--devices", "2", "--tokens", "64", "--microbatches", "2", "--try", "1")
+    code, text = fit(capsys, *words)
+    assert code == 2
+    assert "--try on a CPU with --dtype bfloat16: use --dtype float32" in text
+    code, text = fit(capsys, *words, "--dtype", "float32", "--json")
+    assert code == 0
+    [entry] = json.loads(text)
+    assert 0 < entry["measured"]["seconds"] < 60
+    assert entry["measured"]["bytes"] > entry["bytes"]  # of a whole process
+
+
 @pytest.mark.long
 def test_planned_memory_is_what_the_fullest_rank_holds():
     command = [sys.executable, "benchmarks/layouts.py", "--rows", "8", "--microbatches", "4", "--steps", "1"]

@@ -11,8 +11,10 @@ from areno.engine.model.loading import LoadOptions
 from areno.engine.role import load_role
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.optimizer import OptimizerConfig
+from areno.engine.train.state_files import SavedState
 from areno.loss_fns import sft_loss_fn
 from tests.engine.test_equivalences import rows
+from tests.support.optimizer_states import saved
 
 
 def test_the_scale_falls_after_overflows_and_rises_after_a_window():
@@ -63,5 +65,5 @@ def test_steps_that_overflow_are_left_out_until_the_scale_fits(tiny_checkpoint, 
     assert scales == [2.0 ** (30 - step) for step in range(count + 1)]
     assert role.optimizer.steps == 1
     again = role_of(tiny_checkpoint, torch.float16, LossScale())
-    again.optimizer.load_state_dict(role.optimizer.state_dict())
+    again.optimizer.load_state(SavedState(saved(role.optimizer)))
     assert again.optimizer.loss_scale == role.optimizer.loss_scale

@@ -156,8 +156,9 @@ def test_ways_to_shard_reach_the_layout(actor):
         assert training_layout(actor("fsdp:d2", **settings)) == expected
     assert training_layout(actor("archon:d2", archon__offload_params=True)).offloads
     assert not training_layout(actor("fsdp:d2", archon__offload_params=True)).offloads
-    wanted = {"dtype": "float32", "fsdp__per_layer_optim_step": True}
-    assert engine_config(actor("fsdp:d2", **wanted)).optimizer.offload
+    for setting in ("fsdp__per_layer_optim_step", "offload"):
+        assert engine_config(actor("fsdp:d2", dtype="float32", **{setting: True})).optimizer.offload
+    assert training_layout(actor("fsdp:d2", offload=True)).offloads
 
 
 def test_kernels_of_the_hub_need_their_package(actor, monkeypatch):

@@ -70,7 +70,8 @@ class BackendType:
                 f"got {type(config).__name__}"
             )
         module, _, attribute = self.factory.partition(":")
-        return getattr(importlib.import_module(module), attribute)(model_path, world_size, config)
+        make: Callable[..., Callable[[], Backend]] = getattr(importlib.import_module(module), attribute)
+        return make(model_path, world_size, config)
 
 
 Areno = BackendType("areno", ArenoConfig, "areno.api.backend.local:prepare")

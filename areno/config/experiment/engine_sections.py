@@ -21,13 +21,6 @@ from areno.config.packages import missing_packages
 from areno.config.policy_loss_options import PolicyLossOptions, RejectionSamplingConfig
 from areno.config.update_options import KL_TYPES
 
-NO_OFFLOAD = (
-    "moving whole models to host memory is not supported; remove it, and use gradient_checkpointing, offload_activations or "
-    "optimizer.offload"
-)
-"""Why engines cannot be moved out of device memory."""
-
-
 AUTO = "auto"
 """Value of a setting that takes what the machine has."""
 
@@ -272,7 +265,10 @@ class TrainEngineConfig:
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Settings of the backend fsdp.")
     archon: ArchonEngineConfig = section(ArchonEngineConfig, "Settings of the backend archon.")
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, "Settings of the backend megatron.")
-    offload: bool = setting(False, "Move model and optimizer to host memory while others compute.", refused=NO_OFFLOAD)
+    offload: bool = setting(
+        False,
+        "GPU only: keep optimizer states in host memory, and weights too where they are sharded; updates are made there.",
+    )
     use_lora: bool = setting(False, "Train an adapter beside frozen weights.")
     lora_rank: int = setting(32, "Rank of the adapter.", minimum=1)
     lora_alpha: int = setting(16, "The adapter's output is scaled by alpha / rank.", minimum=1)
@@ -315,6 +311,10 @@ class TrainEngineConfig:
             yield from idle(self, names, "without an adapter; set use_lora too")
         elif missing := missing_packages("qlora" if self.load_in_4bit else "lora"):
             yield ("load_in_4bit" if self.load_in_4bit else "use_lora"), f"needs {missing}"
+        if self.optimizer is None:
+            yield from idle(
+                self, ("offload",), "on a model that is not trained; remove it, or set actor.fsdp.offload_params"
+            )
         if not self.gradient_checkpointing:
             because = "without gradient_checkpointing, which leaves inputs of layers to offload; set that too"
             yield from idle(self, ("offload_activations",), because)
@@ -460,7 +460,11 @@ class TeacherConfig:
     path: str = setting(
         "", "The teacher: a model folder, a repo id, or a server's address, such as http://HOST:8000/v1."
     )
-    offload: bool = setting(False, "Move the teacher to host memory between steps.", refused=NO_OFFLOAD)
+    offload: bool = setting(
+        False,
+        "Move the teacher to host memory between steps.",
+        refused="frozen weights stay on the device unless they are sharded; remove it, or set actor.fsdp.offload_params",
+    )
     rl_loss_weight: float = setting(1.0, "Weight of the policy loss.", minimum=0)
     distill_loss_weight: float = setting(0.005, "Weight of the distillation loss.", minimum=0)
 

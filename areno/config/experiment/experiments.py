@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.experiment.engine_sections import (
-    NO_OFFLOAD,
     DPOEngineConfig,
     PPOActorConfig,
     PPOCriticConfig,
@@ -42,7 +41,9 @@ class BaseExperimentConfig:
     )
     seed: int = setting(1, "Fixes the data order and every random draw.", minimum=0, maximum=2**32 - 1)
     enable_offload: bool = setting(
-        False, "Let engines give device memory back while others compute.", refused=NO_OFFLOAD
+        False,
+        "GPU only: let engines keep data in host memory.",
+        no_effect="offload of each engine and of each optimizer says what waits in host memory",
     )
     total_train_epochs: int = setting(1, "Passes over the training rows.", minimum=1)
     total_train_steps: int | None = setting(None, "End after so many steps; null goes by epochs.", minimum=1)

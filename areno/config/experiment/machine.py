@@ -125,7 +125,8 @@ def _devices(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-_FOR_GPUS = ("offload", "offload_activations", "offload_params", "per_layer_optim_step")  # move things to host memory
+# Settings that move data to host memory.
+_FOR_GPUS = ("enable_offload", "offload", "offload_activations", "offload_params", "per_layer_optim_step")
 
 
 def _no_place(config: BaseExperimentConfig, machine: Machine) -> Iterator[str]:

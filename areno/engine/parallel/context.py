@@ -88,7 +88,8 @@ class ContextPlan:
         self.first = channel.rank * self.count
         self.position_ids = self.own(whole.position_ids)
         replay = whole.routing
-        self.routing: Routing | None = replay.part(self.first, self.count) if isinstance(replay, Replay) else None
+        own = replay.part(self.first, self.count) if isinstance(replay, Replay) else None
+        self.routing: Routing | None = own
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's n of values [T, ...]; zeros behind the last token."""

@@ -310,7 +310,8 @@ class EngineGroup:
 
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint with the state of everything that is trained."""
-        return int(self.workers.call("engine.checkpoint_bytes", ranks=[0])[0])
+        stages = range(0, self.layout.world_size, self.layout.stage_size)
+        return sum(self.workers.call("engine.checkpoint_bytes", ranks=stages))
 
     def save_model(self, folder: str | Path, role: str = ACTOR) -> None:
         """Write a role's weights, configuration and tokenizer in Hugging Face format."""

@@ -3,6 +3,7 @@
 Parameters that are cut or sharded are ``DTensor``s. Everything here also takes plain tensors, which every rank holds whole.
 """
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -40,3 +41,30 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def positions(tensor: Tensor) -> tuple[Tensor, ...]:
+    """For each dimension, the indices in the whole tensor [entries] of what this rank's part holds."""
+    found = [torch.arange(size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tuple(found)
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    for placement, size, rank in zip(tensor.placements, tensor.device_mesh.shape, coordinates, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
+        index = found[dim].view([1] * dim + [-1])
+        pieces, _ = placement._split_tensor(index, size, with_padding=False, contiguous=False)  # type: ignore[attr-defined]
+        found[dim] = pieces[rank].flatten()
+    return tuple(found)
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether no rank before this one, in the mesh that a tensor is spread over, holds the same part of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    pairs = zip(tensor.placements, coordinates, strict=True)
+    return all(rank == 0 for placement, rank in pairs if isinstance(placement, Replicate))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from areno.config.paths import base_of
 from areno.engine.parallel.layout import Layout
+from areno.engine.plan.layout_trial import LayoutTrial, Measured, measure_layout
 from areno.engine.plan.layouts import (
     Machines,
     ModelSizes,
@@ -21,6 +24,7 @@ from areno.engine.plan.layouts import (
     seconds,
     sent_bytes,
 )
+from areno.engine.train.optimizer import OptimizerConfig
 from areno.errors import UsageError
 
 _GIB = 2**30
@@ -39,6 +43,7 @@ class Fit:
     sent: int  # bytes in a step
     idle: float  # share of a step in which a stage waits
     seconds: float  # of a step, roughly
+    measured: Measured | None = None
 
     @property
     def backend(self) -> str:
@@ -93,8 +98,13 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--optimizer", choices=list(_MOMENTS), default="adam", help="optimizer.type (default adam)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="what passes compute in")
+    parser.add_argument(
+        "--try", dest="tried", type=int, default=0, metavar="N", help="train in the N fastest on this machine's devices"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as data")
     options = parser.parse_args(argv)
+    if options.tried < 0:
+        raise UsageError(f"--try {options.tried}: give the number of layouts to try")
     for name in (*("devices", "device_memory", "per_node", "tokens", "microbatches"), *_RATES):
         if getattr(options, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: use at least 1")
@@ -109,13 +119,40 @@ def run(argv: Sequence[str]) -> int:
     machines = Machines(operations, node, network, options.per_node)
     fits = fits_of(model, options.devices, memory, step, machines)
     found = sorted(fits, key=lambda fit: fit.seconds)[:_SHOWN]
+    if options.tried:
+        found = _measured(found[: options.tried], options)
     print(json.dumps([_data(fit) for fit in found]) if options.json else _table(model, found, options))  # noqa: T201
     return int(not found)
 
 
-def _data(fit: Fit) -> dict[str, str | int | float]:
+def _measured(found: Sequence[Fit], options: argparse.Namespace) -> list[Fit]:
+    """Train a few steps in each layout; the fastest first."""
+    gpus = torch.cuda.device_count()
+    if gpus and options.devices > gpus:
+        raise UsageError(f"--try with --devices {options.devices}: this machine has {gpus} GPUs; leave --try out")
+    if not gpus and options.dtype != "float32":
+        raise UsageError(f"--try on a CPU with --dtype {options.dtype}: use --dtype float32")
+    adam = OptimizerConfig(
+        lr=1e-5,
+        sgd=options.optimizer == "sgd",
+        **{kind: options.optimizer == kind for kind in ("adam_8bit", "adam_bf16")},
+    )
+    wanted = LayoutTrial(
+        path=options.ckpt,
+        tokens=options.tokens,
+        microbatches=options.microbatches,
+        device=torch.device("cuda" if gpus else "cpu"),
+        dtype=getattr(torch, options.dtype),
+        optimizer=adam,
+    )
+    tried = [replace(fit, measured=measure_layout(fit.layout, wanted)) for fit in found]
+    return sorted(tried, key=lambda fit: fit.measured.seconds if fit.measured else 0.0)
+
+
+def _data(fit: Fit) -> dict[str, Any]:
     names = {"bytes": fit.held, "sent": fit.sent, "idle": fit.idle, "seconds": fit.seconds}
-    return {"backend": fit.backend, **names}
+    tried = {} if fit.measured is None else {"measured": {"seconds": fit.measured.seconds, "bytes": fit.measured.held}}
+    return {"backend": fit.backend, **names, **tried}
 
 
 def _table(model: ModelSizes, found: Sequence[Fit], options: argparse.Namespace) -> str:
@@ -125,12 +162,16 @@ def _table(model: ModelSizes, found: Sequence[Fit], options: argparse.Namespace)
             f"{whole}: no layout holds them; use more devices, --optimizer adam_bf16 or adam_8bit, or smaller --tokens"
         )
     lines = [f"{whole}; the fastest first", ""]
-    lines.append(f"{'actor.backend':24} {'GiB held':>9} {'GiB sent':>9} {'waiting':>8} {'about s':>9}")
+    measured = f" {'measured s':>11} {'GiB':>7}" if options.tried else ""
+    lines.append(f"{'actor.backend':24} {'GiB held':>9} {'GiB sent':>9} {'waiting':>8} {'about s':>9}{measured}")
     for fit in found:
         figures = f"{fit.held / _GIB:9.1f} {fit.sent / _GIB:9.1f} {fit.idle:8.0%} {fit.seconds:9.1f}"
-        lines.append(f"{fit.backend:24} {figures}")
+        tried = f" {fit.measured.seconds:11.2f} {fit.measured.held / _GIB:7.2f}" if fit.measured else ""
+        lines.append(f"{fit.backend:24} {figures}{tried}")
     lines += [
         "",
         "Held by the fullest device; sent by each, and seconds, in an optimizer step. megatron: keeps replicas whole.",
     ]
+    if options.tried:
+        lines.append("Measured on this machine, with random tokens; the memory is that of a whole process.")
     return "\n".join(lines)

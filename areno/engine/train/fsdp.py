@@ -1,22 +1,32 @@
 """AdamW over weights that are spread over the replicas (FSDP2): each rank updates its share of every tensor.
 
 The shares are the fp32 master weights. Their gradients come summed over the replicas from each backward pass; weights are
-not shared out after an update, because whoever computes with them next puts them together. What is saved is whole: it has the
-form of :class:`MasterAdamW`'s state and continues in any layout.
+not gathered after an update, because the next pass does so layer by layer. Each rank saves its shares, and any layout resumes
+from them.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from areno.engine.parallel.parts import local, part_of, whole_of
+from areno.engine.parallel.parts import is_first_copy, local, positions
 from areno.engine.parallel.peers import Peers
 from areno.engine.train import adam_8bit
-from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
+from areno.engine.train.optimizer import (
+    MOMENTS,
+    GradientStats,
+    Optimizer,
+    OptimizerConfig,
+    make_adam,
+    master_key,
+    moment_key,
+    saved_moments,
+)
+from areno.engine.train.state_files import SavedState, StatePart
 
 
 class SpreadAdamW(Optimizer):
@@ -108,7 +118,8 @@ class SpreadAdamW(Optimizer):
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
         count = sum(p.numel() for p in self._parameters)
-        return self.config.moment_bytes(count) + (4 * count if self._rounded else 0)
+        moments = 8 * count if self.config.adam_8bit else self.config.moment_bytes(count)
+        return moments + (4 * count if self._rounded else 0)
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's shares, which are the master weights, and of their moments, there yet or not."""
@@ -123,51 +134,51 @@ class SpreadAdamW(Optimizer):
         """Nothing worth counting: a step updates the shares where they are."""
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of a :class:`MasterAdamW` with the same history: whole tensors, on the first rank of a stage."""
-        adam: dict[int, dict[str, Tensor]] = {}
-        masters: dict[str, Tensor] = {}
-        for index, (name, parameter, share) in enumerate(zip(self._names, self._parameters, self._shares, strict=True)):
-            if moments := self._adam.state.get(share):
-                adam[index] = self._whole_moments(moments, parameter, share)
+    def state_head(self) -> dict[str, Any]:
+        """Step counts, and what the state is of."""
+        shares = zip(self._names, self._shares, strict=True)
+        counts = {name: int(self._adam.state[share]["step"]) for name, share in shares if self._adam.state.get(share)}
+        return self._head(self._names, counts, self._rounded)
+
+    def state_parts(self) -> Iterator[StatePart]:
+        """Moments, and master weights that a model rounds: shares that no rank before this one holds."""
+        for name, parameter, share, tied in zip(self._names, self._parameters, self._shares, self._tied, strict=True):
+            if (tied and self.peers.place.stage) or not self._is_first_copy(parameter):
+                continue
+            index = positions(parameter)
+            for kind, values in self._moments(share, parameter).items():
+                yield StatePart(moment_key(name, kind), values, index)
             if self._rounded:
-                masters[name] = self._whole(share.detach(), parameter)
-        return {**self._head(self._names), "adam": adam, "masters": masters}
+                yield StatePart(master_key(name), share.detach(), index)
 
-    def _whole_moments(self, moments: dict[str, Any], parameter: Tensor, share: Tensor) -> dict[str, Any]:
+    def _is_first_copy(self, parameter: Tensor) -> bool:
+        assert isinstance(parameter, DTensor)
+        over_tensor = "tp" in (parameter.device_mesh.mesh_dim_names or ())
+        return is_first_copy(parameter) and (over_tensor or self.peers.tensor.rank == 0)
+
+    def _moments(self, share: nn.Parameter, parameter: Tensor) -> dict[str, Tensor]:
+        """Moments of a share by the kind under which they are saved; in numbers, as the blocks of codes are the share's own."""
+        moments = self._adam.state.get(share)
+        if not moments:
+            return {}
         if not self.config.adam_8bit:
-            found = {"step": moments["step"].detach().clone()}
-            return found | {key: self._whole(moments[key], parameter) for key in MOMENTS}
-        parts = adam_8bit.moments_in(moments, share.numel())
-        mean, second = (self._whole(part.reshape(share.shape), parameter) for part in parts)
-        return adam_8bit.state_of(moments["step"], mean, second, adam_8bit.is_quantised(parameter.numel()))
-
-    def _whole(self, share: Tensor, like: Tensor) -> Tensor:
-        """A tensor from its shares, in the computer's memory; empty on all ranks but the first of each stage."""
-        whole = whole_of(share.to(self._device), like)
-        return whole.cpu() if self.peers.heads else torch.empty(0)
+            return {kind: moments[kind] for kind in MOMENTS}
+        second = "root" if adam_8bit.is_quantised(parameter.numel()) else "square"
+        pair = adam_8bit.moments_in(moments, share.numel())
+        return {kind: values.reshape(share.shape) for kind, values in zip(("mean", second), pair, strict=True)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state(self, saved: SavedState) -> None:
         """Continue from a state of any layout."""
-        self._take_head(state, self._names, self._names if self._rounded else ())
-        states = by_name(state)
+        self._take_head(saved.head, self._names, self._rounded)
         self._adam.state.clear()
         for name, parameter, share in zip(self._names, self._parameters, self._shares, strict=True):
+            index = positions(parameter)
             if self._rounded:
-                share.copy_(part_of(state["masters"][name], parameter))
-            if saved := states.get(name):
-                own = self._own_moments(saved, parameter)
+                share.copy_(saved.read(master_key(name), index))
+            if name in saved.head["counts"]:
                 self._adam.state[share] = {
-                    key: value.clone().to(share.device) if isinstance(value, Tensor) else value
-                    for key, value in own.items()
+                    key: value.to(share.device) if isinstance(value, Tensor) else value
+                    for key, value in saved_moments(saved, name, parameter, index, self.config).items()
                 }
         self._publish()
-
-    def _own_moments(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """This rank's part of the moments of a parameter."""
-        if not self.config.adam_8bit:
-            return {"step": saved["step"]} | {key: part_of(saved[key], parameter) for key in MOMENTS}
-        wholes = adam_8bit.moments_in(saved, parameter.numel())
-        mean, second = (part_of(whole.view(parameter.shape), parameter) for whole in wholes)
-        return adam_8bit.state_of(saved["step"], mean, second, adam_8bit.is_quantised(parameter.numel()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from areno.engine.device import read_all
 from areno.engine.train import adam_8bit, adam_bf16
 from areno.engine.train.loss_scale import LossScale
 from areno.engine.train.schedule import DecayStyle, LrSchedule
+from areno.engine.train.state_files import Index, SavedState, StatePart, whole_index
 from areno.errors import UsageError
 
 
@@ -194,15 +195,20 @@ class Optimizer(ABC):
         """About what :meth:`collect` and :meth:`step` take on such a device beside states and gradients."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that an exact resume needs besides the model's own weights."""
+    def state_head(self) -> dict[str, Any]:
+        """What an exact resume needs besides tensors, as JSON."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
+    def state_parts(self) -> Iterator[StatePart]:
+        """What it needs of tensors besides the model's own weights: those parts that this rank is the first to hold."""
+
+    @abstractmethod
+    def load_state(self, saved: SavedState) -> None:
+        """Continue from a saved state of any layout.
 
         Raises:
             ValueError: the state belongs to other parameters, another compute type or another rule.
+            KeyError: a tensor is missing.
         """
 
     def _update(self) -> float:
@@ -214,37 +220,37 @@ class Optimizer(ABC):
         self._adam.step()
         return rate
 
-    def _head(self, names: Sequence[str]) -> dict[str, Any]:
-        """What every saved state begins with."""
+    def _head(self, names: Sequence[str], counts: Mapping[str, int], masters: bool) -> dict[str, Any]:
+        """What every saved state begins with; ``counts`` are the updates of parameters that have moments."""
         return {
             "steps": self.steps,
             "constant_rate": self._constant_rate,
             "names": list(names),
+            "counts": dict(counts),
+            "masters": masters,
             "moments": self.config.moments,
             "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
             "sgd": self.config.sgd,
         }
 
-    def _take_head(self, state: Mapping[str, Any], names: Sequence[str], masters: Collection[str]) -> None:
-        """Go on from where a saved state was, if it is one of these parameters and of those masters.
+    def _take_head(self, head: Mapping[str, Any], names: Sequence[str], masters: bool) -> None:
+        """Resume where a saved state was, if it is one of these parameters, with or without master weights.
 
-        A stage of a pipeline has some of the parameters, in whose order nothing is said.
+        A stage of a pipeline has some of the parameters.
         """
-        known, saved = set(names), set(state["masters"])
-        fits = known <= set(state["names"]) if self.is_part else known == set(state["names"])
-        if not fits or set(masters) != saved & known or (saved and not masters):
+        known, saved = set(names), set(head["names"])
+        if not (known <= saved if self.is_part else known == saved) or masters != head["masters"]:
             raise ValueError("the saved optimizer belongs to another model or --dtype")
-        kept = state.get("moments", "8bit" if state.get("adam_8bit") else "fp32")
-        if kept != self.config.moments:
+        if head["moments"] != self.config.moments:
             raise ValueError(
-                f"the saved optimizer keeps its moments in {kept}, this run in {self.config.moments}; use the --adam-8bit "
-                "(optimizer.type) of its run"
+                f"the saved optimizer keeps its moments in {head['moments']}, this run in {self.config.moments}; use the "
+                "--adam-8bit (optimizer.type) of its run"
             )
-        if state.get("sgd", False) != self.config.sgd:
+        if head["sgd"] != self.config.sgd:
             raise ValueError("the saved optimizer is of another optimizer.type; use that of its run")
-        self.steps, self._constant_rate = int(state["steps"]), state.get("constant_rate")
-        if self.loss_scale is not None and state.get("loss_scale"):
-            self.loss_scale = LossScale(**state["loss_scale"])
+        self.steps, self._constant_rate = int(head["steps"]), head["constant_rate"]
+        if self.loss_scale is not None and head["loss_scale"]:
+            self.loss_scale = LossScale(**head["loss_scale"])
 
 
 class MasterAdamW(Optimizer):
@@ -318,30 +324,79 @@ class MasterAdamW(Optimizer):
             torch._foreach_copy_([p for p, _ in apart], [master for _, master in apart])
         return rate
 
-    def state_dict(self) -> dict[str, Any]:
-        """Step count, moments, and master weights where they are not the model's own."""
-        masters = zip(self._names, self._parameters, self._masters, strict=True)
-        return {
-            **self._head(self._names),
-            "adam": self._adam.state_dict()["state"],
-            "masters": {name: master.detach() for name, p, master in masters if p is not master},
+    @property
+    def _has_masters(self) -> bool:
+        return any(p is not master for p, master in zip(self._parameters, self._masters, strict=True))
+
+    def state_head(self) -> dict[str, Any]:
+        """Step counts, and what the state is of."""
+        moments = zip(self._names, self._masters, strict=True)
+        counts = {
+            name: int(self._adam.state[master]["step"]) for name, master in moments if self._adam.state.get(master)
         }
+        return self._head(self._names, counts, self._has_masters)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        mine = {name for name, p, m in zip(self._names, self._parameters, self._masters, strict=True) if p is not m}
-        self._take_head(state, self._names, mine)
-        saved = by_name(state)
-        adam = {index: saved[name] for index, name in enumerate(self._names) if name in saved}
+    def state_parts(self) -> Iterator[StatePart]:
+        """Moments, and master weights where they are not the model's own, all of them whole."""
+        for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
+            for kind, values in self._adam.state.get(master, {}).items():
+                if kind != "step":
+                    yield StatePart(moment_key(name, kind), values, whole_index(values.shape))
+            if parameter is not master:
+                yield StatePart(master_key(name), master.detach(), whole_index(master.shape))
+
+    def load_state(self, saved: SavedState) -> None:
+        """Continue from a state of any layout."""
+        self._take_head(saved.head, self._names, self._has_masters)
+        counts, adam = saved.head["counts"], {}
+        for index, (name, parameter, master) in enumerate(
+            zip(self._names, self._parameters, self._masters, strict=True)
+        ):
+            if name in counts:
+                adam[index] = saved_moments(saved, name, master, whole_index(master.shape), self.config)
+            if parameter is not master:
+                master.data.copy_(saved.whole(master_key(name)))
         self._adam.load_state_dict({"state": adam, "param_groups": self._adam.state_dict()["param_groups"]})
-        for name, master in zip(self._names, self._masters, strict=True):
-            if name in state["masters"]:
-                master.data.copy_(state["masters"][name])
 
 
-def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a saved state has of each parameter, besides its master weights."""
-    return {name: state["adam"][index] for index, name in enumerate(state["names"]) if index in state["adam"]}
+def moment_key(name: str, kind: str) -> str:
+    """Name of a parameter's moment in a saved state."""
+    return f"state.{name}.{kind}"
+
+
+def master_key(name: str) -> str:
+    """Name of a parameter's master weights in a saved state."""
+    return f"master.{name}"
+
+
+def saved_moments(
+    saved: SavedState, name: str, parameter: Tensor, index: Index, config: OptimizerConfig
+) -> dict[str, Any]:
+    """The state of a parameter's part with this index, as its rule keeps it."""
+    count = saved.head["counts"][name]
+    if not config.adam_8bit:
+        return {"step": torch.tensor(float(count))} | {k: saved.read(moment_key(name, k), index) for k in MOMENTS}
+    mean, second = low_moments(saved, name, parameter, index)
+    return adam_8bit.state_of(count, mean, second, adam_8bit.is_quantised(parameter.numel()))
+
+
+def low_moments(saved: SavedState, name: str, parameter: Tensor, index: Index) -> tuple[Tensor, Tensor]:
+    """Both moments of a part, as :func:`adam_8bit.moments_in` gives them, of its shape.
+
+    They are saved as codes where the blocks of the rank that wrote them were blocks of the whole tensor, else as numbers.
+    """
+    kinds = ("mean", "root" if adam_8bit.is_quantised(parameter.numel()) else "square")
+    if moment_key(name, kinds[0]) in saved:
+        mean, second = (saved.read(moment_key(name, kind), index) for kind in kinds)
+        return mean, second
+    codes = {f"{kind}_{what}": saved.whole(moment_key(name, f"{kind}_{what}")) for kind in kinds for what in _CODED}
+    wholes = [moment.view(parameter.shape) for moment in adam_8bit.moments_in(codes, parameter.numel())]
+    for dim, axis in enumerate(index):
+        wholes = [whole.index_select(dim, axis) for whole in wholes]
+    return wholes[0], wholes[1]
+
+
+_CODED = ("codes", "scales")
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

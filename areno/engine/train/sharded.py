@@ -3,12 +3,11 @@
 Each replica holds the whole weights. All gradients lie in one flat fp32 buffer; its sum over the replicas is taken in
 parts, each replica updates its part, and the updated parts are put together again, some numbers at a time. A rank of a model
 that is also spread by tensor parallelism does so with its own part of it. Replicas on the CPUs of one machine hold the weights
-once for all of them: each updates its part where all compute with it. What is saved is whole: it has the form of
-:class:`MasterAdamW`'s state and continues in any layout.
+once for all of them: each updates its part where all compute with it. Each rank saves its part, and any layout resumes from it.
 
 With moments in 8 bits, every parameter begins at a whole block of the flat buffer, and a share is some whole blocks. So the
 blocks are those of one process, and replicas compute what it does. A part of a tensor that tensor parallelism has cut has
-blocks of its own; where they are not blocks of the whole tensor, saving and loading rounds its moments to codes once more.
+blocks of its own; another layout rounds its moments to codes once more.
 
 Master weights, moments and summed gradients may live in the computer's memory instead of the GPU's. They pass through the GPU
 when ranks exchange them.
@@ -17,16 +16,27 @@ when ranks exchange them.
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from areno.engine.parallel.channels import Channel, Common
-from areno.engine.parallel.parts import is_whole, local, local_gradient, part_of, whole_of
+from areno.engine.parallel.parts import is_whole, local, local_gradient, positions
 from areno.engine.parallel.peers import Peers
 from areno.engine.train import adam_8bit
-from areno.engine.train.optimizer import MOMENTS, GradientStats, Optimizer, OptimizerConfig, by_name, make_adam
+from areno.engine.train.optimizer import (
+    MOMENTS,
+    GradientStats,
+    Optimizer,
+    OptimizerConfig,
+    low_moments,
+    make_adam,
+    master_key,
+    moment_key,
+)
+from areno.engine.train.state_files import Index, SavedState, StatePart, flat_parts, whole_index
 
 # Parameters and shares begin at multiples of so many entries, 64 bytes in 16 bits.
 _ALIGN = 32
@@ -286,9 +296,13 @@ class ShardedAdamW(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of moments and master weights of all ranks together, as a checkpoint holds them."""
-        counts = [segment.parameter.numel() for segment in self._segments]
-        masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(counts)
-        return masters + sum(self.config.moment_bytes(count) for count in counts)
+        counts = [(segment.parameter.numel(), is_whole(segment.parameter)) for segment in self._segments]
+        masters = 0 if self._weight_dtype == torch.float32 else 4 * sum(count for count, _ in counts)
+        in_numbers = 8 if self.config.adam_8bit else 0  # of tensors that tensor parallelism has cut
+        return masters + sum(
+            self.config.moment_bytes(count) if whole or not in_numbers else in_numbers * count
+            for count, whole in counts
+        )
 
     def held_bytes(self, moments: bool = True) -> int:
         """Bytes of this rank's share of master weights and moments, whether these are there yet or not; or of masters alone."""
@@ -320,84 +334,81 @@ class ShardedAdamW(Optimizer):
                 target = local(segment.parameter).view(-1)
                 target[start - segment.start : stop - segment.start] = values[start - first : stop - first]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of a :class:`MasterAdamW` with the same history; whole tensors on every rank."""
+    def state_head(self) -> dict[str, Any]:
+        """Step counts, and what the state is of."""
         names = [segment.name for segment in self._segments]
-        rounded = self._weight_dtype != torch.float32
-        masters = dict(zip(names, self._wholes(self._master.detach()), strict=True)) if rounded else {}
-        return {**self._head(names), "adam": self._whole_states(), "masters": masters}
+        counted = names if self.steps and not self.config.sgd else []
+        return self._head(names, dict.fromkeys(counted, self.steps), self._weight_dtype != torch.float32)
 
-    def _whole_states(self) -> dict[int, dict[str, Any]]:
-        """Step count and moments of every parameter, by its number; {} before the first step, on all ranks alike."""
-        if self.steps == 0:
-            return {}
-        flat = self._flat_moments()
-        found: dict[int, dict[str, Any]] = {}
-        for index, (first, second) in enumerate(zip(*map(self._wholes, flat), strict=True)):
+    def state_parts(self) -> Iterator[StatePart]:
+        """This rank's share of moments, and of masters that a model rounds; not what a rank before this one holds too."""
+        pieces = iter(self._pieces)
+        for segment, start, stop in self._owned():
+            piece = next(pieces)[0] if self.config.adam_8bit else self._master
+            if (segment.tied and self.peers.place.stage) or (is_whole(segment.parameter) and self.peers.tensor.rank):
+                continue
+            place, index = slice(start - self._first, stop - self._first), positions(segment.parameter)
+            first = start - segment.start
             if self.config.adam_8bit:
-                quantised = self._segments[index].quantised
-                kept = (first, second) if quantised else (first.clone(), second.clone())  # views would keep the buffer
-                found[index] = adam_8bit.state_of(self.steps, *kept, quantised)
-            else:
-                found[index] = {"step": torch.tensor(float(self.steps)), "exp_avg": first, "exp_avg_sq": second}
-        return found
+                yield from self._low_parts(segment, self._adam.state.get(piece, {}), piece.numel(), first, index)
+            elif self.steps and not self.config.sgd:
+                for kind in MOMENTS:
+                    yield from flat_parts(
+                        moment_key(segment.name, kind), self._adam.state[piece][kind][place], first, index
+                    )
+            if self._weight_dtype != torch.float32:
+                yield from flat_parts(master_key(segment.name), self._master.detach()[place], first, index)
 
-    def _flat_moments(self) -> tuple[Tensor, Tensor]:
-        """This rank's share of both moments, fp32."""
-        if not self.config.adam_8bit:
-            moments = self._adam.state[self._master]
-            return moments["exp_avg"], moments["exp_avg_sq"]
-        flat = (torch.zeros(self._share, device=self._home), torch.zeros(self._share, device=self._home))
-        for piece, _, place in self._pieces:
-            for target, numbers in zip(flat, adam_8bit.moments_in(self._adam.state[piece], piece.numel()), strict=True):
-                target[place] = numbers
-        return flat
+    @staticmethod
+    def _low_parts(
+        segment: _Segment, state: dict[str, Any], count: int, first: int, index: Index
+    ) -> Iterator[StatePart]:
+        """Moments of a piece in codes where its blocks are blocks of the whole tensor, else in numbers."""
+        if not state:
+            return
+        if segment.quantised and is_whole(segment.parameter):
+            for kind, values in state.items():
+                if kind != "step":
+                    rows = torch.arange(len(values)) + first // adam_8bit.BLOCK
+                    yield StatePart(moment_key(segment.name, kind), values, (rows, *whole_index(values.shape[1:])))
+            return
+        kinds = ("mean", "root" if segment.quantised else "square")
+        for kind, values in zip(kinds, adam_8bit.moments_in(state, count), strict=True):
+            yield from flat_parts(moment_key(segment.name, kind), values, first, index)
 
     @torch.no_grad()
-    def _wholes(self, part: Tensor) -> Iterator[Tensor]:
-        """Every parameter's values, from the ranks' shares of them."""
-        flat = torch.empty(self._share * self.peers.data.size, dtype=part.dtype, device=self._home)
-        for first, values in self._joined(part):
-            flat[first : first + len(values)] = values.to(self._home)
-        for segment in self._segments:
-            own = flat[segment.start : segment.stop].view_as(local(segment.parameter))
-            yield whole_of(own.to(self._device), segment.parameter).detach().cpu()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state(self, saved: SavedState) -> None:
         """Continue from a state of any layout."""
         names = [segment.name for segment in self._segments]
         rounded = self._weight_dtype != torch.float32
-        self._take_head(state, names, names if rounded else ())
-        self._master.data.copy_(
-            self._own_part(lambda segment: part_of(state["masters"][segment.name], segment.parameter))
-            if rounded
-            else self._own_part(self._read)
-        )
-        self._adam.state.clear()
-        if state["adam"]:
-            self._take_states(by_name(state))
+        self._take_head(saved.head, names, rounded)
 
-    def _take_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take this rank's share of moments that were saved by parameter."""
-        flat = tuple(self._own_part(lambda segment, i=i: self._saved(segment, states, i)) for i in range(2))  # type: ignore[misc]
-        count = next(iter(states.values()))["step"]
+        def masters(segment: _Segment) -> Tensor:
+            return saved.read(master_key(segment.name), positions(segment.parameter))
+
+        self._master.data.copy_(self._own_part(masters if rounded else self._read))
+        self._adam.state.clear()
+        if saved.head["counts"]:
+            self._take_moments(saved)
+
+    def _take_moments(self, saved: SavedState) -> None:
+        """Take this rank's share of the moments."""
+        flat = tuple(self._own_part(partial(self._saved_moment, saved, which)) for which in range(2))
+        count = next(iter(saved.head["counts"].values()))
         for piece, quantised, place in self._pieces:
             first, second = (moment[place] for moment in flat)
             if self.config.adam_8bit:
                 self._adam.state[piece] = adam_8bit.state_of(count, first.clone(), second.clone(), quantised)
             else:
-                step = count.detach().clone().to(self._home)
+                step = torch.tensor(float(count), device=self._home)
                 kind = torch.bfloat16 if self.config.adam_bf16 else torch.float32
                 self._adam.state[piece] = {"step": step, "exp_avg": first.to(kind), "exp_avg_sq": second.to(kind)}
 
-    def _saved(self, segment: _Segment, states: dict[str, dict[str, Any]], which: int) -> Tensor:
-        """This rank's part of a saved moment."""
-        state = states[segment.name]
+    def _saved_moment(self, saved: SavedState, which: int, segment: _Segment) -> Tensor:
+        index = positions(segment.parameter)
         if self.config.adam_8bit:
-            moment = adam_8bit.moments_in(state, segment.parameter.numel())[which].view(segment.parameter.shape)
-        else:
-            moment = state[MOMENTS[which]]
-        return part_of(moment.to(self._device), segment.parameter)
+            return low_moments(saved, segment.name, segment.parameter, index)[which]
+        return saved.read(moment_key(segment.name, MOMENTS[which]), index)
 
 
 def _segments(

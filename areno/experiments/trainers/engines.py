@@ -55,7 +55,9 @@ def training_layout(actor: TrainEngineConfig) -> Layout:
     layout = replace(
         layout,
         units=tuple(wrapped or ()),
-        offloads=actor.fsdp.offload_params or (allocation.backend == "archon" and actor.archon.offload_params),
+        offloads=actor.offload
+        or actor.fsdp.offload_params
+        or (allocation.backend == "archon" and actor.archon.offload_params),
         reads_once=actor.fsdp.memory_efficient_load,
     )
     if allocation.backend == "fsdp":
@@ -122,7 +124,7 @@ def engine_config(
         device=torch.device("cuda" if (torch.cuda.is_available() if gpu is None else gpu) else "cpu"),
         dtype=getattr(torch, section.dtype),
         trains=trains,
-        optimizer=_optimizer(section),
+        optimizer=optimizer_of(section),
         adapter=adapter,
         attn_backend="native" if section.attn_impl == "eager" else "flash",
         activation_checkpointing=section.gradient_checkpointing,
@@ -140,13 +142,13 @@ def _deterministic(section: TrainEngineConfig) -> bool:
     return backend in ("archon", "megatron") and getattr(section, backend).use_deterministic_algorithms
 
 
-def _optimizer(section: TrainEngineConfig) -> OptimizerConfig:
-    """The optimizer in the formats that the model's section asks for."""
+def optimizer_of(section: TrainEngineConfig) -> OptimizerConfig:
+    """A section's optimizer; its rate is set anew for each update, see :func:`schedule_of`."""
     if section.optimizer is None:
         return OptimizerConfig()
-    config = optimizer_of(section.optimizer)
+    config = _rule_of(section.optimizer)
     config.adam_bf16 |= section.optimizer.type == "adam" and section.optimizer_dtype == "bfloat16"
-    config.offload |= section.fsdp.per_layer_optim_step
+    config.offload |= section.offload or section.fsdp.per_layer_optim_step
     if section.dtype == "float16":
         given = section.optimizer
         config.loss_scale = LossScale(
@@ -156,8 +158,7 @@ def _optimizer(section: TrainEngineConfig) -> OptimizerConfig:
     return config
 
 
-def optimizer_of(section: OptimizerSection) -> OptimizerConfig:
-    """The optimizer; its rate is set anew for each update, see :func:`schedule_of`."""
+def _rule_of(section: OptimizerSection) -> OptimizerConfig:
     return OptimizerConfig(
         lr=section.lr,
         betas=(section.beta1, section.beta2),

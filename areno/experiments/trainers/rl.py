@@ -8,7 +8,7 @@ The next batches are generated meanwhile, as far ahead as ``rollout.max_head_off
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ class PPOTrainer(ExperimentTrainer):
         critic = self.config.critic
         optimizer = None
         if critic is not None and critic.optimizer is not None:
-            optimizer = asdict(engines.optimizer_of(critic.optimizer))
+            config = engines.optimizer_of(critic)
+            optimizer = {one.name: getattr(config, one.name) for one in fields(config)}
         self.engine.ensure_roles(update.roles_of(self.config, optimizer))
 
     def rollout_engine(self) -> tuple[str, EngineConfig]:

@@ -278,6 +278,7 @@ EFFECTS |= {
 EFFECTS |= {
     "FSDPWrapPolicy.transformer_layer_cls_to_wrap": _LAYOUT + "test_ways_to_shard_reach_the_layout",
     "ArchonEngineConfig.offload_params": _LAYOUT + "test_ways_to_shard_reach_the_layout",
+    "TrainEngineConfig.offload": _LAYOUT + "test_ways_to_shard_reach_the_layout",
     "TrainEngineConfig.use_kernels": _LAYOUT + "test_kernels_of_the_hub_need_their_package",
     "TrainEngineConfig.grad_reduce_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",
     "TrainEngineConfig.optimizer_dtype": _LAYOUT + "test_number_formats_of_states_and_gradients_reach_the_optimizer",

@@ -116,7 +116,16 @@ def test_replicas_shard_their_weights_where_that_is_possible():
     assert chosen == []
 
 
-@pytest.mark.parametrize("name", ["actor.optimizer.offload", "critic.optimizer.offload", "actor.offload_activations"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "actor.optimizer.offload",
+        "critic.optimizer.offload",
+        "actor.offload_activations",
+        "actor.offload",
+        "enable_offload",
+    ],
+)
 def test_settings_for_a_gpu_are_refused_on_a_machine_without_one(name):
     given = {"critic__optimizer": {}, "actor__gradient_checkpointing": True, name.replace(".", "__"): True}
     resolve_for_machine(rl(**given), NODE)

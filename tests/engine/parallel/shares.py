@@ -13,6 +13,8 @@ from areno.engine.parallel.peers import connect
 from areno.engine.parallel.rendezvous import FolderRendezvous
 from areno.engine.parallel.workers import WorkerGroup
 from areno.engine.train import sharded
+from areno.engine.train.state_files import SavedState
+from tests.support.optimizer_states import saved
 
 # Larger and smaller than what is quantised, and of no whole number of blocks.
 SHAPES = {"first": (70, 100), "norm": (50,), "odd": (4173,), "wide": (128, 96), "bias": (3,), "tall": (96, 130)}
@@ -36,17 +38,18 @@ class Share:
     """Holds one rank's place, and steps an optimizer through given gradients."""
 
     def __init__(self, layout, rank, folder, send) -> None:
+        self.folder, self.runs = folder, 0
         self.peers = connect(layout, rank, FolderRendezvous(folder), torch.device("cpu"))
         tp_size = layout.tp_size
         self.mesh = DeviceMesh("cpu", list(range(tp_size))) if tp_size > 1 else None
 
     def run(self, config, weights, gradients, state=None, exchanged=1 << 24):
-        """Apply gradients, of which each replica has seen a part; returns weights, state, bytes and statistics."""
+        """Apply gradients, of which each replica has seen a part; returns weights, folder of the state, bytes, statistics."""
         sharded._EXCHANGED = exchanged
         parameters = {name: torch.nn.Parameter(self._placed(name, tensor)) for name, tensor in weights.items()}
         optimizer = sharded.ShardedAdamW(list(parameters.items()), config, self.peers)
         if state is not None:
-            optimizer.load_state_dict(state)
+            optimizer.load_state(SavedState(state))
         size, stats = self.peers.data.size, None
         # Halves, and halves of halves: their sum is the gradient, without rounding.
         part = 0.5 ** min(self.peers.replica + 1, size - 1)
@@ -62,7 +65,8 @@ class Share:
             own = parameter.detach()
             wholes[name] = whole_of(own.to_local() if name in SPREAD and self.mesh else own, parameter)
         held = (optimizer.held_bytes(), optimizer.state_bytes(), optimizer.step_bytes(torch.device("cuda")))
-        return wholes, optimizer.state_dict(), held, stats
+        self.runs += 1
+        return wholes, saved(optimizer, self.folder / f"state-{self.runs}", self.peers), held, stats
 
     def _placed(self, name, tensor):
         if self.mesh is None or name not in SPREAD:

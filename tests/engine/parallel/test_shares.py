@@ -5,9 +5,9 @@ Moments in 8 bits on replicas are those of one process bit for bit: a share begi
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from areno.engine.parallel.peers import Peers
 from areno.engine.train.adam_8bit import BLOCK, Quantised, state_bytes
 from areno.engine.train.optimizer import MasterAdamW, OptimizerConfig
 from areno.engine.train.sharded import ShardedAdamW
-from tests.engine.parallel.shares import SHAPES, start, weights_and_gradients
+from areno.engine.train.state_files import SavedState
+from tests.engine.parallel.shares import SHAPES, SPREAD, start, weights_and_gradients
+from tests.support.optimizer_states import contents, saved
 
 CONFIG = OptimizerConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-6)
 LOW = dataclasses.replace(CONFIG, adam_8bit=True)
@@ -38,11 +40,11 @@ def spread(tmp_path_factory):
 
 
 def alone(config, weights, gradients, state=None):
-    """The same in this process: weights, state, and statistics of the last step."""
+    """The same in this process: weights, folder of the state, and statistics of the last step."""
     parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
     optimizer = MasterAdamW(list(parameters.items()), config)
     if state is not None:
-        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.load_state(SavedState(state))
     stats = None
     for step in gradients:
         for name, parameter in parameters.items():
@@ -50,11 +52,13 @@ def alone(config, weights, gradients, state=None):
         stats = optimizer.collect()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach() for name, p in parameters.items()}, optimizer.state_dict(), stats
+    return {name: p.detach() for name, p in parameters.items()}, saved(optimizer), stats
 
 
 def assert_same(got, expected):
-    """Equal trees of numbers and tensors, bit for bit."""
+    """Equal trees of numbers and tensors, bit for bit; of folders, what is saved in them."""
+    if isinstance(expected, Path):
+        got, expected = contents(got), contents(expected)
     assert type(got) is type(expected) or isinstance(got, torch.Tensor | int | float)
     if isinstance(expected, dict):
         assert got.keys() == expected.keys()
@@ -109,11 +113,12 @@ def test_shares_that_cut_tensors_anywhere_give_the_same(layout, tmp_path):
     finally:
         group.close()
     expected, state, _ = alone(LOW, weights, gradients)
-    for got, saved, held, _ in found:
-        assert held[1] == sum(state_bytes(tensor.numel()) for tensor in weights.values())
+    cut = SPREAD if layout.tp_size > 1 else ()
+    for got, folder, held, _ in found:
+        assert held[1] == sum(8 * t.numel() if name in cut else state_bytes(t.numel()) for name, t in weights.items())
         if layout.tp_size == 1:
             assert_same(got, expected)
-            assert_same(saved, state)
+            assert_same(folder, state)
         else:
             assert_close(got, expected, weights)
 
@@ -131,12 +136,13 @@ def test_low_moments_of_cut_tensors_follow_fp32_and_move_to_one_process(spread):
     ideal, _, stats = alone(CONFIG, weights, gradients)
     one, _, _ = alone(LOW, weights, gradients)
     got, state, *_ = spread.call("run", LOW, weights, gradients[:3])[0]
-    assert {
-        index: {key: getattr(v, "shape", None) for key, v in entry.items()} for index, entry in state["adam"].items()
-    } == {
-        index: {key: getattr(v, "shape", None) for key, v in entry.items()}
-        for index, entry in alone(LOW, weights, gradients[:1])[1]["adam"].items()
+    kinds = {
+        name: {key.rsplit(".", 1)[1] for key in contents(state) if key.startswith(f"state.{name}.")} for name in SHAPES
     }
+    codes = {"mean_codes", "mean_scales", "root_codes", "root_scales"}
+    assert {name for name, found in kinds.items() if found == codes} == {"first", "odd"}
+    assert {name for name, found in kinds.items() if found == {"mean", "root"}} == set(SPREAD)
+    assert contents(state)["state.tall.mean"].shape == SHAPES["tall"]
     whole, again = alone(LOW, got, gradients[3:], state)[0], spread.call("run", LOW, got, gradients[3:], state)[1]
     for found in (whole, again[0]):
         assert_close(found, one, weights)
@@ -160,12 +166,14 @@ def test_full_moments_are_those_of_adamw(two, spread):
     weights, gradients = weights_and_gradients(4)
     expected, state, stats = alone(CONFIG, weights, gradients)
     for group in (two, spread):
-        got, saved, _, seen = group.call("run", CONFIG, weights, gradients, None, 1000)[0]
+        got, folder, _, seen = group.call("run", CONFIG, weights, gradients, None, 1000)[0]
         for name in SHAPES:
             assert torch.allclose(got[name], expected[name], rtol=1e-6, atol=1e-7), name
-        for index, entry in state["adam"].items():
-            for key, value in entry.items():
-                assert torch.allclose(saved["adam"][index][key], value, rtol=1e-5, atol=1e-9), (index, key)
+        found, wanted = contents(folder), contents(state)
+        assert found.pop("head") == wanted.pop("head")
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-9), key
         assert (seen.nonzero, seen.total) == (stats.nonzero, stats.total)
 
 
@@ -211,5 +219,5 @@ def test_offloaded_shares_are_in_the_memory_of_the_computer(low):
         made.append((optimizer, {name: p.detach().cpu() for name, p in parameters.items()}))
     assert made[1][0]._master.device.type == "cpu"
     assert_same(made[1][1], made[0][1])
-    made[1][0].load_state_dict(made[0][0].state_dict())
-    assert_same(made[1][0].state_dict(), made[0][0].state_dict())
+    made[1][0].load_state(SavedState(saved(made[0][0])))
+    assert_same(saved(made[1][0]), saved(made[0][0]))

@@ -1,0 +1,195 @@
+"""An optimizer's state on disk: every rank writes the parts that it holds, and reads those that it needs in its own layout.
+
+    state.json                                      step count, names of the parameters, format of their moments
+    shard-00001-model-00001-of-00001.safetensors    what rank 0 holds: ``state.<parameter>.exp_avg``, ``master.<parameter>``
+
+The files are distributed checkpoints of PyTorch in the safetensors format: ``torch.distributed.checkpoint`` reads them with
+its ``HuggingFaceStorageReader``. The metadata of a file has the offset of each part in its whole tensor. A file holds one part
+of a tensor; a rank that has several parts writes several files. PyTorch's own writer is not used: it needs one process group of
+all ranks, and takes strided shards for contiguous ones. Its default format is pickled; nothing that is read here can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areno.engine.parallel.peers import Peers
+
+_HEAD = "state.json"
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+Index = tuple[Tensor, ...]
+"""For each dimension, which entries of a whole tensor a part has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """What one rank holds of a tensor of the state."""
+
+    key: str
+    values: Tensor
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a tensor, in a file."""
+
+    file: Any
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def whole_index(shape: Sequence[int]) -> Index:
+    """The index of a part that is the whole tensor."""
+    return tuple(torch.arange(size) for size in shape)
+
+
+def flat_parts(key: str, values: Tensor, start: int, index: Index) -> Iterator[StatePart]:
+    """Parts of a tensor of which a rank holds consecutive entries ``values`` [N], from ``start`` on.
+
+    ``index`` is of the tensor that is flattened, which may itself be a part of the whole.
+    """
+    for box in _boxes_of_range([len(axis) for axis in index], start, start + len(values)):
+        shape = [part.stop - part.start for part in box]
+        own, values = values[: math.prod(shape)], values[math.prod(shape) :]
+        yield StatePart(key, own.view(shape), tuple(axis[part] for axis, part in zip(index, box, strict=True)))
+
+
+def save_state(folder: Path, head: dict[str, Any], parts: Iterable[StatePart], peers: Peers) -> None:
+    """Write the state of one optimizer, in place of what the folder holds; every rank must call, with the same folder."""
+    if peers.first and folder.exists():  # other layouts write files of other names
+        shutil.rmtree(folder)
+    peers.smallest(0)  # all ranks have come
+    folder.mkdir(exist_ok=True)
+    files: list[dict[str, tuple[Tensor, tuple[int, ...]]]] = []
+    for part in parts:
+        for local, offsets in _boxes(part.index):
+            target = next((file for file in files if part.key not in file), None)
+            if target is None:
+                files.append(target := {})
+            target[part.key] = part.values[local].detach().cpu().contiguous(), offsets
+    for number, file in enumerate(files, start=1):
+        sharding = {key: {_OFFSETS: list(offsets)} for key, (_, offsets) in file.items()}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
+        name = f"shard-{peers.rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"
+        save_file({key: values for key, (values, _) in file.items()}, folder / name, metadata)
+    head = _joined_head(peers.pipeline.everyone(head))
+    if peers.first:
+        (folder / _HEAD).write_text(json.dumps(head, indent=1), encoding="utf-8")
+
+
+def _joined_head(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One head for all stages of a pipeline, which have different parameters; a tied one is on two of them."""
+    counts = {name: count for stage in stages for name, count in stage["counts"].items()}
+    return stages[0] | {"names": list(dict.fromkeys(n for stage in stages for n in stage["names"])), "counts": counts}
+
+
+class SavedState:
+    """What :func:`save_state` has written, in any layout.
+
+    OSError or ValueError: the folder is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.head: dict[str, Any] = json.loads((folder / _HEAD).read_text(encoding="utf-8"))
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, "pt")
+            sharding = json.loads(file.metadata()[_SHARDING])
+            for key in sharding:
+                offsets, sizes = tuple(sharding[key][_OFFSETS]), tuple(file.get_slice(key).get_shape())
+                self._chunks.setdefault(key, []).append(_Chunk(file, offsets, sizes))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._chunks
+
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._chunks)
+
+    def whole(self, key: str) -> Tensor:
+        """A whole tensor."""
+        ends = ([o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in self._chunks[key])
+        return self.read(key, whole_index([max(axis) for axis in zip(*ends, strict=True)]))
+
+    def read(self, key: str, index: Index) -> Tensor:
+        """A part of a tensor, on the CPU.
+
+        KeyError: there is no such tensor. ValueError: some of its entries are in no file.
+        """
+        chunks = self._chunks[key]
+        if not index:
+            return chunks[0].file.get_tensor(key)  # type: ignore[no-any-return]
+        pieces = [
+            (local, chunk.file.get_slice(key)[there])
+            for where, offsets in _boxes(index)
+            for chunk in chunks
+            for local, there in _overlap(where, offsets, chunk)
+        ]
+        values = torch.empty([len(axis) for axis in index], dtype=pieces[0][1].dtype if pieces else torch.float32)
+        for local, piece in pieces:
+            values[local] = piece
+        if sum(piece.numel() for _, piece in pieces) != values.numel():
+            raise ValueError(f"{key} is incomplete: a rank's file is missing")
+        return values
+
+
+def _overlap(
+    local: tuple[slice, ...], offsets: tuple[int, ...], chunk: _Chunk
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where what a box and a chunk have in common lies in each of the two; nothing if they have nothing in common."""
+    here, there = [], []
+    for own, offset, start, size in zip(local, offsets, chunk.offsets, chunk.sizes, strict=True):
+        first, last = max(offset, start), min(offset + own.stop - own.start, start + size)
+        if first >= last:
+            return
+        here.append(slice(own.start + first - offset, own.start + last - offset))
+        there.append(slice(first - start, last - start))
+    yield tuple(here), tuple(there)
+
+
+def _boxes(index: Index) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Rectangular pieces that are contiguous in the whole tensor: where each lies in the part, and its offset in the whole."""
+    for runs in product(*map(_runs, index)):
+        yield tuple(slice(first, last) for first, last, _ in runs), tuple(offset for *_, offset in runs)
+
+
+def _runs(axis: Tensor) -> list[tuple[int, int, int]]:
+    """Ranges of consecutive indices: first and last place, and the first index."""
+    if not len(axis):
+        return []
+    breaks = (axis.diff() != 1).nonzero().flatten() + 1
+    return [(first, last, int(axis[first])) for first, last in pairwise([0, *breaks.tolist(), len(axis)])]
+
+
+def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Boxes that make up a range of the flattened tensor, in its order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (slice(start, stop),) if shape else ()
+        return
+    row = math.prod(shape[1:])
+    if start % row == 0 and stop - start >= row:
+        rows = (stop - start) // row
+        yield slice(start // row, start // row + rows), *(slice(0, size) for size in shape[1:])
+        yield from _boxes_of_range(shape, start + rows * row, stop)
+        return
+    first = start // row
+    end = min(stop, (first + 1) * row)
+    for box in _boxes_of_range(shape[1:], start - first * row, end - first * row):
+        yield slice(first, first + 1), *box
+    yield from _boxes_of_range(shape, end, stop)
