@@ -189,7 +189,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, engine, mo
     ):
         error = error_of(httpx.post(f"{server.base_url}/{path}", json=body), 400)
         assert error["code"] == "context_length_exceeded"
-        assert f"this server takes {limit}" in error["message"]
+        assert f"the limit is {limit}" in error["message"]
 
 
 def test_the_limit_of_characters_can_be_set(engine):
@@ -226,7 +226,7 @@ def test_too_many_items_are_refused(server, path, body, message):
 )  # fmt: skip
 def test_deeply_nested_bodies_are_refused(server, path, body):
     error = error_of(httpx.post(f"{server.base_url}/{path}", json=body), 400)
-    assert f"nested deeper than {MAX_DEPTH} levels" in error["message"]
+    assert f"nested more than {MAX_DEPTH} levels" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_blocks_that_are_none_are_refused(server, path, body):
 def test_a_value_is_measured_by_its_text():
     assert measure({"ab": ["cde", 1, {"f": "g"}], "h": None}) == 2 + 3 + 1 + 1 + 1
     assert measure(nested(MAX_DEPTH - 1)) == MAX_DEPTH - 1
-    with pytest.raises(ApiError, match="nested deeper"):
+    with pytest.raises(ApiError, match="levels deep"):
         measure(nested(MAX_DEPTH))
 
 

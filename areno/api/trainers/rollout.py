@@ -47,7 +47,7 @@ from areno.observability.samples import (
 from areno.rewards import RewardOutcome, RewardRunner
 from areno.rewards.runner import place_of
 from areno.rollouts.conversation.rows import TrajectoryRow, known_roles
-from areno.serving.text import TokenTexts
+from areno.serving.token_text import TokenTexts
 from areno.training.checkpoints import rollout_state
 from areno.training.loop import PlannedStep
 from areno.training.objectives.passes import Learner

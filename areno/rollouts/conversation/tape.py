@@ -18,7 +18,7 @@ from areno.engine.rollout.counter_rng import derive_seed
 from areno.observability.session_tracer import current_session
 from areno.rollouts.conversation.continuation import Forked, ForkReason, Turn, go_on
 from areno.rollouts.conversation.history import call_ids, next_key, prefix_keys, same_answer
-from areno.serving.recording import ChatPrompt, RecordedAnswer
+from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import encode_rendered
 
 _HASH_BITS = (1 << 63) - 1
@@ -109,7 +109,7 @@ class AgentTape:
             for turn in found[-1:] if response_id is None else found:
                 turn.reward = reward
 
-    def keep(self, begun: Turn, answer: RecordedAnswer) -> Turn:
+    def keep(self, begun: Turn, answer: RecordedSample) -> Turn:
         """An answer has come to its end."""
         turn = replace(
             begun,
@@ -157,7 +157,7 @@ class _OpenTurn:
         """Seeds of the samples."""
         return self._tape.seeds(self.prompt_tokens, samples)
 
-    def end(self, answer: RecordedAnswer) -> dict[str, Any]:
+    def end(self, answer: RecordedSample) -> dict[str, Any]:
         """Keep a sample; what the response says about it."""
         turn = self._tape.keep(self._begun, answer)
         return {

@@ -13,7 +13,7 @@ from areno.rollouts.trajectory import make_trajectory
 from areno.rollouts.workflows.base import EpisodeResult, RolloutWorkflow
 from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_call
 from areno.rollouts.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
-from areno.serving.recording import ChatPrompt, RecordedAnswer
+from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import RenderedPrompt, render_generation_prompt
 from areno.text.markers import warn_of_markers
 from areno.types import GeneratedToken
@@ -96,9 +96,9 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.reward.close()
 
 
-def _recorded(answer: ModelResponse, text: str) -> RecordedAnswer:
+def _recorded(answer: ModelResponse, text: str) -> RecordedSample:
     said = zip(answer.output_tokens, answer.output_logprobs, answer.output_versions, strict=True)
-    return RecordedAnswer(
+    return RecordedSample(
         message={"role": "assistant", "content": text},
         tokens=[GeneratedToken(token, logprob, [], version, None) for token, logprob, version in said],
         finish="length" if answer.stop_reason == "length" else "stop",
