@@ -52,7 +52,7 @@ def test_anything_but_a_finite_number_is_an_error(reward_file, records, text):
     with RewardRunner(path=path, timeout_s=10, workers=1, on_error="drop") as runner:
         (outcome,) = runner.run(records("x"))
     assert outcome.value is None
-    assert "must be one finite number" in outcome.error
+    assert "must be a finite number" in outcome.error
 
 
 def test_error_names_file_line_cause_record_and_texts(reward_file, records):

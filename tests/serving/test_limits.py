@@ -202,7 +202,7 @@ def test_the_limit_of_characters_can_be_set(engine):
     ("path", "body", "message"),
     [
         ("completions", {"prompt": ["x"] * 129}, "129 prompts of 1 samples are more than 128"),
-        ("completions", {"prompt": ["x"] * (MAX_VALUES + 1)}, f"more than {MAX_VALUES} texts"),
+        ("completions", {"prompt": ["x"] * (MAX_VALUES + 1)}, f"more than {MAX_VALUES} strings"),
         ("chat/completions", CHAT | {"tools": [TOOL] * 513}, "at most 512 items"),
         ("chat/completions", CHAT | {"messages": CHAT["messages"] * 10_001}, "at most 10000 items"),
         ("responses", {"input": "x", "tools": [{"type": "function", "name": "f"}] * 513}, "at most 512 items"),

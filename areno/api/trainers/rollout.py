@@ -45,7 +45,7 @@ from areno.observability.samples import (
     sample_records,
 )
 from areno.rewards import RewardOutcome, RewardRunner
-from areno.rewards.runner import place_of
+from areno.rewards.runner import describe_record
 from areno.rollouts.conversation.rows import TrajectoryRow, known_roles
 from areno.serving.token_text import TokenTexts
 from areno.training.checkpoints import rollout_state
@@ -321,7 +321,7 @@ class RolloutTrainer(DataTrainer):
         outcomes = self._runner.run(records)
         for record, outcome in zip(records, outcomes, strict=True):
             if outcome.error is not None:
-                self.logger.warning("sample dropped: %s; %s", outcome.error, place_of(record))
+                self.logger.warning("sample dropped: %s; %s", outcome.error, describe_record(record))
         return outcomes
 
     def evaluate(self, rows: Sequence[dict[str, Any]], on_scored: OnScored | None = None) -> dict[str, float]:

@@ -16,8 +16,8 @@ import cloudpickle
 
 from areno.errors import AgentError
 from areno.frames import FrameError
-from areno.rewards.lanes import WorkerProcess
 from areno.rewards.supervisor import supervised
+from areno.rewards.worker_pool import WorkerProcess
 
 ANSWER_BYTES = 16 << 20  # most that an answer may have
 _MAX_ERROR_CHARS = 20_000
@@ -86,7 +86,7 @@ def _ask(worker: WorkerProcess, job: bytes) -> list[Any]:
         if kind == "value":
             return [kind, returned_value(value)]
     except (EOFError, OSError):
-        return ["died", worker.death()]
+        return ["died", worker.exit_reason()]
     except (FrameError, ValueError, TypeError, RecursionError) as error:
         return ["died", f"it was stopped, because it does not follow the protocol: {error}"]
     return ["died", f"it was stopped, because it answered with {kind!r:.80}"]
