@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from areno.observability.session_tracer import Held
+from areno.observability.session_tracer import SessionHandle
 from areno.text.chat import RenderedPrompt
 from areno.text.reasoning import ReasoningDelta
 from areno.text.tool_calls import ContentDelta, ToolCallDelta
@@ -64,7 +64,7 @@ class OpenTurn(Protocol):
 class Tape(Protocol):
     """The conversations of one API key."""
 
-    session: Held  # tracing session of its requests
+    session: SessionHandle  # tracing session of its requests
 
     def open(self, prompt: ChatPrompt) -> OpenTurn:
         """Open a turn; called from the rendering thread. Raises UsageError: the template rejects the messages."""

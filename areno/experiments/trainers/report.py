@@ -73,7 +73,7 @@ class ExperimentReporter(Reporter):
     def rewind(self, state: RunState) -> None:
         """Before the first step, drop what an attempt without a checkpoint wrote; else the state has said it."""
         if state.step == 0:
-            self._stats_logger.begin_anew()
+            self._stats_logger.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Axis and clock of the statistics."""
