@@ -57,7 +57,7 @@ def test_an_unknown_level_is_a_usage_error_that_lists_the_levels(monkeypatch):
     monkeypatch.setenv("ARENO_LOG_LEVEL", "LOUD")
     with pytest.raises(UsageError, match=r"ARENO_LOG_LEVEL: unknown level 'LOUD'.*DEBUG, INFO"):
         setup_logging(None)
-    with pytest.raises(UsageError, match="log level: 'chatty'"):
+    with pytest.raises(UsageError, match="log level: unknown level 'chatty'"):
         setup_logging(None, level="chatty")
 
 

@@ -168,7 +168,9 @@ def test_nothing_is_imported_for_disabled_services():
 )
 def test_a_missing_package_is_said_with_the_command_that_installs_it(section, package, fields, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ImportError
-    with pytest.raises(UsageError, match=rf"{section}\.mode requires.*pip install '{package}'.*{section}\.mode=disabled"):
+    with pytest.raises(
+        UsageError, match=rf"{section}\.mode requires.*pip install '{package}'.*{section}\.mode=disabled"
+    ):
         open_services(RUN, tmp_path, **{section: fields})
 
 

@@ -15,7 +15,7 @@ from areno.rollouts.workflows.rewards import AsyncReward, RewardFn, as_reward_ca
 from areno.rollouts.workflows.rlvr import ExtractPrompt, extract_prompt, said_in
 from areno.serving.recording import ChatPrompt, RecordedSample
 from areno.text.chat import RenderedPrompt, render_generation_prompt
-from areno.text.markers import warn_of_markers
+from areno.text.markers import warn_about_markers
 from areno.types import GeneratedToken
 
 TRY_AGAIN = (
@@ -65,7 +65,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """See :meth:`RolloutWorkflow.arun_episode`."""
         prompt = self._prompt_of(data)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        warn_of_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
+        warn_about_markers(self.tokenizer, messages, f"the row {str(prompt)[:80]!r}")
         tape, reward = AgentTape(self.tokenizer, 0), 0.0
         for _ in range(self.max_turns):
             turn = tape.open(ChatPrompt(messages=messages, tools=[], render=self._render))
