@@ -149,7 +149,10 @@ def test_template_variables_are_passed_on(make_tokenizer, chatml):
         ),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": [3]}], r"messages\[1\]\.content\[0\]: .*'int'"),
         ([{"content": "a"}], r"messages\[0\]: .* is not a message"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"messages\[0\]\.tool_calls\[0\]: .* is not a tool call"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
+            r"messages\[0\]\.tool_calls\[0\]: .* is not a tool call",
+        ),
     ],
 )
 def test_messages_that_cannot_be_read_are_named(make_tokenizer, chatml, messages, error):

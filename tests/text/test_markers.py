@@ -56,7 +56,11 @@ def test_a_run_is_warned_once_of_the_row_the_marker_and_the_remedy(tokenizer, ca
     rows = [{"prompt": "[INST] Hi [/INST]", "response": "Hello."}]
     limits = {"max_prompt_tokens": 99, "max_new_tokens": 99, "eos_token_ids": frozenset()}
     build_sft_rows(rows, bpe_tokenizer(["Hi"]), RowBounds(**limits, source="sft.jsonl"))  # another run
-    assert caplog.records[0].getMessage().startswith("sft.jsonl, row 1: the prompt contains the chat template marker '[INST]'")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .startswith("sft.jsonl, row 1: the prompt contains the chat template marker '[INST]'")
+    )
 
 
 def test_no_warning_without_markers(tokenizer, caplog):
